@@ -1,0 +1,89 @@
+"""The audit: recompute random rows exactly, and bound the error of all rows by theirs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearfield.budgets import audit_quantile
+from nearfield.estimate import Audit
+from nearfield.kernels import reference
+from nearfield.methods.base import BLOCK_BYTES
+from nearfield.problem import Problem
+
+CONFIDENCE = 0.95
+
+
+@torch.no_grad()
+def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator) -> Audit:
+    """Compare `size` random rows of `output` with exact attention.
+
+    If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
+    miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
+    """
+    batch, heads, length, dim = problem.query.shape
+    total = batch * heads * length
+    size = min(size, total)
+    chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
+    compute = torch.promote_types(problem.query.dtype, torch.float32)
+    exact = torch.cat([_exact_rows(problem, part) for part in chosen.split(_rows_at_a_time(problem))]) if size else output[:0]
+    got = output.detach().reshape(total, -1)[chosen].to(compute)
+    error = torch.linalg.vector_norm(got - exact, dim=-1)
+    additive = error / _value_norm(problem)[chosen // (length * problem.group_size)] if size else error
+    size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
+    relative = torch.where(error == 0, error, error / size_of_exact)
+    quantile = 1.0 if size == total else audit_quantile(size, CONFIDENCE)
+    return Audit(
+        rows=size,
+        quantile=quantile,
+        confidence=1.0 if size == total else CONFIDENCE,
+        additive=float(additive.max()) if size else 0.0,
+        relative=float(relative.max()) if size else 0.0,
+        additive_errors=additive,
+        relative_errors=relative,
+    )
+
+
+def _rows_at_a_time(problem: Problem) -> int:
+    """Each audited row gathers the keys and values of its head."""
+    per_row = (problem.key[0, 0].numel() + problem.value[0, 0].numel() + problem.key.shape[2]) * 8
+    return max(1, BLOCK_BYTES // max(1, per_row))
+
+
+def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
+    """Exact attention of the chosen rows (numbered over batch, heads and positions), `[rows, value_dim]`."""
+    _, heads, length, _ = problem.query.shape
+    if problem.key.shape[2] == 0:
+        return problem.query.new_zeros(len(chosen), problem.value.shape[3])
+    entry, head, position = chosen // (heads * length), chosen // length % heads, chosen % length
+    if problem.attn_mask is not None and problem.key_padding is None:
+        return _exact_masked_rows(problem, entry, head, position)
+    rows = problem.rows
+    group = entry * problem.key.shape[1] + head // problem.group_size
+    place = head % problem.group_size * length + position
+    output, _ = reference.exact_attention(
+        rows.queries[group, place][:, None], rows.keys[group], rows.values[group], rows.visible[group, place][:, None]
+    )
+    return output[:, 0]
+
+
+def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: Tensor) -> Tensor:
+    assert problem.attn_mask is not None
+    compute = torch.promote_types(problem.query.dtype, torch.float32)
+    kv = head // problem.group_size
+    mask = problem.attn_mask.expand(*problem.query.shape[:3], -1)[entry, head, position]
+    logits = torch.einsum("rd,rnd->rn", problem.query[entry, head, position].to(compute), problem.key[entry, kv].to(compute))
+    logits = logits * problem.scale
+    logits = logits.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else logits + mask
+    weights, _ = reference.weighted_softmax(logits, None)
+    return torch.einsum("rn,rnd->rd", weights, problem.value[entry, kv].to(compute))
+
+
+def _value_norm(problem: Problem) -> Tensor:
+    """Root mean square norm of the visible values, per key-value head, `[batch * kv_heads]`."""
+    square = problem.value.to(torch.promote_types(problem.value.dtype, torch.float32)).square().sum(-1)
+    if problem.key_padding is None:
+        mean = square.mean(-1)
+    else:
+        mean = square.sum(-1) / problem.key_padding.sum(-1).clamp(min=1)
+    return mean.sqrt().clamp(min=torch.finfo(mean.dtype).tiny).reshape(-1)

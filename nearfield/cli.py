@@ -1,0 +1,104 @@
+"""The command line: `nearfield plan` and `nearfield demo`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from nearfield.budgets import Budget, every_budget
+
+app = typer.Typer(
+    help="kNN attention for PyTorch that tells you its error.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+
+
+@app.command()
+def plan(
+    n: int = typer.Option(131072, help="Keys that a query sees."),
+    eps: float = typer.Option(0.05, help="Error, in the unit that each promise names."),
+    delta: float = typer.Option(0.01, help="Failure probability."),
+    d: int = typer.Option(64, help="Columns of the values."),
+) -> None:
+    """Print the sizes that the paper's theorems ask for, as printed and as corrected."""
+    try:
+        budgets = every_budget(n, eps, delta, d)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)  # a file has no width; the default of 80 would cut numbers
+    console.print(_size_table(budgets, n, f"Sizes for n = {n:,}, eps = {eps:g}, delta = {delta:g}, d = {d}"))
+    console.print(
+        "k, ell and draws: for one query; draws are split into groups. Walks: for one column of the product (dk: see below). "
+        "[yellow]Yellow[/]: at least as much work as reading all n keys.\n"
+    )
+    console.print(_promise_table(budgets))
+
+
+@app.command()
+def demo(
+    out: Path = typer.Option(Path("demo.png"), help="Where the plot goes."),
+    length: int = typer.Option(4096, help="Keys and queries per head."),
+    family: str = typer.Option("clustered", help="Input family (see nearfield.synthetic)."),
+    seed: int = typer.Option(0, help="Seed of the inputs and of every estimate."),
+) -> None:
+    """Attention by every method next to exact attention: a table and a plot."""
+    from nearfield.demo import run  # torch and the methods: `plan` needs neither
+
+    try:
+        run(out=out, length=length, family=family, seed=seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _size_table(budgets: list[Budget], n: int, title: str) -> Table:
+    table = _table(title)
+    for name in ("k", "ell", "draws", "groups", "walks", "buffer"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for sizes, name, last in _blocks(budgets):
+        # A draw looks at one key at the very least.
+        wasteful = sizes.takes_everything(n) or (sizes.draws or 0) >= n
+        counts = (sizes.k, sizes.ell, sizes.draws, sizes.groups, sizes.walks, sizes.buffer)
+        style = "yellow" if wasteful else None
+        table.add_row(name, sizes.form, *map(_count, counts), style=style, end_section=last)
+    return table
+
+
+def _promise_table(budgets: list[Budget]) -> Table:
+    table = _table("What they promise, with probability 1 - delta unless they say otherwise")
+    table.add_column("promise")
+    for sizes, name, last in _blocks(budgets):
+        table.add_row(name, sizes.form, f"{sizes.promise} ({sizes.label})", end_section=last)
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("theorem")
+    table.add_column("form", no_wrap=True)
+    return table
+
+
+def _blocks(budgets: list[Budget]) -> Iterator[tuple[Budget, str, bool]]:
+    """Each budget with the name to print (once per theorem), and whether it is the last of its theorem."""
+    names = ["", *(sizes.theorem for sizes in budgets), ""]
+    for i, sizes in enumerate(budgets, 1):
+        yield sizes, sizes.theorem if names[i - 1] != sizes.theorem else "", names[i + 1] != sizes.theorem
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What every index promises: build once on a set of keys, then search, causally or not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nearfield import kernels
+
+CausalOffset = int | Tensor | None
+
+PADDING = -1
+"""The id that fills a row which has fewer than k visible keys. Its score is -inf. It never names a key."""
+
+
+class Index(Protocol):
+    """A recipe for finding the k keys of largest inner product. `build` applies it to keys `[batch, length, dim]`."""
+
+    def build(self, keys: Tensor) -> BuiltIndex: ...
+
+
+@dataclass(frozen=True)
+class Cutoffs:
+    """Upper bounds for the keys outside a near set, group by group (what lazy Gumbel sampling needs to be exact).
+
+    `bounds[b, r, c]` is at least `q_r . k_j` for every key j of group c that row r sees and that is not in its near set.
+    Groups cover all keys; near keys may be among them. Within a group keys are listed in ascending order, so that
+    the keys a causal row sees are the first `counts[b, r, c]` of the group.
+    """
+
+    bounds: Tensor
+    """`[batch, rows, groups]`"""
+    counts: Tensor
+    """`[batch, rows, groups]`, how many keys of the group the row sees"""
+    starts: Tensor
+    """`[batch, groups]`, where each group begins in `order`"""
+    order: Tensor
+    """`[batch, length]`, key ids group by group"""
+
+    def upper_bound(self) -> Tensor:
+        """The largest bound of a group that has a visible key, `[batch, rows]`; -inf where there is none."""
+        return self.bounds.masked_fill(self.counts == 0, -torch.inf).amax(-1)
+
+
+class BuiltIndex(ABC):
+    """An index over one set of keys. It keeps a reference to them and refuses to answer after they were changed in place."""
+
+    def __init__(self, keys: Tensor) -> None:
+        if keys.dim() != 3:
+            raise ValueError(f"keys must have shape [batch, length, dim], got {tuple(keys.shape)}")
+        if not keys.is_floating_point():
+            raise TypeError(f"keys must be floating point, got {keys.dtype}")
+        self._source = keys.detach()
+        self._version = keys._version
+        self.keys = self._source if keys.dtype == torch.float64 else self._source.float()
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[1]
+
+    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
+        """The k visible keys of largest inner product, largest first.
+
+        Args:
+            queries: `[batch, rows, dim]`.
+            k: how many keys per row.
+            causal_offset: None (a row sees every key), or an int or a tensor broadcastable to `[batch, rows]`:
+                row i sees the keys j <= i + causal_offset.
+
+        Returns:
+            scores and ids, both `[batch, rows, k]`. Where a row has fewer than k visible keys, or an approximate index
+            found fewer, the score is -inf and the id is `PADDING`.
+        """
+        self._check(queries)
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"k must be a positive integer, got {k!r}")
+        return self._search(queries.detach().to(self.keys.dtype), k, self.visible(queries, causal_offset))
+
+    def cutoffs(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Cutoffs | None:
+        """Bounds for the keys that `search` left out, or None where this index knows none.
+
+        `ids` must be what `search` returned for the same queries and the same `causal_offset`.
+        """
+        self._check(queries)
+        return self._cutoffs(queries.detach().to(self.keys.dtype), ids, self.visible(queries, causal_offset))
+
+    def upper_bound(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Tensor | None:
+        """A number at least as large as `q . k_j` for every visible key j that is not in `ids`, `[batch, rows]`.
+
+        None where this index knows none; -inf where nothing is left out. `ids` as for `cutoffs`.
+        """
+        cutoffs = self.cutoffs(queries, ids, causal_offset)
+        return None if cutoffs is None else cutoffs.upper_bound()
+
+    def visible(self, queries: Tensor, causal_offset: CausalOffset) -> Tensor:
+        """How many keys each row sees, `[batch, rows]` (a prefix of the keys, so a count says it all)."""
+        batch, rows, _ = queries.shape
+        if causal_offset is None:
+            return torch.full((1, 1), self.length, device=queries.device).expand(batch, rows)
+        last = torch.arange(rows, device=queries.device) + causal_offset
+        return (last + 1).clamp(0, self.length).expand(batch, rows)
+
+    def _check(self, queries: Tensor) -> None:
+        if self._source._version != self._version:
+            raise RuntimeError("the keys were changed in place after this index was built; call build(keys) again")
+        if queries.dim() != 3 or queries.shape[0] != self.keys.shape[0] or queries.shape[2] != self.keys.shape[2]:
+            raise ValueError(
+                f"queries must have shape [batch, rows, dim] to go with keys {tuple(self.keys.shape)}, got {tuple(queries.shape)}"
+            )
+
+    @abstractmethod
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs | None:
+        return None
+
+
+def smallest_near_score(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    """The smallest inner product of a near set, `[batch, rows]`; -inf where the set is padded (it holds every visible key)."""
+    scores = gathered_scores(queries, keys, ids)
+    return scores.amin(-1)
+
+
+def gathered_scores(queries: Tensor, keys: Tensor, ids: Tensor, backend: str = "auto") -> Tensor:
+    """`q_r . k_{ids[r, t]}` for ids `[batch, rows, t]`; -inf where the id is `PADDING`."""
+    batch, rows, width = ids.shape
+    scores = kernels.choose(backend, keys.device).pair_scores(
+        queries.reshape(batch * rows, -1), keys.reshape(batch * keys.shape[1], -1), flat_ids(ids, keys.shape[1])
+    )
+    return scores.view(batch, rows, width).masked_fill(ids == PADDING, -torch.inf)
+
+
+def flat_ids(ids: Tensor, length: int) -> Tensor:
+    """Ids `[batch, rows, t]` as places in the keys of all batch entries laid end to end, `[batch * rows, t]`.
+
+    `PADDING` becomes the first key of its batch entry: a place that may be read, and must then not count.
+    """
+    start = torch.arange(ids.shape[0], dtype=torch.long, device=ids.device) * length
+    return (ids.clamp(min=0) + start[:, None, None]).flatten(0, 1)

@@ -1,0 +1,44 @@
+"""The specification: what every kernel computes, in plain torch, on any device and in any dtype.
+
+Pairs are given as `ids[f, t]`: row f meets row `ids[f, t]` of a table. Ids are never negative; a pair that should not
+count has weight zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pair_scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """Inner product of each pair: rows `[f, d]`, table `[n, d]`, ids `[f, t]` -> `[f, t]`."""
+    return torch.einsum("fd,ftd->ft", rows, table[ids])
+
+
+def pair_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """Weighted sum over the pairs of a row: weights `[f, t]`, table `[n, d]` -> `[f, d]`."""
+    return torch.einsum("ft,ftd->fd", weights, table[ids])
+
+
+def pair_scatter_(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """The transpose of `pair_sums`: adds each row `[f, d]`, times the pair's weight, to the pair's place of out `[n, d]`."""
+    return out.index_add_(0, ids.reshape(-1), (weights[..., None] * rows[:, None, :]).reshape(-1, rows.shape[-1]))
+
+
+def weighted_softmax(logits: Tensor, log_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(logits + log_weight) over the last axis, and its log-normaliser.
+
+    A row without any key (all logits -inf) gets weights zero and normaliser -inf, as a fully masked row of SDPA does.
+    """
+    shifted = logits if log_weight is None else logits + log_weight
+    lse = shifted.logsumexp(-1)
+    weights = (shifted - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return weights, lse
+
+
+def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense softmax attention of rows `[b, r, d]` over the first `visible[b, r]` keys: output and log-normaliser."""
+    logits = queries @ keys.transpose(1, 2)
+    hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None]
+    weights, lse = weighted_softmax(logits.masked_fill(hidden, -torch.inf), None)
+    return weights @ values, lse

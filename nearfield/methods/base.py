@@ -1,0 +1,52 @@
+"""What every method promises, and how rows are taken in blocks of bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from nearfield.gradients.base import Gradient
+from nearfield.problem import Problem
+from nearfield.sampling import Seeds
+
+BLOCK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a method is asked for, beyond the problem itself."""
+
+    seeds: Seeds
+    backend: str = "auto"
+    gradient: Gradient | None = None
+    """how to differentiate; None: the method's own way"""
+    diagnostics: bool = False
+    """whether log-normaliser and standard error are wanted"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method returns: tensors in the layout of `Rows`."""
+
+    output: Tensor
+    """`[batch, rows, value_dim]`"""
+    lse: Tensor | None = None
+    stderr: Tensor | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Method(Protocol):
+    """A strategy for the whole estimate."""
+
+    def run(self, problem: Problem, call: Call) -> Outcome: ...
+
+
+def row_blocks(rows: Tensor, bytes_per_row: int) -> Iterator[slice]:
+    """Ranges that cover the rows of `[batch, rows, ...]`, each of about `BLOCK_BYTES` over all batch entries."""
+    batch, count = rows.shape[:2]
+    step = max(1, BLOCK_BYTES // max(1, bytes_per_row * batch))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))

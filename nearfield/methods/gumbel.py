@@ -1,0 +1,149 @@
+"""Attention from draws of the softmax: the paper's kNN attention (Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nearfield import kernels
+from nearfield.budgets import budget
+from nearfield.checks import check_fraction, check_positive
+from nearfield.gradients.base import Gradient, with_gradient
+from nearfield.gradients.walks import RandomWalk
+from nearfield.index.base import Index
+from nearfield.index.exact import ExactIndex
+from nearfield.lazy_gumbel import prepare
+from nearfield.methods.base import Call, Outcome, row_blocks
+from nearfield.problem import Problem, Rows
+from nearfield.sampling import hashed_uniform
+
+
+@dataclass(frozen=True)
+class LazyGumbel:
+    """Draws from every row's softmax by lazy Gumbel sampling, combined by median of means (paper, Algorithms 1 and 2).
+
+    With the default number of draws, with probability 1 - delta every entry of the output is within
+
+        eps (sum_j P_ij V_jc^2)^(1/2)   (estimator="median")      or      eps (max_j V_jc - min_j V_jc)   (estimator="mean").
+
+    The paper's multiplicative guarantee needs V >= 0 and entries bounded away from zero; this one needs nothing.
+
+    Args:
+        eps, delta: the promise above.
+        k: near keys per row; None: ceil(sqrt(Lk)).
+        index: what finds them. Draws are exact for every index that can bound the keys it leaves out (`ExactIndex`,
+            `KMeansIndex`); otherwise `info["certified"]` is False.
+        estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
+        draws: overrides the number of draws per row.
+        certify: False uses the paper's cutoff, which trusts the index to have found the true top k.
+
+    The draws are shared by all columns. Cost: the search, plus O(draws * (log k + E[m] * dim)) per row with E[m] <= n/k. The
+    gradient is `gradients.RandomWalk`, because draws have none of their own.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 256, 16).unbind(0)
+        >>> est = nearfield.estimate(q, k, v, method=LazyGumbel(eps=0.3, delta=0.1), audit=59)
+    """
+
+    eps: float = 0.1
+    delta: float = 0.1
+    k: int | None = None
+    index: Index = field(default_factory=ExactIndex)
+    estimator: Literal["median", "mean"] = "median"
+    draws: int | None = None
+    certify: bool = True
+
+    def __post_init__(self) -> None:
+        check_fraction("eps", self.eps)
+        check_fraction("delta", self.delta)
+        check_positive("k", self.k, optional=True)
+        check_positive("draws", self.draws, optional=True)
+        if self.estimator not in ("median", "mean"):
+            raise ValueError(f"estimator must be 'median' or 'mean', got {self.estimator!r}")
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        rows = problem.rows
+        k = min(rows.length, math.ceil(math.sqrt(rows.length)) if self.k is None else self.k)
+        groups, size = self._sizes(rows)
+        with torch.no_grad():
+            outcome = self._estimate(problem, rows.detach(), k, groups, size, call)
+        if call.gradient is not None or not torch.is_grad_enabled():
+            return outcome
+        if problem.dropout_p:
+            raise ValueError("LazyGumbel cannot be differentiated with dropout; use TopK or Exact, or dropout_p=0")
+        own: Gradient = RandomWalk(index=self.index, k=self.k)
+        return Outcome(with_gradient(outcome.output, rows, own, call.seeds), outcome.lse, outcome.stderr, outcome.info)
+
+    def _sizes(self, rows: Rows) -> tuple[int, int]:
+        """Groups and draws per group."""
+        if self.estimator == "mean":
+            asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="mean")
+            return 1, self.draws or asked.draws or 1
+        asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="median-of-means", form="tight")
+        groups = asked.groups or 1
+        if self.draws is None:
+            return groups, asked.group_size or 1
+        groups = min(groups, self.draws)
+        groups -= 1 - groups % 2  # odd, so that the median is one of the means
+        return groups, self.draws // groups
+
+    def _estimate(self, problem: Problem, rows: Rows, k: int, groups: int, size: int, call: Call) -> Outcome:
+        batch, count = rows.visible.shape
+        draws = groups * size
+        output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
+        lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
+        built = self.index.build(rows.keys)
+        kernel = kernels.choose(call.backend, rows.keys.device)
+        certified, evaluated, dense = True, 0, 0
+        for block in row_blocks(rows.queries, 40 * max(draws, k)):
+            part = rows.at(block)
+            lazy = prepare(part, built, k, self.certify)
+            flat = part.visible.numel()
+            seen = part.visible.reshape(-1).gt(0).nonzero()[:, 0]
+            result = lazy.draw(seen.repeat_interleave(draws), call.seeds.generator(block.start))
+            certified &= lazy.certified
+            evaluated += int(result.evaluated.sum())
+            dense += int(lazy.dense.sum())
+
+            place = (result.ids + seen.repeat_interleave(draws) // part.visible.shape[1] * rows.length).view(-1, size)
+            weights = rows.values.new_full(place.shape, 1.0 / size)
+            if problem.dropout_p:
+                row = seen // part.visible.shape[1] * count + block.start + seen % part.visible.shape[1]
+                keep = hashed_uniform(call.seeds.base, row.repeat_interleave(draws), result.ids) >= problem.dropout_p
+                weights = weights * keep.view(weights.shape) / (1 - problem.dropout_p)
+            table = rows.values.flatten(0, 1)
+            means = kernel.pair_sums(weights, table, place).view(len(seen), groups, -1)
+            estimate = means.median(1).values
+
+            def spread(x: Tensor, part: Rows = part, seen: Tensor = seen, flat: int = flat) -> Tensor:
+                full = x.new_zeros(flat, *x.shape[1:])
+                full[seen] = x
+                return full.unflatten(0, part.visible.shape)
+
+            output[:, block] = spread(estimate)
+            peak = result.peak.view(len(seen), draws)
+            # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
+            log_total = math.log(max(1, draws - 1)) - (-peak).logsumexp(-1)
+            lse[:, block] = spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
+            stderr[:, block] = spread(_standard_error(table, place, means, draws))
+        info = {
+            "keys_per_query": float(rows.visible.clamp(max=k).double().mean()) + evaluated / max(1, rows.count),
+            "k": k,
+            "draws": draws,
+            "groups": groups,
+            "certified": certified,
+            "evaluated_per_draw": evaluated / max(1, rows.count * draws),
+            "dense_rows": dense,
+        }
+        return Outcome(output, lse, stderr, info)
+
+
+def _standard_error(table: Tensor, place: Tensor, means: Tensor, draws: int) -> Tensor:
+    """Standard error of the mean of the draws, as a norm; sqrt(pi/2) larger for a median of several groups."""
+    square = table.square().sum(-1)[place].view(len(means), -1).mean(-1)
+    variance = (square - means.mean(1).square().sum(-1)).clamp(min=0) / max(1, draws - 1)
+    return variance.sqrt() * (math.sqrt(math.pi / 2) if means.shape[1] > 1 else 1.0)

@@ -1,0 +1,267 @@
+"""Problem: inputs checked once, at the boundary, and brought into the one shape that every method works on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All query rows of a problem, grouped by the keys they attend to.
+
+    Batch and key-value heads become one `batch` axis; the query heads that share a key-value head follow each other
+    along `rows`, so grouped-query attention repeats no key. Keys removed by a padding mask are gone: row r of batch b
+    sees exactly the first `visible[b, r]` keys, whether because of causality, padding or both.
+
+    Arithmetic is float32 (float64 for float64 inputs), and the queries are already multiplied by the scale.
+    """
+
+    queries: Tensor
+    """`[batch, rows, dim]`, times scale"""
+    keys: Tensor
+    """`[batch, length, dim]`"""
+    values: Tensor
+    """`[batch, length, value_dim]`"""
+    visible: Tensor
+    """`[batch, rows]`, int64"""
+
+    @property
+    def count(self) -> int:
+        return self.queries.shape[0] * self.queries.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[1]
+
+    @cached_property
+    def causal_offset(self) -> Tensor:
+        """`visible` in the words of `BuiltIndex.search`: row i sees keys j <= i + causal_offset."""
+        return self.visible - 1 - torch.arange(self.visible.shape[1], device=self.visible.device)
+
+    def at(self, block: slice) -> Rows:
+        """The same problem for a range of rows."""
+        return replace(self, queries=self.queries[:, block], visible=self.visible[:, block])
+
+    def detach(self) -> Rows:
+        return replace(self, queries=self.queries.detach(), keys=self.keys.detach(), values=self.values.detach())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checked inputs of one attention call, as `[batch, heads, length, dim]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    """what SDPA would be given: boolean or additive; None where there is none"""
+    key_padding: Tensor | None
+    """`[batch, kv_heads, key_length]`, True where a key counts; None where the mask is not of that kind"""
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    poison: Tensor | None
+    """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None when all is finite"""
+    leading: tuple[int, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.query.shape[1] // max(1, self.key.shape[1])
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.leading, self.query.shape[2], self.value.shape[3])
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute: no rows, no keys, or no columns."""
+        return self.query.numel() == 0 or self.value.numel() == 0
+
+    def unflatten(self, rows: Tensor) -> Tensor:
+        """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
+        return rows.reshape(*self.leading, self.query.shape[2], *rows.shape[2:])
+
+    @cached_property
+    def rows(self) -> Rows:
+        batch, kv_heads, length, dim = self.key.shape
+        groups = batch * kv_heads
+        compute = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        queries = (self.query.to(compute) * self.scale).reshape(groups, -1, dim)
+        keys = self.key.to(compute).reshape(groups, length, dim)
+        values = self.value.to(compute).reshape(groups, length, -1)
+        device = queries.device
+
+        if self.is_causal:
+            position = torch.arange(self.query.shape[2], device=device).repeat(self.group_size)
+            visible = (position + 1).clamp(max=length).expand(groups, -1)
+        else:
+            visible = torch.full((1, 1), length, device=device).expand(groups, queries.shape[1])
+        if self.key_padding is not None:
+            counts_key = self.key_padding.reshape(groups, length)
+            seen = torch.cat([counts_key.new_zeros(groups, 1, dtype=torch.long), counts_key.cumsum(1)], 1)
+            visible = seen.gather(1, visible)
+            kept = int(seen[:, -1].max())
+            order = counts_key.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
+            hidden = counts_key.gather(1, order).logical_not()[..., None]
+            keys = keys.gather(1, order[..., None].expand(-1, -1, dim)).masked_fill(hidden, 0)
+            values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1])).masked_fill(hidden, 0)
+        return Rows(queries, keys, values, visible)
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    check_finite: bool = False,
+) -> Problem:
+    """Check the arguments of an attention call and make the `Problem` of them. Raises before any work is done."""
+    _check_tensors(query, key, value)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if attn_mask is not None and is_causal:
+        if attn_mask.dtype != torch.bool:
+            raise ValueError("is_causal=True can be combined only with a boolean key-padding attn_mask, got a float mask")
+    leading = query.shape[:-2]
+    query, key, value = (_four_dims(x) for x in (query, key, value))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(
+            f"query has {heads} heads and key has {kv_heads}; pass enable_gqa=True for grouped-query attention"
+        )
+    if kv_heads and heads % kv_heads:
+        raise ValueError(f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads})")
+    query, key, value = _autocast(query, key, value)
+
+    padding = None
+    if attn_mask is not None:
+        attn_mask = _check_mask(attn_mask, leading, query, key)
+        padding = _as_key_padding(attn_mask, query, key)
+        if is_causal and padding is None:
+            raise ValueError(
+                "is_causal=True can be combined only with a key-padding attn_mask (broadcastable from [batch, 1, 1, key_length]), "
+                f"got shape {tuple(attn_mask.shape)}; put the causal part into the mask and pass is_causal=False"
+            )
+        if padding is not None:
+            # A masked key must count as if it were zero, even if it holds NaN.
+            hidden = padding.logical_not()[..., None]
+            key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    problem = Problem(
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=attn_mask,
+        key_padding=padding,
+        dropout_p=float(dropout_p),
+        is_causal=is_causal,
+        scale=1.0 / math.sqrt(query.shape[-1]) if scale is None and query.shape[-1] else float(scale or 0.0),
+        poison=None,
+        leading=tuple(leading),
+    )
+    return _isolate_non_finite(problem, check_finite)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+        if x.dim() < 2:
+            raise ValueError(f"{name} must have shape [..., length, dim], got {tuple(x.shape)}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"query and {name} must have the same dtype, got {query.dtype} and {x.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"query and {name} must be on the same device, got {query.device} and {x.device}")
+        if x.dim() != query.dim():
+            raise ValueError(f"query and {name} must have the same number of dimensions, got {query.dim()} and {x.dim()}")
+    shapes = {name: tuple(x.shape) for name, x in named.items()}
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same last dimension, got {shapes['query']} and {shapes['key']}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must agree in all but the last dimension, got {shapes['key']} and {shapes['value']}")
+    if query.dim() > 3 and query.shape[:-3] != key.shape[:-3]:
+        raise ValueError(f"query and key must have the same batch dimensions, got {shapes['query']} and {shapes['key']}")
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """`[..., heads, length, dim]` as `[batch, heads, length, dim]`."""
+    if x.dim() < 4:
+        return x[(None,) * (4 - x.dim())]
+    return x.flatten(0, -4)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be boolean or floating point, got {mask.dtype}")
+    if mask.device != query.device:
+        raise ValueError(f"query and attn_mask must be on the same device, got {query.device} and {mask.device}")
+    full = (*leading, query.shape[2], key.shape[2])
+    try:
+        mask.expand(full)
+    except RuntimeError:
+        raise ValueError(f"attn_mask must be broadcastable to {full}, got {tuple(mask.shape)}") from None
+    mask = mask[(None,) * (len(full) - mask.dim())]
+    return _four_dims(mask) if mask.dim() <= 4 else mask.expand(*leading[:-1], *mask.shape[-3:]).flatten(0, -4)
+
+
+def _as_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """`[batch, kv_heads, key_length]` if the mask hides the same keys from every query, else None."""
+    batch, kv_heads, length, _ = key.shape
+    same_for_rows = mask.shape[2] == 1
+    same_for_group = mask.shape[1] == 1 or kv_heads == query.shape[1]
+    if mask.dtype != torch.bool or not same_for_rows or not same_for_group:
+        return None
+    return mask[:, :, 0].expand(batch, kv_heads, length)
+
+
+def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
+    """Take non-finite rows out of the inputs and remember which outputs they make NaN.
+
+    Without this one NaN key would spread, through an index or a block of a kernel, to rows that never see it.
+    """
+    finite = {name: getattr(problem, name).detach().isfinite().all(-1) for name in ("query", "key", "value")}
+    bad = [name for name, rows in finite.items() if not rows.all()]
+    if not bad:
+        return problem
+    if raise_instead:
+        raise ValueError(f"check_finite=True: NaN or inf in {' and '.join(bad)}")
+    batch, heads, length = finite["query"].shape
+    bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
+    if problem.is_causal:
+        seen = torch.arange(length, device=bad_key.device).clamp(max=bad_key.shape[2] - 1)
+        spoiled = bad_key.cumsum(2).gt(0)[:, :, seen] if bad_key.shape[2] else bad_key.new_zeros(batch, heads, length)
+    elif problem.attn_mask is not None and problem.key_padding is None:
+        allowed = problem.attn_mask if problem.attn_mask.dtype == torch.bool else problem.attn_mask > -torch.inf
+        spoiled = (allowed & bad_key[:, :, None, :]).any(-1).expand(batch, heads, length)
+    else:
+        spoiled = bad_key.any(2, keepdim=True).expand(batch, heads, length)
+    spoiled = spoiled | finite["query"].logical_not()
+    clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
+    return replace(
+        problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan)
+    )

@@ -1,0 +1,171 @@
+"""Samplers: Gumbel noise, categorical draws, draws without replacement, and how draws become an estimate.
+
+Everything takes a `torch.Generator` and touches no global state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform on (0, 1], float64: the closed end is where logarithms need it."""
+    return 1.0 - torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+
+
+def exponential(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Standard exponential, float64."""
+    return -uniform(shape, generator).log()
+
+
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Standard Gumbel: density exp(-x - exp(-x)), float64.
+
+    The paper's definition prints the distribution function in place of the density.
+    """
+    # -log(0) = inf would be a draw of +inf; the smallest exponential float64 can give is 2^-54.
+    return -exponential(shape, generator).clamp(min=2.0**-54).log()
+
+
+def conditional_gumbel(cutoff: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard Gumbel given that it exceeds `cutoff`; float64, same shape.
+
+    G = -log E with E exponential given E < exp(-cutoff), that is E = -log1p(u expm1(-exp(-cutoff))). The textbook form
+    -log(-log(u)) with u rescaled returns inf, or values below the cutoff, from cutoff 36 on (15 in float32).
+    """
+    u = uniform(tuple(cutoff.shape), generator)
+    rate = torch.exp(-cutoff.double())
+    below = -torch.log1p(u * torch.expm1(-rate))
+    # For a rate that underflows the conditional law is cutoff + exponential.
+    return torch.where(rate > 1e-290, -below.clamp(min=1e-300).log(), cutoff - u.log())
+
+
+def categorical(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    """Indices drawn in proportion to each row of `weights`: `[rows, m]` -> `[rows, draws]`, O(m + draws log m).
+
+    By cumulative sums in float64 (float32 sums are measurably wrong from some 10^6 entries on); entries of weight
+    zero are never drawn.
+    """
+    total = weights.double().cumsum(-1)
+    point = uniform((weights.shape[0], draws), generator) * total[:, -1:]
+    # The interval of entry i is (total[i-1], total[i]], which searchsorted finds with right=False. Rounding may put the
+    # point above the last sum; clamp to the last entry that has weight.
+    last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).int().argmax(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(total, point), last)
+
+
+def segmented_categorical(weights: Tensor, segment: Tensor, generator: torch.Generator) -> Tensor:
+    """One draw per entry of `segment` (flat row numbers) in proportion to that row of `weights` `[rows, m]`."""
+    rows, width = weights.shape
+    share = weights.double().cumsum(-1)
+    # A row without weight is never asked for, but must not break the ladder.
+    share = torch.where(share[:, -1:] > 0, share / share[:, -1:], 1.0)
+    # Row r occupies (r, r + 1] of one long ladder, so a single search serves rows with different numbers of draws.
+    ladder = (share + torch.arange(rows, device=weights.device)[:, None]).reshape(-1)
+    found = torch.searchsorted(ladder, segment + uniform(tuple(segment.shape), generator))
+    return (found - segment * width).clamp(0, width - 1)
+
+
+def without_replacement(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Simple random samples: row r gets min(size, population[r]) distinct numbers below population[r].
+
+    Returns `[rows, size]`, int64, -1 where there is nothing left to draw. O(size log size) per row whatever the population.
+    """
+    rows = population.shape[0]
+    picked = torch.full((rows, size), -1, dtype=torch.long, device=population.device)
+    if rows == 0 or size == 0:
+        return picked
+    crowded = population <= 4 * size
+    small = crowded.nonzero()[:, 0]
+    if len(small):
+        width = max(size, int(population[small].max()))
+        order = torch.rand((len(small), width), generator=generator, device=generator.device)
+        absent = torch.arange(width, device=population.device) >= population[small, None]
+        best = order.masked_fill_(absent, -1.0).topk(size, sorted=False)
+        picked[small] = best.indices.masked_fill(best.values < 0, -1)
+    open_rows = crowded.logical_not().nonzero()[:, 0]
+    # Draw with replacement, keep a random `size` of the distinct values. By symmetry any such set is equally likely,
+    # also given that there were enough distinct values, so a row that fell short may simply be drawn again.
+    width = size + size // 2 + 16
+    while len(open_rows):
+        drawn = uniform((len(open_rows), width), generator).mul_(population[open_rows, None]).ceil_().sub_(1).long()
+        drawn = drawn.sort(-1).values
+        repeated = torch.zeros_like(drawn, dtype=torch.bool)
+        repeated[:, 1:] = drawn[:, 1:] == drawn[:, :-1]
+        order = torch.rand(drawn.shape, generator=generator, device=generator.device).masked_fill_(repeated, -1.0)
+        best = order.topk(size, sorted=False)
+        done = best.values.amin(-1) >= 0
+        picked[open_rows[done]] = drawn.gather(-1, best.indices)[done]
+        open_rows = open_rows[done.logical_not()]
+    return picked
+
+
+def skip(ranks: Tensor, taken: Tensor) -> Tensor:
+    """The `ranks[r, t]`-th number that is not among `taken[r]` (ascending, distinct): `[rows, t]`, -1 stays -1.
+
+    The j-th taken number s_j has s_j - j free numbers below it, so rank x is pushed up by the taken numbers
+    with s_j - j <= x.
+    """
+    below = taken - torch.arange(taken.shape[-1], device=taken.device)
+    pushed = ranks + torch.searchsorted(below, ranks, right=True)
+    return pushed.masked_fill(ranks < 0, -1)
+
+
+def hashed_uniform(seed: int, *counters: Tensor) -> Tensor:
+    """A uniform number in [0, 1) for every combination of counters, the same whenever it is asked for.
+
+    Lets a mask be evaluated only where it is looked at, in any order, in the forward and in the backward pass. The
+    mixing function is the finaliser of splitmix64, once per counter.
+    """
+    state = torch.full((), seed, dtype=torch.long, device=counters[0].device)
+    for counter in counters:
+        state = _mix(state ^ _mix(counter.long() * _GOLDEN + 1))
+    return _shift(state, 11).double() * 2.0**-53
+
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift right of int64 (torch's >> keeps the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def median_of_means(draws: Tensor) -> Tensor:
+    """Median over groups of the mean within a group: `[..., groups, size, columns]` -> `[..., columns]`."""
+    return draws.mean(-2).median(-2).values
+
+
+class Seeds:
+    """Numbers from which the generators of one call are made, so that its parts can be repeated in any order.
+
+    One number is taken from the caller's generator (or from torch's default one, as torch's own functions do), and only
+    if something random is asked for.
+    """
+
+    def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
+        self._generator = generator
+        self._device = device
+        self._base: int | None = None
+
+    @property
+    def base(self) -> int:
+        if self._base is None:
+            device = self._generator.device if self._generator is not None else "cpu"
+            high = torch.iinfo(torch.int64).max
+            self._base = int(torch.randint(high, (), generator=self._generator, device=device))
+        return self._base
+
+    def generator(self, *counters: int) -> torch.Generator:
+        """A fresh generator for the part of the work that the counters name."""
+        state = torch.tensor(self.base)
+        for counter in counters:
+            state = _mix(state ^ _mix(torch.tensor(counter) * _GOLDEN + 1))
+        return torch.Generator(self._device).manual_seed(int(state))
