@@ -83,7 +83,7 @@ def estimate(
 
     Args:
         audit: how many random rows to recompute exactly. The largest error among s of them bounds the error of a fraction
-            0.05^(1/s) of all rows with 95% confidence, for any data and any method: 59 rows speak for 95% of the rows, 299 for 99%.
+            0.05^(1/s) of all rows with 95% confidence, for any data and any method: 59 rows speak for 95% of them, 299 for 99%.
 
     Other arguments as for `attention`.
 
@@ -103,8 +103,8 @@ def estimate(
     assert outcome.lse is not None
     return Estimate(
         output=output,
-        lse=problem.unflatten(outcome.lse),
-        stderr=None if outcome.stderr is None else problem.unflatten(outcome.stderr),
+        lse=_spoil(problem, problem.unflatten(outcome.lse)),
+        stderr=None if outcome.stderr is None else _spoil(problem, problem.unflatten(outcome.stderr)),
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else None,
         info={"method": repr(method), "backend": backend, **outcome.info},
     )
@@ -114,13 +114,24 @@ def _call(
     problem: Problem, generator: torch.Generator | None, backend: str, gradient: Gradient | None, diagnostics: bool = False
 ) -> Call:
     kernels.choose(backend, problem.query.device)  # raises on a backend that cannot serve
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if gradient is not None and problem.dropout_p:
         raise ValueError(f"gradient={gradient!r} does not know of dropout; got dropout_p={problem.dropout_p}")
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
 
 
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:
-    if problem.attn_mask is not None and problem.key_padding is None and not isinstance(method, Exact):
+    if isinstance(method, type) or not callable(getattr(method, "run", None)):
+        raise TypeError(f"method must be a method such as Exact() or TopK(k=64), got {method!r}")
+    general_mask = problem.attn_mask is not None and problem.key_padding is None
+    if general_mask and call.gradient is not None:
+        raise ValueError(
+            f"gradient={call.gradient!r} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; "
+            "use gradient=None with any other mask"
+        )
+    if general_mask and not isinstance(method, Exact):
+        assert problem.attn_mask is not None
         raise ValueError(
             f"{type(method).__name__} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; "
             f"got {problem.attn_mask.dtype} of shape {tuple(problem.attn_mask.shape)}. Exact() takes any mask."
@@ -142,13 +153,19 @@ def _nothing(problem: Problem) -> Outcome:
     groups = problem.key.shape[0] * problem.key.shape[1]
     count = problem.query.shape[0] * problem.query.shape[1] * problem.query.shape[2]
     shape = (groups, count // groups) if groups else (0, 0)
-    lse = torch.full(shape, -torch.inf, device=problem.query.device)
+    compute = torch.promote_types(problem.query.dtype, torch.float32)
+    lse = torch.full(shape, -torch.inf, dtype=compute, device=problem.query.device)
     return Outcome(anchor.expand(*shape, problem.value.shape[-1]), lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 
 
 def _finish(problem: Problem, outcome: Outcome) -> Tensor:
-    output = problem.unflatten(outcome.output).to(problem.query.dtype)
-    if problem.poison is not None:
-        # A product, so that the gradients of spoiled rows are NaN as well.
-        output = output * problem.poison.reshape(output.shape[:-1])[..., None]
-    return output
+    return _spoil(problem, problem.unflatten(outcome.output).to(problem.query.dtype))
+
+
+def _spoil(problem: Problem, rows: Tensor) -> Tensor:
+    """`[*leading, length, ...]` with NaN in the rows that see a non-finite input."""
+    if problem.poison is None:
+        return rows
+    # A product, so that the gradients of spoiled rows are NaN as well.
+    poison = problem.poison.reshape(*problem.leading, problem.query.shape[2])
+    return rows * (poison if rows.dim() == poison.dim() else poison[..., None])

@@ -21,13 +21,17 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
     """
-    batch, heads, length, dim = problem.query.shape
+    batch, heads, length, _ = problem.query.shape
     total = batch * heads * length
     size = min(size, total)
     chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
     compute = torch.promote_types(problem.query.dtype, torch.float32)
-    exact = torch.cat([_exact_rows(problem, part) for part in chosen.split(_rows_at_a_time(problem))]) if size else output[:0]
-    got = output.detach().reshape(total, -1)[chosen].to(compute)
+    exact = (
+        torch.cat([_exact_rows(problem, part) for part in chosen.split(_rows_at_a_time(problem))])
+        if size
+        else problem.value.new_zeros(0, problem.value.shape[3], dtype=compute)
+    )
+    got = output.detach().reshape(total, problem.value.shape[3])[chosen].to(compute)
     error = torch.linalg.vector_norm(got - exact, dim=-1)
     additive = error / _value_norm(problem)[chosen // (length * problem.group_size)] if size else error
     size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
@@ -83,7 +87,7 @@ def _value_norm(problem: Problem) -> Tensor:
     """Root mean square norm of the visible values, per key-value head, `[batch * kv_heads]`."""
     square = problem.value.to(torch.promote_types(problem.value.dtype, torch.float32)).square().sum(-1)
     if problem.key_padding is None:
-        mean = square.mean(-1)
+        mean = square.sum(-1) / max(1, square.shape[-1])
     else:
         mean = square.sum(-1) / problem.key_padding.sum(-1).clamp(min=1)
     return mean.sqrt().clamp(min=torch.finfo(mean.dtype).tiny).reshape(-1)

@@ -47,8 +47,17 @@ def save(
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    style = {"font.size": 10.5, "axes.edgecolor": GREY, "axes.titlesize": 12, "axes.titleweight": "bold", "text.color": INK}
-    with plt.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}):
+    style: Any = {
+        "font.size": 10.5,
+        "text.color": INK,
+        "axes.edgecolor": GREY,
+        "axes.titlesize": 12,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 5.6), width_ratios=(3, 2.4), layout="constrained")
         _draw_ridges(left, ridges, quantile)
         _draw_keys(right, ridges, curves, all_keys)
@@ -92,8 +101,9 @@ def _density(errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _draw_keys(axes: Any, ridges: Sequence[Ridge], curves: Sequence[Curve], all_keys: float) -> None:
     for curve, line in zip(curves, ("-", "--", ":"), strict=False):
         axes.plot(curve.keys, curve.errors, line, color=INK, linewidth=1.2, marker=".", markersize=4, label=curve.name, zorder=1)
-    for ridge, colour in zip(ridges, COLOURS, strict=False):
-        axes.plot(ridge.keys, ridge.errors.mean(), "o", markersize=10, color=colour, markeredgecolor="white")
+    for i, (ridge, colour) in enumerate(zip(ridges, COLOURS, strict=False)):
+        # Later methods get smaller dots: where several use the same keys, all of them stay visible.
+        axes.plot(ridge.keys, ridge.errors.mean(), "o", markersize=15 - 1.2 * i, color=colour, markeredgecolor="white")
     axes.axvline(all_keys, color=GREY, linestyle=":", linewidth=1)
     axes.text(all_keys, 0.99, "all keys ", transform=axes.get_xaxis_transform(), ha="right", va="top", color=GREY)
     axes.set(xscale="log", yscale="log")

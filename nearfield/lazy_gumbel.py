@@ -14,6 +14,7 @@ differently from the printed algorithm, all of it exact:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,14 @@ class Draws:
 
 
 @dataclass(frozen=True)
+class RowDraws(Draws):
+    """The same number of draws for every row that sees a key; all tensors are `[seen, draws]`."""
+
+    place: Tensor
+    """the keys as places in the keys of all batch entries laid end to end"""
+
+
+@dataclass(frozen=True)
 class LazyRows:
     """Rows prepared for sampling, flattened: batch entry b, row r is number b * rows + r. All logits are float64."""
 
@@ -55,12 +64,23 @@ class LazyRows:
     dense: Tensor
     """`[flat]`, True for rows that are sampled from their full softmax"""
 
-    @property
+    @cached_property
+    def seen(self) -> Tensor:
+        """Flat numbers of the rows that see at least one key."""
+        return self.rows.visible.reshape(-1).gt(0).nonzero()[:, 0]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """What belongs to the `seen` rows as `[batch, rows, ...]`, zero for the others."""
+        full = x.new_zeros(self.rows.visible.numel(), *x.shape[1:])
+        full[self.seen] = x
+        return full.unflatten(0, self.rows.visible.shape)
+
+    @cached_property
     def log_near(self) -> Tensor:
         """log Z_S, `[flat]`."""
         return self.near_logits.logsumexp(-1)
 
-    @property
+    @cached_property
     def log_envelope(self) -> Tensor:
         """log of the sum of exp(U_j) over the visible keys, `[flat, groups]`; near keys are included, and sorted out later."""
         return (self.cutoffs.counts.double().log() + self.cutoffs.bounds.double()).flatten(0, 1)
@@ -76,6 +96,13 @@ class LazyRows:
         # Near keys lie in groups that were searched; the bound there is the smallest near score.
         expected = total - near * torch.sigmoid(smallest - self.log_near)
         return expected.clamp(min=0).masked_fill(self.dense, 0.0)
+
+    def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
+        """A number of draws for every `seen` row."""
+        result = self.draw(self.seen.repeat_interleave(draws), generator)
+        ids, peak, evaluated = (x.view(-1, draws) for x in (result.ids, result.peak, result.evaluated))
+        start = self.seen // self.rows.visible.shape[1] * self.rows.length
+        return RowDraws(ids, peak, evaluated, ids + start[:, None])
 
     def draw(self, segment: Tensor, generator: torch.Generator) -> Draws:
         """One draw for every entry of `segment`, flat row numbers in any order; rows must see at least one key."""
@@ -174,7 +201,8 @@ def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True) -> Lazy
         cutoffs = _printed_cutoffs(rows, logits, ids)
     flat_ids, order = ids.masked_fill(ids == PADDING, rows.length).flatten(0, 1).sort(-1)
     near_logits = logits.flatten(0, 1).gather(-1, order).double()
-    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device))
+    nowhere = torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device)
+    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, dense=nowhere)
     points = lazy.log_envelope.logsumexp(-1) - lazy.log_near
     dense = points > (rows.visible.double() * GIVE_UP_SHARE).clamp(min=1.0).log().flatten()
     return replace(lazy, dense=dense)

@@ -82,8 +82,9 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: no rows, no keys, or no columns."""
-        return self.query.numel() == 0 or self.value.numel() == 0
+        """Nothing to compute: no rows, no keys that count, or no columns."""
+        no_rows = math.prod(self.query.shape[:3]) == 0
+        return no_rows or self.value.numel() == 0 or (self.key_padding is not None and not bool(self.key_padding.any()))
 
     def unflatten(self, rows: Tensor) -> Tensor:
         """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
@@ -94,9 +95,9 @@ class Problem:
         batch, kv_heads, length, dim = self.key.shape
         groups = batch * kv_heads
         compute = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-        queries = (self.query.to(compute) * self.scale).reshape(groups, -1, dim)
+        queries = (self.query.to(compute) * self.scale).reshape(groups, self.group_size * self.query.shape[2], dim)
         keys = self.key.to(compute).reshape(groups, length, dim)
-        values = self.value.to(compute).reshape(groups, length, -1)
+        values = self.value.to(compute).reshape(groups, length, self.value.shape[3])
         device = queries.device
 
         if self.is_causal:
@@ -129,21 +130,18 @@ def check(
 ) -> Problem:
     """Check the arguments of an attention call and make the `Problem` of them. Raises before any work is done."""
     _check_tensors(query, key, value)
-    if not 0.0 <= dropout_p < 1.0:
+    if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
-    if attn_mask is not None and is_causal:
-        if attn_mask.dtype != torch.bool:
-            raise ValueError("is_causal=True can be combined only with a boolean key-padding attn_mask, got a float mask")
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
     leading = query.shape[:-2]
     query, key, value = (_four_dims(x) for x in (query, key, value))
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
-        raise ValueError(
-            f"query has {heads} heads and key has {kv_heads}; pass enable_gqa=True for grouped-query attention"
-        )
-    if kv_heads and heads % kv_heads:
+        raise ValueError(f"query has {heads} heads and key has {kv_heads}; pass enable_gqa=True for grouped-query attention")
+    if heads % kv_heads if kv_heads else heads:
         raise ValueError(f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads})")
     query, key, value = _autocast(query, key, value)
 
@@ -153,8 +151,9 @@ def check(
         padding = _as_key_padding(attn_mask, query, key)
         if is_causal and padding is None:
             raise ValueError(
-                "is_causal=True can be combined only with a key-padding attn_mask (broadcastable from [batch, 1, 1, key_length]), "
-                f"got shape {tuple(attn_mask.shape)}; put the causal part into the mask and pass is_causal=False"
+                "is_causal=True can be combined only with a boolean key-padding attn_mask, broadcastable from "
+                f"[batch, 1, 1, key_length]; got {attn_mask.dtype} of shape {tuple(attn_mask.shape)}. "
+                "Put the causal part into the mask and pass is_causal=False."
             )
         if padding is not None:
             # A masked key must count as if it were zero, even if it holds NaN.
@@ -262,6 +261,4 @@ def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
         spoiled = bad_key.any(2, keepdim=True).expand(batch, heads, length)
     spoiled = spoiled | finite["query"].logical_not()
     clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
-    return replace(
-        problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan)
-    )
+    return replace(problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan))

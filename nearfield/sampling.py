@@ -37,8 +37,8 @@ def conditional_gumbel(cutoff: Tensor, generator: torch.Generator) -> Tensor:
     u = uniform(tuple(cutoff.shape), generator)
     rate = torch.exp(-cutoff.double())
     below = -torch.log1p(u * torch.expm1(-rate))
-    # For a rate that underflows the conditional law is cutoff + exponential.
-    return torch.where(rate > 1e-290, -below.clamp(min=1e-300).log(), cutoff - u.log())
+    # For a rate that underflows the conditional law is cutoff + exponential. u = 1 is the cutoff itself, up to rounding.
+    return torch.where(rate > 1e-290, -below.clamp(min=1e-300).log(), cutoff - u.log()).clamp(min=cutoff)
 
 
 def categorical(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
@@ -63,7 +63,10 @@ def segmented_categorical(weights: Tensor, segment: Tensor, generator: torch.Gen
     share = torch.where(share[:, -1:] > 0, share / share[:, -1:], 1.0)
     # Row r occupies (r, r + 1] of one long ladder, so a single search serves rows with different numbers of draws.
     ladder = (share + torch.arange(rows, device=weights.device)[:, None]).reshape(-1)
-    found = torch.searchsorted(ladder, segment + uniform(tuple(segment.shape), generator))
+    start = segment.double()
+    # A point so small that it is lost in the sum would belong to the row before.
+    point = torch.maximum(start + uniform(tuple(segment.shape), generator), start.nextafter(start + 1))
+    found = torch.searchsorted(ladder, point)
     return (found - segment * width).clamp(0, width - 1)
 
 

@@ -61,7 +61,7 @@ def test_demo_shows_a_table_and_saves_a_picture(tmp_path: Path) -> None:
     assert out.read_bytes().startswith(PNG)
     for method in ("exact", "top 16", "top 16 + 16", "k-means", "LSH", "Gumbel"):
         assert method in printed
-    assert "59 rows" in printed
+    assert "59 random rows" in printed
     assert torch.equal(before, torch.random.get_rng_state())
 
 

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("index",),
     ("problem", "estimate"),
     ("sampling", "budgets", "synthetic"),
-    ("kernels",),
+    ("kernels", "checks"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -1,7 +1,7 @@
 """Gradients of attention: exact formulas, and the paper's Monte-Carlo estimators of D^V, D^Q and D^K.
 
-`RandomWalk` and `PrintedWalk` are strategies for `nearfield.attention(..., gradient=...)`. The functions of this module work on plain tensors
-`[..., length, dim]` and return gradients of the same shapes.
+`RandomWalk` and `PrintedWalk` are strategies for `nearfield.attention(..., gradient=...)`. The functions of this module
+work on plain tensors `[..., length, dim]` and return gradients of the same shapes.
 """
 
 from __future__ import annotations

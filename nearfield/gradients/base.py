@@ -38,7 +38,7 @@ class _WithGradient(torch.autograd.Function):
         return output.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         rows = Rows(*ctx.saved_tensors)
         return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds), None, None, None, None)

@@ -81,22 +81,14 @@ def printed_dq(walker: Walker, grad_output: Tensor, groups: int, size: int, gene
     draws = groups * size
     for block in walker.blocks(draws * rows.keys.shape[-1]):
         lazy = walker.prepare(block)
-        seen = lazy.rows.visible.reshape(-1).gt(0).nonzero()[:, 0]
-        upstream = grad_output[:, block].flatten(0, 1)[seen]
-        offset = (seen // lazy.rows.visible.shape[1] * rows.length)[:, None]
-
-        def places(lazy: object = lazy, seen: Tensor = seen, offset: Tensor = offset) -> Tensor:
-            return lazy.draw(seen.repeat_interleave(draws), generator).ids.view(-1, draws) + offset  # type: ignore[attr-defined]
-
-        first, second, third = places(), places(), places()
+        upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
+        first, second, third = (lazy.draw_each(draws, generator).place for _ in range(3))
         with_keys = kernel.pair_scores(upstream, value_table, first)[..., None] * key_table[first]
         e1 = median_of_means(with_keys.unflatten(1, (groups, size)))
         e2 = median_of_means(key_table[second].unflatten(1, (groups, size)))
         scores = kernel.pair_scores(upstream, value_table, third)
         e3 = median_of_means(scores.view(-1, groups, size, 1))
-        part = torch.zeros_like(lazy.rows.queries).flatten(0, 1)
-        part[seen] = e1 - e2 * e3
-        grad[:, block] = part.view_as(lazy.rows.queries)
+        grad[:, block] = lazy.spread(e1 - e2 * e3)
     return grad
 
 
@@ -180,11 +172,7 @@ def _mean_scores(walker: Walker, grad_output: Tensor, groups: int, size: int, ge
     draws = groups * size
     for block in walker.blocks(draws):
         lazy = walker.prepare(block)
-        seen = lazy.rows.visible.reshape(-1).gt(0).nonzero()[:, 0]
-        place = lazy.draw(seen.repeat_interleave(draws), generator).ids.view(-1, draws)
-        place = place + (seen // lazy.rows.visible.shape[1] * rows.length)[:, None]
-        scores = kernel.pair_scores(grad_output[:, block].flatten(0, 1)[seen], value_table, place)
-        part = out.new_zeros(lazy.rows.visible.numel(), 1)
-        part[seen] = median_of_means(scores.view(-1, groups, size, 1))
-        out[:, block] = part.view(*lazy.rows.visible.shape, 1)
+        place = lazy.draw_each(draws, generator).place
+        scores = kernel.pair_scores(grad_output[:, block].flatten(0, 1)[lazy.seen], value_table, place)
+        out[:, block] = lazy.spread(median_of_means(scores.view(-1, groups, size, 1)))
     return out

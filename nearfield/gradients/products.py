@@ -44,9 +44,7 @@ def signed_product(walker: Walker, x: Tensor, walks: int, generator: torch.Gener
     return out.view(batch, walker.rows.length, columns).to(x.dtype)
 
 
-def shifted_product(
-    walker: Walker, x: Tensor, walks: int, generator: torch.Generator, row_sums: Tensor | None = None
-) -> Tensor:
+def shifted_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator, row_sums: Tensor | None = None) -> Tensor:
     """EstimateProduct as printed: lift every column by its most negative entry, walk, and take the lift out again.
 
     P^T x = P^T (x + M) - M P^T 1, with P^T 1 estimated once (`row_sums`, `[batch, length, 1]`). Unbiased, but with many times the

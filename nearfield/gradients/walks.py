@@ -1,8 +1,8 @@
 """Gradients by random walks of one step: from a row to a key drawn from its softmax.
 
 Products with P are expectations over a row's softmax; products with the transpose of P are what walks that start in rows
-leave behind in keys. The paper draws the walks of each column, and for D^K of each entry, apart (`printed.py`, `PrintedWalk`). Here the
-same few walks from every row serve D^Q, D^K and D^V in all columns at once.
+leave behind in keys. The paper draws the walks of each column, and for D^K of each entry, apart (`printed.py`). Here the same
+few walks from every row serve D^Q, D^K and D^V in all columns at once.
 """
 
 from __future__ import annotations
@@ -104,17 +104,13 @@ def shared_walks(rows: Rows, grad_output: Tensor, recipe: RandomWalk, seeds: See
     grad = Gradients(torch.zeros_like(rows.queries), torch.zeros_like(key_table), torch.zeros_like(value_table))
     for block in walker.blocks(walks):
         lazy = walker.prepare(block)
-        seen = lazy.rows.visible.reshape(-1).gt(0).nonzero()[:, 0]
-        drawn = lazy.draw(seen.repeat_interleave(walks), seeds.generator(-2, block.start)).ids.view(-1, walks)
-        place = drawn + (seen // lazy.rows.visible.shape[1] * rows.length)[:, None]
-        upstream = grad_output[:, block].flatten(0, 1)[seen]
-        query_rows = lazy.rows.queries.flatten(0, 1)[seen]
+        place = lazy.draw_each(walks, seeds.generator(-2, block.start)).place
+        upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
+        query_rows = lazy.rows.queries.flatten(0, 1)[lazy.seen]
 
         scores = kernel.pair_scores(upstream, value_table, place)
         centred = (scores - scores.mean(-1, keepdim=True)) / (walks - 1)
-        grad_query = torch.zeros_like(lazy.rows.queries).flatten(0, 1)
-        grad_query[seen] = kernel.pair_sums(centred, key_table, place)
-        grad.query[:, block] = grad_query.view_as(lazy.rows.queries)
+        grad.query[:, block] = lazy.spread(kernel.pair_sums(centred, key_table, place))
         kernel.pair_scatter_(grad.key, centred, query_rows, place)
         kernel.pair_scatter_(grad.value, torch.full_like(centred, 1.0 / walks), upstream, place)
     return Gradients(grad.query, grad.key.view_as(rows.keys), grad.value.view_as(rows.values))

@@ -55,7 +55,7 @@ class _WeightedAttention(torch.autograd.Function):
         return output, lse, error
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         queries, keys, values = ctx.saved_tensors
         kernel = ctx.kernel

@@ -129,7 +129,7 @@ def gathered_scores(queries: Tensor, keys: Tensor, ids: Tensor, backend: str = "
     """`q_r . k_{ids[r, t]}` for ids `[batch, rows, t]`; -inf where the id is `PADDING`."""
     batch, rows, width = ids.shape
     scores = kernels.choose(backend, keys.device).pair_scores(
-        queries.reshape(batch * rows, -1), keys.reshape(batch * keys.shape[1], -1), flat_ids(ids, keys.shape[1])
+        queries.flatten(0, 1), keys.flatten(0, 1), flat_ids(ids, keys.shape[1])
     )
     return scores.view(batch, rows, width).masked_fill(ids == PADDING, -torch.inf)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nearfield.index.base import PADDING
 
-SCORES_PER_PASS = 1 << 23
-"""Entries of the padded score table of one pass over some rows (32 MB in float32, plus ids where duplicates are removed)."""
+SCORES_PER_PASS = 1 << 22
+"""Entries of the padded score table of one pass over some rows (16 MB in float32, plus ids where duplicates are removed)."""
 
 SCALARS_PER_PRODUCT = 1 << 20
 """Gathered queries and keys of one batched matrix product (4 MB): small enough for the cache, large enough to hide the call."""
@@ -36,21 +36,6 @@ def row_chunks(batch: int, rows: int, row_cost: int, budget: int) -> Iterator[tu
         for entry in range(batch):
             for first in range(0, rows, fit):
                 yield slice(entry, entry + 1), slice(first, first + fit)
-
-
-def visible_in_runs(order: Tensor, starts: Tensor, ends: Tensor, visible: Tensor) -> Tensor:
-    """How many ids of each run `order[start:end]` (ascending within the run) are below `visible`.
-
-    A bisection over all runs at once; `starts`, `ends` and `visible` broadcast. Cost O(log(longest run)) gathers per run.
-    """
-    low, high = torch.broadcast_tensors(starts, ends)
-    first = low
-    longest = int((high - low).amax()) if low.numel() else 0
-    for _ in range(longest.bit_length()):
-        middle = (low + high) >> 1
-        below = (order[middle.clamp(max=order.shape[0] - 1)] < visible) & (middle < high)
-        low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
-    return low - first
 
 
 def best_of_lists(

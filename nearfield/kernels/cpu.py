@@ -19,8 +19,11 @@ def _acknowledge_sparse_csr() -> None:
 
 
 def pair_scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    _acknowledge_sparse_csr()
     count, width = ids.shape
+    if width >= len(table):
+        # More pairs than products (ids repeat): the sparse routine refuses, and the dense one is cheaper.
+        return (rows @ table.T).gather(1, ids)
+    _acknowledge_sparse_csr()
     pattern = torch.sparse_csr_tensor(
         torch.arange(count + 1) * width,
         ids.reshape(-1),
@@ -44,7 +47,5 @@ def pair_scatter_(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> Te
     place, order = ids.reshape(-1).sort(stable=True)
     place, size = place.unique_consecutive(return_counts=True)
     source = order.div(ids.shape[1], rounding_mode="floor")
-    bags = F.embedding_bag(
-        source, rows, size.cumsum(0) - size, per_sample_weights=weights.reshape(-1)[order], mode="sum"
-    )
+    bags = F.embedding_bag(source, rows, size.cumsum(0) - size, per_sample_weights=weights.reshape(-1)[order], mode="sum")
     return out.index_add_(0, place, bags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,25 +41,33 @@ class Exact:
 
 def _sdpa(problem: Problem) -> Tensor:
     query, key, value, mask, causal = problem.query, problem.key, problem.value, problem.attn_mask, problem.is_causal
+    scale = problem.scale
+    if scale <= 0.0:
+        # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
+        query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
     if causal and mask is not None:
         position = torch.arange(key.shape[2], device=key.device)
         mask, causal = mask & (position <= torch.arange(query.shape[2], device=key.device)[:, None]), False
 
     def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, problem.dropout_p, causal, scale=problem.scale, enable_gqa=gqa
-        )
+        return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
 
     group = problem.group_size
-    if group == 1 or query.device.type != "cpu":
+    fused = query.shape[3] == value.shape[3] and not problem.dropout_p and (mask is None or not mask.requires_grad)
+    if group == 1 or fused or query.device.type != "cpu":
         return attend(query, mask, group > 1)
-    # On a CPU torch repeats the keys in memory for grouped queries; one call per member of the group does not.
+    # Where torch has no fused kernel for a CPU it repeats the keys in memory for grouped queries; one call per member of
+    # the group does not. (Nor does the fused one, and it sums the gradients of a group in float32.)
     members = query.unflatten(1, (-1, group)).unbind(2)
     if mask is None or mask.shape[1] == 1:
         masks = [mask] * group
     else:
         masks = list(mask.unflatten(1, (-1, group)).unbind(2))
     return torch.stack([attend(q, m, False) for q, m in zip(members, masks, strict=True)], 2).flatten(1, 2)
+
+
+_default_generator = threading.Lock()
+"""Held while torch's default generator is on loan, so that concurrent calls do not take each other's numbers."""
 
 
 @contextmanager
@@ -68,8 +77,15 @@ def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
         yield
         return
     device = problem.query.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
-        torch.manual_seed(seeds.base)
+    # Taken before the fork: a number drawn inside it would be drawn again by the next call.
+    seed = seeds.base
+    with _default_generator, torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            # Not torch.manual_seed, which seeds the generators of all devices.
+            torch.default_generator.manual_seed(seed)
         yield
 
 
@@ -88,9 +104,10 @@ def _lse(problem: Problem) -> Tensor:
 def _masked_lse(problem: Problem) -> Tensor:
     mask = problem.attn_mask
     assert mask is not None
+    compute = torch.promote_types(problem.query.dtype, torch.float32)
     bias = torch.zeros((), device=mask.device).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
-    key = problem.key.repeat_interleave(problem.group_size, 1).float()
-    logits = (problem.query.float() * problem.scale) @ key.transpose(-1, -2) + bias
+    key = problem.key.repeat_interleave(problem.group_size, 1).to(compute)
+    logits = (problem.query.to(compute) * problem.scale) @ key.transpose(-1, -2) + bias.to(compute)
     return logits.logsumexp(-1).reshape(key.shape[0] * problem.key.shape[1], -1)
 
 

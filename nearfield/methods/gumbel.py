@@ -98,38 +98,28 @@ class LazyGumbel:
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
         built = self.index.build(rows.keys)
         kernel = kernels.choose(call.backend, rows.keys.device)
+        table = rows.values.flatten(0, 1)
         certified, evaluated, dense = True, 0, 0
         for block in row_blocks(rows.queries, 40 * max(draws, k)):
             part = rows.at(block)
             lazy = prepare(part, built, k, self.certify)
-            flat = part.visible.numel()
-            seen = part.visible.reshape(-1).gt(0).nonzero()[:, 0]
-            result = lazy.draw(seen.repeat_interleave(draws), call.seeds.generator(block.start))
+            drawn = lazy.draw_each(draws, call.seeds.generator(block.start))
             certified &= lazy.certified
-            evaluated += int(result.evaluated.sum())
+            evaluated += int(drawn.evaluated.sum())
             dense += int(lazy.dense.sum())
 
-            place = (result.ids + seen.repeat_interleave(draws) // part.visible.shape[1] * rows.length).view(-1, size)
+            place = drawn.place.view(-1, size)
             weights = rows.values.new_full(place.shape, 1.0 / size)
             if problem.dropout_p:
-                row = seen // part.visible.shape[1] * count + block.start + seen % part.visible.shape[1]
-                keep = hashed_uniform(call.seeds.base, row.repeat_interleave(draws), result.ids) >= problem.dropout_p
+                row = lazy.seen // part.visible.shape[1] * count + block.start + lazy.seen % part.visible.shape[1]
+                keep = hashed_uniform(call.seeds.base, row[:, None], drawn.ids) >= problem.dropout_p
                 weights = weights * keep.view(weights.shape) / (1 - problem.dropout_p)
-            table = rows.values.flatten(0, 1)
-            means = kernel.pair_sums(weights, table, place).view(len(seen), groups, -1)
-            estimate = means.median(1).values
-
-            def spread(x: Tensor, part: Rows = part, seen: Tensor = seen, flat: int = flat) -> Tensor:
-                full = x.new_zeros(flat, *x.shape[1:])
-                full[seen] = x
-                return full.unflatten(0, part.visible.shape)
-
-            output[:, block] = spread(estimate)
-            peak = result.peak.view(len(seen), draws)
+            means = kernel.pair_sums(weights, table, place).view(len(lazy.seen), groups, -1)
+            output[:, block] = lazy.spread(means.median(1).values)
             # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
-            log_total = math.log(max(1, draws - 1)) - (-peak).logsumexp(-1)
-            lse[:, block] = spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
-            stderr[:, block] = spread(_standard_error(table, place, means, draws))
+            log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
+            lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
+            stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
         info = {
             "keys_per_query": float(rows.visible.clamp(max=k).double().mean()) + evaluated / max(1, rows.count),
             "k": k,
@@ -142,8 +132,8 @@ class LazyGumbel:
         return Outcome(output, lse, stderr, info)
 
 
-def _standard_error(table: Tensor, place: Tensor, means: Tensor, draws: int) -> Tensor:
+def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:
     """Standard error of the mean of the draws, as a norm; sqrt(pi/2) larger for a median of several groups."""
-    square = table.square().sum(-1)[place].view(len(means), -1).mean(-1)
-    variance = (square - means.mean(1).square().sum(-1)).clamp(min=0) / max(1, draws - 1)
+    square = table.square().sum(-1)[place].mean(-1)
+    variance = (square - means.mean(1).square().sum(-1)).clamp(min=0) / max(1, place.shape[1] - 1)
     return variance.sqrt() * (math.sqrt(math.pi / 2) if means.shape[1] > 1 else 1.0)

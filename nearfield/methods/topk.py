@@ -52,6 +52,8 @@ class TopK:
     def __post_init__(self) -> None:
         check_positive("k", self.k, optional=True)
         check_positive("tail", self.tail, least=0)
+        if not callable(getattr(self.index, "build", None)):
+            raise TypeError(f"index must be an index such as ExactIndex(), got {self.index!r}")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.rows
@@ -97,7 +99,7 @@ class _TopKPlanner:
         drawn = self._draw_tail(ids, left_out, block)
         count = (drawn != PADDING).sum(-1)
         drawn_logits = gathered_scores(rows.queries, rows.keys, drawn, self.call.backend)
-        weight = (left_out / count.clamp(min=1)).clamp(min=1).log().to(logits.dtype)
+        weight = (left_out.to(logits.dtype) / count.clamp(min=1)).clamp(min=1).log()
         log_weight = torch.cat([torch.zeros_like(logits), weight[..., None].expand_as(drawn_logits)], -1)
         ids, logits = torch.cat([ids, drawn], -1), torch.cat([logits, drawn_logits], -1)
         return Plan(ids, logits, log_weight, self._keep(ids, block), near=self.k, left_out=left_out)
