@@ -141,9 +141,10 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     with torch.autocast(problem.query.device.type, enabled=False):
         if call.gradient is None:
             return method.run(problem, call)
+        rows = problem.rows  # cached: made outside no_grad, or the gradients would end here
         with torch.no_grad():
             outcome = method.run(problem, call)
-        output = with_gradient(outcome.output, problem.rows, call.gradient, call.seeds)
+        output = with_gradient(outcome.output, rows, call.gradient, call.seeds)
         return Outcome(output, outcome.lse, outcome.stderr, outcome.info)
 
 

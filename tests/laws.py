@@ -1,4 +1,4 @@
-"""Statistical assertions. Each is wrong about a correct sampler with probability `ALPHA`; seeds are fixed and nothing is retried."""
+"""Statistical assertions. Each is wrong about a correct sampler with probability `ALPHA`; seeds are fixed, nothing is retried."""
 
 from __future__ import annotations
 

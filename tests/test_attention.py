@@ -17,7 +17,7 @@ from nearfield.problem import check
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
-"""Added to a multiple of torch's own error, which is exactly zero on some tiny inputs. float64 needs no more than its rounding."""
+"""Added to a multiple of torch's own error, which is zero on some tiny inputs. float64 needs no more than its rounding."""
 
 
 def everything_near(keys: int) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def test_backends_agree(method: Any) -> None:
 def test_unknown_backend() -> None:
     q, k, v = inputs(1, 1, queries=4)
     for method in (None, nf.TopK(k=2)):
-        with pytest.raises(ValueError, match="backend must be one of 'auto', .*got 'tpu'"):
+        with pytest.raises(ValueError, match=r"backend must be one of 'auto', .*got 'tpu'"):
             nf.attention(q, k, v, method=method, backend="tpu")
 
 

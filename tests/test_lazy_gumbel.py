@@ -17,10 +17,17 @@ from nearfield.problem import Rows
 
 DRAWS = 100_000
 BAD_INDEX = nf.KMeansIndex(cells=5, probes=1)
+BAD_BLOCKS = nf.KMeansIndex(cells=5, probes=1, leaf=16)
 
 
 def random_rows(
-    seed: int, batch: int = 1, count: int = 4, length: int = 200, dim: int = 3, causal: bool = False, dtype: torch.dtype = torch.float64
+    seed: int,
+    batch: int = 1,
+    count: int = 4,
+    length: int = 200,
+    dim: int = 3,
+    causal: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> Rows:
     generator = seeded(seed)
     keys = torch.randn(batch, length, dim, generator=generator, dtype=torch.float64).to(dtype)
@@ -109,7 +116,7 @@ def test_the_printed_cutoff_is_right_with_a_true_top_k() -> None:
     assert_exact_draws(rows, lazy, seed=5)
 
 
-@pytest.mark.parametrize("index", [nf.ExactIndex(), BAD_INDEX], ids=["exact", "k-means"])
+@pytest.mark.parametrize("index", [nf.ExactIndex(), BAD_INDEX, BAD_BLOCKS], ids=["exact", "k-means", "k-means in blocks"])
 def test_causal_draws(index: Index) -> None:
     rows = random_rows(2, count=5, length=160, causal=True)
     lazy = prepared(rows, index, 16)
@@ -122,11 +129,14 @@ def test_causal_draws(index: Index) -> None:
     assert int(drawn.evaluated[segment == 0].max()) == 0
 
 
-def test_dense_rows() -> None:
+@pytest.mark.parametrize(("index", "k"), [(nf.ExactIndex(), 1), (nf.KMeansIndex(cells=2, probes=1), 2)], ids=["exact", "k-means"])
+def test_dense_rows(index: Index, k: int) -> None:
+    """Bounds so loose that drawing lazily would cost more than looking at every key."""
     rows = random_rows(4, count=3, length=40, dim=6, causal=True)
     rows = Rows(rows.queries * 4, rows.keys, rows.values, rows.visible)
-    lazy = prepared(rows, nf.KMeansIndex(cells=2, probes=1), 2)
-    assert lazy.dense[0].logical_not() & lazy.dense.any()
+    lazy = prepared(rows, index, k)
+    assert rows.visible[0].tolist() == [1, 20, 40]
+    assert lazy.dense.tolist() == [False, k == 1, True]
     drawn, segment = draw_each(lazy, DRAWS, 8)
     for row, expected in enumerate(softmax_of(rows)):
         assert_frequencies(drawn.ids[segment == row].bincount(minlength=rows.length), expected)
@@ -147,7 +157,7 @@ def test_batch_entries_with_different_visibility() -> None:
     rows = random_rows(7, batch=2, count=2, length=100)
     visible = torch.tensor([[100, 30], [55, 100]])
     rows = Rows(rows.queries, rows.keys, rows.values, visible)
-    assert_exact_draws(rows, prepared(rows, BAD_INDEX, 12), seed=10, draws=60_000)
+    assert_exact_draws(rows, prepared(rows, BAD_BLOCKS, 12), seed=10, draws=60_000)
 
 
 def test_mixed_dense_and_lazy_rows_in_one_call() -> None:
@@ -197,7 +207,7 @@ def test_expected_evaluations_of_cells(seed: int) -> None:
 
 def test_expected_evaluations_of_causal_rows() -> None:
     rows = random_rows(2, count=5, length=160, causal=True)
-    lazy = prepared(rows, BAD_INDEX, 16)
+    lazy = prepared(rows, BAD_BLOCKS, 16)
     drawn, segment = draw_each(lazy, 40_000, 12)
     for row, expected in enumerate(lazy.expected_evaluations()):
         assert_mean(drawn.evaluated[segment == row].double(), expected)

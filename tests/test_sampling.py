@@ -30,8 +30,6 @@ from nearfield.sampling import (
     without_replacement,
 )
 
-# ---------------------------------------------------------------------------------------------------------------- Gumbel
-
 
 @pytest.mark.parametrize("seed", range(4))
 def test_uniform_and_exponential(seed: int) -> None:
@@ -70,13 +68,39 @@ def fixed_uniform(value: float) -> Callable[[tuple[int, ...], torch.Generator], 
 def test_gumbels_are_finite_at_the_ends_of_the_uniform(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     monkeypatch.setattr(sampling, "uniform", fixed_uniform(value))
     assert bool(gumbel((3,), seeded(0)).isfinite().all())
-    cutoff = torch.tensor([-700.0, -30.0, -3.0, 0.0, 3.0, 36.0, 300.0, 667.0, 668.0, 690.0, 745.0, 800.0, 1e4], dtype=torch.float64)
+    cutoff = torch.tensor(
+        [-700.0, -30.0, -3.0, 0.0, 3.0, 36.0, 300.0, 667.0, 668.0, 690.0, 745.0, 800.0, 1e4], dtype=torch.float64
+    )
     drawn = conditional_gumbel(cutoff, seeded(0))
     assert bool(drawn.isfinite().all())
     assert bool((drawn >= cutoff).all())
 
 
-CUTOFFS = [-30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 8.0, 14.0, 16.0, 20.0, 30.0, 36.0, 37.0, 40.0, 100.0, 300.0, 660.0, 670.0, 700.0, 740.0, 750.0, 800.0]
+CUTOFFS = [
+    -30.0,
+    -10.0,
+    -3.0,
+    -1.0,
+    0.0,
+    1.0,
+    3.0,
+    8.0,
+    14.0,
+    16.0,
+    20.0,
+    30.0,
+    36.0,
+    37.0,
+    40.0,
+    100.0,
+    300.0,
+    660.0,
+    670.0,
+    700.0,
+    740.0,
+    750.0,
+    800.0,
+]
 
 
 @pytest.mark.parametrize("cutoff", CUTOFFS)
@@ -102,8 +126,6 @@ def test_conditional_gumbel_takes_mixed_cutoffs_and_float32() -> None:
     assert_uniform((90.0 - drawn[:, 3]).exp())
     assert_uniform((17.0 - drawn[:, 2]).exp())
 
-
-# ----------------------------------------------------------------------------------------------------------- categorical
 
 WEIGHTS = {
     "equal": [1.0] * 10,
@@ -151,7 +173,7 @@ def test_categorical_rows_are_independent_of_each_other() -> None:
 
 
 def many_small_behind_a_large_one() -> Tensor:
-    """10^6 entries of weight 1 behind one of 2^25: as float32 the running sum moves in steps of 4 and passes three of four over."""
+    """10^6 entries of weight 1 behind one of 2^25: a float32 running sum moves in steps of 4 and passes three of four over."""
     return torch.cat([torch.tensor([2.0**25]), torch.ones(1_000_000)])
 
 
@@ -197,8 +219,6 @@ def test_zero_weights_are_never_drawn_at_the_ends_of_the_uniform(monkeypatch: py
 def test_segmented_categorical_of_nothing() -> None:
     assert segmented_categorical(torch.ones(2, 3), torch.empty(0, dtype=torch.long), seeded(0)).shape == (0,)
 
-
-# --------------------------------------------------------------------------------------------------- without replacement
 
 CROWDED = [(1, 1), (2, 1), (3, 2), (4, 2), (4, 4), (5, 3), (6, 2), (6, 3), (8, 2), (7, 5)]
 OPEN = [(5, 1), (9, 1), (9, 2), (12, 2), (13, 3), (20, 2)]
@@ -261,9 +281,6 @@ def test_drawing_with_replacement_would_be_noticed() -> None:
     assert bool((drawn[:, 0] == drawn[:, 1]).any())
 
 
-# ------------------------------------------------------------------------------------------------------------------ skip
-
-
 @given(st.integers(1, 30).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
 def test_skip_lists_what_is_not_taken(case: tuple[int, set[int]]) -> None:
     n, taken = case
@@ -283,9 +300,6 @@ def test_skip_takes_each_row_by_itself(rows: list[set[int]]) -> None:
 def test_skip_is_not_moved_by_padding_beyond_the_keys() -> None:
     taken = torch.tensor([[2, 5, 200, 200]])
     assert skip(torch.tensor([[0, 1, 2, 3, 4]]), taken)[0].tolist() == [0, 1, 3, 4, 6]
-
-
-# -------------------------------------------------------------------------------------------------------- hashed uniform
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**62 + 11])
@@ -317,7 +331,9 @@ def test_hashed_uniform_depends_on_the_counters_alone() -> None:
     assert torch.equal(hashed_uniform(3, rows[7:9], columns[:5]), whole[7:9, :5])
     assert torch.equal(hashed_uniform(3, rows.int(), columns.int()), whole)
     # The two counters do not play the same part.
-    assert not torch.equal(hashed_uniform(3, columns[:40, None], columns[:40]).T, hashed_uniform(3, columns[:40, None], columns[:40]))
+    assert not torch.equal(
+        hashed_uniform(3, columns[:40, None], columns[:40]).T, hashed_uniform(3, columns[:40, None], columns[:40])
+    )
 
 
 def test_hashed_uniform_seeds_differ() -> None:
@@ -326,9 +342,6 @@ def test_hashed_uniform_seeds_differ() -> None:
     for one, two in itertools.combinations(tables, 2):
         assert not bool((one == two).any())
         assert_mean((one - 0.5) * (two - 0.5) * 12, 0.0)
-
-
-# ------------------------------------------------------------------------------------------------------- median of means
 
 
 def test_median_of_means_by_hand() -> None:
@@ -347,9 +360,6 @@ def test_median_of_means_forgives_an_outlier() -> None:
     draws = torch.zeros(7, 10, 1)
     draws[3, 2] = 1e9
     assert float(median_of_means(draws)) == 0.0
-
-
-# ----------------------------------------------------------------------------------------------------------------- seeds
 
 
 def test_seeds_take_one_number_and_only_if_asked() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nearfield import kernels
 from nearfield.checks import check_positive
 from nearfield.gradients.exact import Gradients
-from nearfield.index.base import BuiltIndex, Index
+from nearfield.index.base import PADDING, BuiltIndex, Index
 from nearfield.index.exact import ExactIndex
 from nearfield.lazy_gumbel import LazyRows, prepare
 from nearfield.problem import Rows
@@ -80,16 +80,18 @@ class Walker:
         return prepare(self.rows.at(block), self.built, self.k)
 
     def step(self, source: Tensor, generator: torch.Generator) -> Tensor:
-        """One step from every flat row number of `source` (batch * rows + row): the key it reaches."""
+        """One step from every flat row number of `source` (batch * rows + row): the key it reaches, or `PADDING`."""
         count = self.rows.visible.shape[1]
         entry, row = source // count, source % count
         by_row, order = row.sort(stable=True)
-        reached = torch.empty_like(source)
+        reached = torch.full_like(source, PADDING)
+        leads_on = self.rows.visible[entry, row] > 0
         for block in self.blocks(1):
             first, last = torch.searchsorted(by_row, torch.tensor([block.start, block.stop], device=source.device)).tolist()
-            if first == last:
-                continue
             here = order[first:last]
+            here = here[leads_on[here]]
+            if len(here) == 0:
+                continue
             local = entry[here] * (block.stop - block.start) + row[here] - block.start
             reached[here] = self.prepare(block).draw(local, generator).ids
         return reached

@@ -12,9 +12,9 @@ from torch import Tensor
 
 @functools.cache
 def _acknowledge_sparse_csr() -> None:
-    """Torch warns once per process that its CSR layout is in beta; take that warning here and not in a user's log."""
+    """Torch warns, once per process, that its CSR layout is in beta and unchecked; take that here and not in a user's log."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
+        warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 1), check_invariants=False)
 
 

@@ -32,8 +32,10 @@ def weighted_softmax(logits: Tensor, log_weight: Tensor | None) -> tuple[Tensor,
     """
     shifted = logits if log_weight is None else logits + log_weight
     lse = shifted.logsumexp(-1)
-    weights = (shifted - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    return weights, lse
+    blind = lse == -torch.inf
+    weights = (shifted - lse.masked_fill(blind, 0.0)[..., None]).exp()
+    # A normaliser of 1e4 is rounded to 1e-3, and all weights are off by that factor: take it out again.
+    return weights / weights.sum(-1).masked_fill(blind, 1.0)[..., None], lse
 
 
 def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

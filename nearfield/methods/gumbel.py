@@ -73,7 +73,7 @@ class LazyGumbel:
             outcome = self._estimate(problem, rows.detach(), k, groups, size, call)
         if call.gradient is not None or not torch.is_grad_enabled():
             return outcome
-        if problem.dropout_p:
+        if problem.dropout_p and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
             raise ValueError("LazyGumbel cannot be differentiated with dropout; use TopK or Exact, or dropout_p=0")
         own: Gradient = RandomWalk(index=self.index, k=self.k)
         return Outcome(with_gradient(outcome.output, rows, own, call.seeds), outcome.lse, outcome.stderr, outcome.info)

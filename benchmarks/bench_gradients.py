@@ -1,0 +1,163 @@
+"""The Monte-Carlo gradients: error of D^Q, D^K and D^V against n, walks and eps, and their cost next to the exact formulas.
+
+python benchmarks/bench_gradients.py            # writes results/gradients.json and docs/figures/gradients.png
+python benchmarks/bench_gradients.py --quick    # small sizes, nothing written
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+from record import FIGURES, read, write
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+import nearfield as nf
+from nearfield.gradients import Gradients, PrintedWalk, RandomWalk
+
+DIM = 64
+SEEDS = 3
+
+
+def inputs(n: int, dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return [torch.randn(1, 1, n, dim, generator=generator) for _ in range(4)]
+
+
+def relative(estimate: Tensor, exact: Tensor) -> float:
+    return float((estimate - exact).norm() / exact.norm())
+
+
+def run(n: int, dim: int, walk: RandomWalk | PrintedWalk, seeds: int) -> dict[str, Any]:
+    """Relative error (Frobenius) of each gradient, root mean square over seeds, and seconds next to the exact formulas'."""
+    query, key, value, upstream = inputs(n, dim)
+    start = time.perf_counter()
+    exact = nf.gradients.exact(query, key, value, upstream)
+    exact_seconds = time.perf_counter() - start
+    errors: dict[str, list[float]] = {name: [] for name in Gradients._fields}
+    seconds = []
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        start = time.perf_counter()
+        got = nf.gradients.estimate(query, key, value, upstream, walk, generator=generator)
+        seconds.append(time.perf_counter() - start)
+        for name in errors:
+            errors[name].append(relative(getattr(got, name), getattr(exact, name)))
+    return {
+        "n": n,
+        "dim": dim,
+        "walk": repr(walk),
+        "relative_error": {name: statistics.fmean(e * e for e in values) ** 0.5 for name, values in errors.items()},
+        "seconds": statistics.median(seconds),
+        "exact_seconds": exact_seconds,
+    }
+
+
+def run_weighted(n: int, dim: int, k: int) -> dict[str, Any]:
+    """The same for the default gradient of TopK: k near keys exactly, k drawn ones for the rest."""
+    query, key, value, upstream = (x.requires_grad_() for x in inputs(n, dim))
+    exact = nf.gradients.exact(query, key, value, upstream)
+    method = nf.TopK(k, tail=k)
+    start = time.perf_counter()
+    output = nf.attention(query, key, value, method=method, generator=torch.Generator().manual_seed(0))
+    got = torch.autograd.grad(output, (query, key, value), upstream.detach())
+    seconds = time.perf_counter() - start
+    errors = {name: relative(a, b) for name, a, b in zip(Gradients._fields, got, exact, strict=True)}
+    return {"n": n, "dim": dim, "walk": repr(method), "relative_error": errors, "seconds": seconds, "exact_seconds": None}
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    sizes = (256, 512) if quick else (256, 1024, 4096, 16_384)
+    walks = (8, 32) if quick else (8, 32, 128, 512)
+    printed = [(32, 4, 0.5)] if quick else [(32, 8, 0.5), (32, 8, 0.2), (32, 8, 0.1), (128, 8, 0.2), (256, 8, 0.2)]
+    results: dict[str, Any] = {"shared": [], "weighted": [], "printed": [], "shared_on_printed_sizes": []}
+    with Progress() as progress:
+        bar = progress.add_task("", total=len(sizes) * len(walks) + len(printed))
+        for n in sizes:
+            for count in walks:
+                progress.update(bar, description=f"n = {n}, {count} walks per row")
+                results["shared"].append({"walks": count, **run(n, DIM, RandomWalk(walks=count), SEEDS)})
+                progress.advance(bar)
+            results["weighted"].append({"walks": 128, **run_weighted(n, DIM, 64)})
+        for n, dim, eps in printed:
+            progress.update(bar, description=f"as printed, n = {n}, eps = {eps}")
+            results["printed"].append({"eps": eps, **run(n, dim, PrintedWalk(eps=eps), SEEDS)})
+            results["shared_on_printed_sizes"].append({"walks": 128, **run(n, dim, RandomWalk(walks=128), SEEDS)})
+            progress.advance(bar)
+    return results
+
+
+def show(results: dict[str, Any]) -> None:
+    for form, rows in results.items():
+        table = Table("n", "d", "parameter", "D^Q", "D^K", "D^V", "seconds", "exact, s", title=f"relative error, {form}")
+        for row in rows:
+            parameter = f"{row['walks']} walks" if "walks" in row else f"eps = {row['eps']}"
+            errors = [f"{row['relative_error'][name]:.3g}" for name in ("query", "key", "value")]
+            table.add_row(
+                f"{row['n']:,}",
+                f"{row['dim']}",
+                parameter,
+                *errors,
+                f"{row['seconds']:.3f}",
+                f"{row['exact_seconds'] or math.nan:.3f}",
+            )
+        Console().print(table)
+
+
+def plot(results: dict[str, Any]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.5), constrained_layout=True)
+    shared = results["shared"]
+    for n in dict.fromkeys(row["n"] for row in shared):
+        mine = [row for row in shared if row["n"] == n]
+        axes[0].plot([row["walks"] for row in mine], [row["relative_error"]["key"] for row in mine], "o-", label=f"n = {n:,}")
+    axes[0].set(xscale="log", yscale="log", xlabel="walks per row", title="relative error of $D^K$, shared walks")
+    axes[0].legend(fontsize=8)
+    for name, label in (("query", "$D^Q$"), ("key", "$D^K$"), ("value", "$D^V$")):
+        mine = [row for row in shared if row["walks"] == 128]
+        line = axes[1].plot([row["n"] for row in mine], [row["relative_error"][name] for row in mine], "o-", label=label)
+        drawn = results["weighted"]
+        axes[1].plot(
+            [row["n"] for row in drawn], [row["relative_error"][name] for row in drawn], "s--", color=line[0].get_color()
+        )
+    axes[1].set(xscale="log", yscale="log", xlabel="n", title="128 walks per row (solid), TopK(64, 64) (dashed)")
+    axes[1].legend(fontsize=8)
+    for key, label in (("printed", "as printed"), ("shared_on_printed_sizes", "128 shared walks")):
+        rows = results[key]
+        axes[2].scatter([row["seconds"] for row in rows], [row["relative_error"]["key"] for row in rows], label=label)
+    axes[2].set(xscale="log", yscale="log", xlabel="seconds", title="relative error of $D^K$, n = 32 to 256, d = 8")
+    axes[2].legend(fontsize=8)
+    for axis in axes:
+        axis.axhline(1, color="grey", linestyle=":", linewidth=1)
+        axis.grid(alpha=0.3)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURES / "gradients.png", dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
+    arguments = parser.parse_args()
+    if not arguments.plot_only:
+        results = measure(arguments.quick)
+        show(results)
+        if arguments.quick:
+            return
+        print("written:", write("gradients", results))
+    plot(read("gradients"))
+
+
+if __name__ == "__main__":
+    main()

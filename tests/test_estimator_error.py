@@ -1,0 +1,72 @@
+"""The error of the estimators on eight kinds of input, held to stored values.
+
+A change of more than 10% in either direction is a change of the estimator. If it is meant, write the values again:
+
+    python tests/test_estimator_error.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from by_hand import attention64, seeded
+
+import nearfield as nf
+from nearfield import synthetic
+
+STORED = Path(__file__).with_name("stored_rmse.json")
+
+BUDGETS = {
+    "top": nf.TopK(k=48),
+    "tail": nf.TopK(k=24, tail=24),
+    "kmeans": nf.TopK(k=24, tail=24, index=nf.KMeansIndex(cells=24, probes=4)),
+}
+DRAWS = 4
+"""Seeds that are averaged, so that another stream of random numbers moves a value by a few percent only."""
+
+
+def rmse(family: str, budget: str) -> float:
+    """Root mean square error of a row, in units of the rms norm of the values; causal and not, over several draws."""
+    q, k, v = synthetic.make(family, 1, 2, 512, 32, seed=17)
+    unit = v.double().square().sum(-1).mean().sqrt()
+    total = torch.zeros(())
+    for causal in (False, True):
+        exact = attention64(q, k, v, causal=causal)
+        for draw in range(DRAWS):
+            got = nf.attention(q, k, v, is_causal=causal, method=BUDGETS[budget], generator=seeded(draw))
+            total = total + ((got.double() - exact) / unit).square().sum(-1).mean()
+    return float((total / (2 * DRAWS)).sqrt())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("family", synthetic.FAMILIES)
+def test_error_is_as_stored(family: str, budget: str) -> None:
+    stored = json.loads(STORED.read_text())
+    # 1e-6 is the rounding of float32, which is all the error there is where one key carries a row.
+    assert rmse(family, budget) == pytest.approx(stored[family][budget], rel=0.1, abs=1e-6)
+
+
+def test_stored_values_make_sense() -> None:
+    """The stored values say what the method is for; they must not be overwritten by nonsense."""
+    stored = json.loads(STORED.read_text())
+    assert set(stored) == set(synthetic.FAMILIES)
+    assert stored["clustered"]["tail"] < 0.8 * stored["clustered"]["top"], "a cluster larger than k needs its tail"
+    assert stored["sharp"]["top"] < 0.05
+    assert all(0 <= value < 1 for values in stored.values() for value in values.values())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"replace {STORED.name}; otherwise print what it would hold")
+    torch.set_num_threads(1)
+    text = json.dumps(
+        {family: {budget: round(rmse(family, budget), 7) for budget in BUDGETS} for family in synthetic.FAMILIES}, indent=2
+    )
+    if parser.parse_args().write:
+        STORED.write_text(text + "\n")
+    else:
+        print(text)
