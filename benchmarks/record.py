@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import queue as queue_module
 import statistics
 import time
 from collections.abc import Callable
@@ -79,9 +80,15 @@ def peak_memory(task: Callable[..., Callable[[], object]], *arguments: object) -
     queue = context.Queue()
     process = context.Process(target=_measure_peak, args=(queue, torch.get_num_threads(), task, arguments))
     process.start()
-    megabytes = queue.get()
-    process.join()
-    return megabytes
+    while True:
+        try:
+            megabytes: float = queue.get(timeout=1)
+        except queue_module.Empty:
+            if process.is_alive():
+                continue
+            raise MemoryError(f"the process of {task.__name__}{arguments} ended with code {process.exitcode}") from None
+        process.join()
+        return megabytes
 
 
 def _measure_peak(queue: Any, threads: int, task: Callable[..., Callable[[], object]], arguments: tuple[object, ...]) -> None:

@@ -1,4 +1,4 @@
-"""nearfield: kNN attention for PyTorch that is fast, trains, and tells you its error."""
+"""nearfield: kNN attention for PyTorch that trains, and tells you its error."""
 
 from nearfield import gradients
 from nearfield.attention import attention, estimate

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from nearfield import kernels
 from nearfield.audit import run_audit
+from nearfield.checks import check_strategy
 from nearfield.estimate import Estimate
 from nearfield.gradients.base import Gradient, with_gradient
 from nearfield.methods.base import Call, Method, Outcome
 from nearfield.methods.exact import Exact
+from nearfield.precision import full_precision
 from nearfield.problem import Problem, check
 from nearfield.sampling import Seeds
 
@@ -106,7 +108,7 @@ def estimate(
         lse=_spoil(problem, problem.unflatten(outcome.lse)),
         stderr=None if outcome.stderr is None else _spoil(problem, problem.unflatten(outcome.stderr)),
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else None,
-        info={"method": repr(method), "backend": backend, **outcome.info},
+        info={"method": repr(method), "backend": kernels.name(backend, query.device), **outcome.info},
     )
 
 
@@ -116,14 +118,15 @@ def _call(
     kernels.choose(backend, problem.query.device)  # raises on a backend that cannot serve
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    if gradient is not None:
+        check_strategy("gradient", gradient, "estimate", "a gradient such as gradients.RandomWalk()")
     if gradient is not None and problem.dropout_p:
         raise ValueError(f"gradient={gradient!r} does not know of dropout; got dropout_p={problem.dropout_p}")
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
 
 
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:
-    if isinstance(method, type) or not callable(getattr(method, "run", None)):
-        raise TypeError(f"method must be a method such as Exact() or TopK(k=64), got {method!r}")
+    check_strategy("method", method, "run", "a method such as Exact() or TopK(k=64)")
     general_mask = problem.attn_mask is not None and problem.key_padding is None
     if general_mask and call.gradient is not None:
         raise ValueError(
@@ -138,7 +141,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         )
     if problem.is_empty:
         return _nothing(problem)
-    with torch.autocast(problem.query.device.type, enabled=False):
+    with full_precision(problem.query):
         if call.gradient is None:
             return method.run(problem, call)
         rows = problem.rows  # cached: made outside no_grad, or the gradients would end here
@@ -154,8 +157,7 @@ def _nothing(problem: Problem) -> Outcome:
     groups = problem.key.shape[0] * problem.key.shape[1]
     count = problem.query.shape[0] * problem.query.shape[1] * problem.query.shape[2]
     shape = (groups, count // groups) if groups else (0, 0)
-    compute = torch.promote_types(problem.query.dtype, torch.float32)
-    lse = torch.full(shape, -torch.inf, dtype=compute, device=problem.query.device)
+    lse = torch.full(shape, -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
     return Outcome(anchor.expand(*shape, problem.value.shape[-1]), lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 
 

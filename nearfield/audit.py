@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearfield.blocks import BLOCK_BYTES
 from nearfield.budgets import audit_quantile
 from nearfield.estimate import Audit
 from nearfield.kernels import reference
-from nearfield.methods.base import BLOCK_BYTES
+from nearfield.precision import full_precision
 from nearfield.problem import Problem
 
 CONFIDENCE = 0.95
@@ -25,13 +26,11 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
     total = batch * heads * length
     size = min(size, total)
     chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
-    compute = torch.promote_types(problem.query.dtype, torch.float32)
-    exact = (
-        torch.cat([_exact_rows(problem, part) for part in chosen.split(_rows_at_a_time(problem))])
-        if size
-        else problem.value.new_zeros(0, problem.value.shape[3], dtype=compute)
-    )
-    got = output.detach().reshape(total, problem.value.shape[3])[chosen].to(compute)
+    exact = problem.value.new_zeros(size, problem.value.shape[3], dtype=problem.compute_dtype)
+    with full_precision(problem.query):
+        for part in torch.arange(size, device=chosen.device).split(_rows_at_a_time(problem)) if size else ():
+            exact[part] = _exact_rows(problem, chosen[part])
+    got = output.detach().reshape(total, problem.value.shape[3])[chosen].to(problem.compute_dtype)
     error = torch.linalg.vector_norm(got - exact, dim=-1)
     additive = error / _value_norm(problem)[chosen // (length * problem.group_size)] if size else error
     size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
@@ -73,7 +72,7 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
 
 def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: Tensor) -> Tensor:
     assert problem.attn_mask is not None
-    compute = torch.promote_types(problem.query.dtype, torch.float32)
+    compute = problem.compute_dtype
     kv = head // problem.group_size
     mask = problem.attn_mask.expand(*problem.query.shape[:3], -1)[entry, head, position]
     logits = torch.einsum("rd,rnd->rn", problem.query[entry, head, position].to(compute), problem.key[entry, kv].to(compute))
@@ -85,7 +84,7 @@ def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: 
 
 def _value_norm(problem: Problem) -> Tensor:
     """Root mean square norm of the visible values, per key-value head, `[batch * kv_heads]`."""
-    square = problem.value.to(torch.promote_types(problem.value.dtype, torch.float32)).square().sum(-1)
+    square = problem.value.to(problem.compute_dtype).square().sum(-1)
     if problem.key_padding is None:
         mean = square.sum(-1) / max(1, square.shape[-1])
     else:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
+from nearfield.blocks import row_blocks
 from nearfield.index.base import PADDING, BuiltIndex, Cutoffs
+from nearfield.kernels.reference import exact_logits
 from nearfield.problem import Rows
 from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, uniform
 
@@ -171,19 +173,21 @@ class LazyRows:
 
     def _draw_densely(self, segment: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Keys and perturbed maxima drawn from the full softmax of their rows."""
-        rows, place = segment.unique(return_inverse=True)
+        batch, count = self.rows.visible.shape
+        columns = self.dense.view(batch, count).any(0).nonzero()[:, 0]
+        # Rows are taken in blocks over all batch entries, draws sorted by the block of their row.
+        column, order = torch.searchsorted(columns, segment % count).sort(stable=True)
         ids, peak = torch.empty_like(segment), gumbel(tuple(segment.shape), generator)
-        per_block = max(1, POINTS_AT_A_TIME // max(1, self.rows.length))
-        for start in range(0, len(rows), per_block):
-            part = rows[start : start + per_block]
-            batch, row = part // self.rows.queries.shape[1], part % self.rows.queries.shape[1]
-            logits = torch.einsum("rd,rnd->rn", self.rows.queries[batch, row], self.rows.keys[batch]).double()
-            hidden = torch.arange(self.rows.length, device=segment.device) >= self.rows.visible[batch, row][:, None]
-            logits = logits.masked_fill(hidden, -torch.inf)
+        for block in row_blocks((batch, len(columns)), 32 * max(1, self.rows.length)):
+            chosen = columns[block]
+            first, last = torch.searchsorted(column, torch.tensor([block.start, block.stop], device=column.device)).tolist()
+            here = order[first:last]
+            logits = exact_logits(self.rows.queries[:, chosen], self.rows.keys, self.rows.visible[:, chosen]).double()
             log_total = logits.logsumexp(-1)
-            here = ((place >= start) & (place < start + len(part))).nonzero()[:, 0]
-            ids[here] = segmented_categorical((logits - log_total[:, None]).exp(), place[here] - start, generator)
-            peak[here] += log_total[place[here] - start]
+            weights = (logits - log_total.masked_fill(log_total == -torch.inf, 0.0)[..., None]).exp().flatten(0, 1)
+            row = segment[here] // count * len(chosen) + column[first:last] - block.start
+            ids[here] = segmented_categorical(weights, row, generator)
+            peak[here] += log_total.reshape(-1)[row]
         return ids, peak
 
 

@@ -24,8 +24,8 @@ class Plan:
     log_weight: Tensor | None = None
     keep: Tensor | None = None
     """dropout: 0 or 1 / (1 - p), applied to the normalised weights"""
-    near: int = 0
-    """how many of the columns are near (weight 1); the others were drawn"""
+    near: int | None = None
+    """how many of the columns are near (weight 1), the others were drawn; None: all"""
     left_out: Tensor | None = None
     """`[batch, rows]`: how many visible keys the drawn ones stand for"""
 

@@ -90,31 +90,42 @@ class Problem:
         """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
         return rows.reshape(*self.leading, self.query.shape[2], *rows.shape[2:])
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of all arithmetic: float32, or float64 for float64 inputs."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """How many keys each row sees, `[batch * kv_heads, group * length]`; a mask that is not key padding does not count."""
+        groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
+        if self.is_causal:
+            position = torch.arange(self.query.shape[2], device=self.key.device).repeat(self.group_size)
+            visible = (position + 1).clamp(max=length).expand(groups, -1)
+        else:
+            rows = self.group_size * self.query.shape[2]
+            visible = torch.full((1, 1), length, device=self.key.device).expand(groups, rows)
+        if self.key_padding is None:
+            return visible
+        counts = self.key_padding.reshape(groups, length)
+        seen = torch.cat([counts.new_zeros(groups, 1, dtype=torch.long), counts.cumsum(1)], 1)
+        return seen.gather(1, visible)
+
     @cached_property
     def rows(self) -> Rows:
         batch, kv_heads, length, dim = self.key.shape
         groups = batch * kv_heads
-        compute = torch.float64 if self.query.dtype == torch.float64 else torch.float32
-        queries = (self.query.to(compute) * self.scale).reshape(groups, self.group_size * self.query.shape[2], dim)
-        keys = self.key.to(compute).reshape(groups, length, dim)
-        values = self.value.to(compute).reshape(groups, length, self.value.shape[3])
-        device = queries.device
-
-        if self.is_causal:
-            position = torch.arange(self.query.shape[2], device=device).repeat(self.group_size)
-            visible = (position + 1).clamp(max=length).expand(groups, -1)
-        else:
-            visible = torch.full((1, 1), length, device=device).expand(groups, queries.shape[1])
+        queries = (self.query.to(self.compute_dtype) * self.scale).reshape(groups, self.visible.shape[1], dim)
+        keys = self.key.to(self.compute_dtype).reshape(groups, length, dim)
+        values = self.value.to(self.compute_dtype).reshape(groups, length, self.value.shape[3])
         if self.key_padding is not None:
-            counts_key = self.key_padding.reshape(groups, length)
-            seen = torch.cat([counts_key.new_zeros(groups, 1, dtype=torch.long), counts_key.cumsum(1)], 1)
-            visible = seen.gather(1, visible)
-            kept = int(seen[:, -1].max())
-            order = counts_key.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
-            hidden = counts_key.gather(1, order).logical_not()[..., None]
+            counts = self.key_padding.reshape(groups, length)
+            kept = int(counts.sum(1).max())
+            order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
+            hidden = counts.gather(1, order).logical_not()[..., None]
             keys = keys.gather(1, order[..., None].expand(-1, -1, dim)).masked_fill(hidden, 0)
             values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1])).masked_fill(hidden, 0)
-        return Rows(queries, keys, values, visible)
+        return Rows(queries, keys, values, self.visible)
 
 
 def check(
@@ -143,11 +154,13 @@ def check(
         raise ValueError(f"query has {heads} heads and key has {kv_heads}; pass enable_gqa=True for grouped-query attention")
     if heads % kv_heads if kv_heads else heads:
         raise ValueError(f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads})")
+    if attn_mask is not None:
+        attn_mask = _check_mask(attn_mask, leading, query, key)
     query, key, value = _autocast(query, key, value)
 
     padding = None
     if attn_mask is not None:
-        attn_mask = _check_mask(attn_mask, leading, query, key)
+        attn_mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(query.dtype)
         padding = _as_key_padding(attn_mask, query, key)
         if is_causal and padding is None:
             raise ValueError(
@@ -217,6 +230,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask must be boolean or floating point, got {mask.dtype}")
+    if mask.dtype not in (torch.bool, query.dtype):
+        raise TypeError(f"a float attn_mask must have the dtype of query, got {mask.dtype} and {query.dtype}")
     if mask.device != query.device:
         raise ValueError(f"query and attn_mask must be on the same device, got {query.device} and {mask.device}")
     full = (*leading, query.shape[2], key.shape[2])
@@ -263,6 +278,8 @@ def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
         spoiled = (allowed & bad_key[:, :, None, :]).any(-1).expand(batch, heads, length)
     else:
         spoiled = bad_key.any(2, keepdim=True).expand(batch, heads, length)
-    spoiled = spoiled | finite["query"].logical_not()
+    # A row that sees no key is zero whatever its query.
+    sees = problem.visible.reshape(batch, heads, length) > 0
+    spoiled = spoiled | (finite["query"].logical_not() & sees)
     clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
     return replace(problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan))

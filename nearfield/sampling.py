@@ -83,7 +83,7 @@ def without_replacement(population: Tensor, size: int, generator: torch.Generato
     small = crowded.nonzero()[:, 0]
     if len(small):
         width = max(size, int(population[small].max()))
-        order = torch.rand((len(small), width), generator=generator, device=generator.device)
+        order = torch.rand((len(small), width), generator=generator, device=generator.device, dtype=torch.float32)
         absent = torch.arange(width, device=population.device) >= population[small, None]
         best = order.masked_fill_(absent, -1.0).topk(size, sorted=False)
         picked[small] = best.indices.masked_fill(best.values < 0, -1)
@@ -96,7 +96,9 @@ def without_replacement(population: Tensor, size: int, generator: torch.Generato
         drawn = drawn.sort(-1).values
         repeated = torch.zeros_like(drawn, dtype=torch.bool)
         repeated[:, 1:] = drawn[:, 1:] == drawn[:, :-1]
-        order = torch.rand(drawn.shape, generator=generator, device=generator.device).masked_fill_(repeated, -1.0)
+        order = torch.rand(drawn.shape, generator=generator, device=generator.device, dtype=torch.float32).masked_fill_(
+            repeated, -1.0
+        )
         best = order.topk(size, sorted=False)
         done = best.values.amin(-1) >= 0
         picked[open_rows[done]] = drawn.gather(-1, best.indices)[done]

@@ -332,7 +332,7 @@ def test_exact_differentiates_a_float_mask() -> None:
 @pytest.mark.parametrize("name", ["bool", "float", "float-padding", "bool-per-query-head"])
 @pytest.mark.parametrize("method", [nf.TopK(k=3), nf.TopK(k=100), nf.LazyGumbel()], ids=["topk", "topk-all", "gumbel"])
 def test_other_methods_refuse_general_masks(method: Any, name: str) -> None:
-    q, k, v = inputs(2, 4, queries=6, keys=9, kv_heads=2)
+    q, k, v = inputs(2, 4, queries=6, keys=9, kv_heads=2, dtype=torch.float64)
     with pytest.raises(ValueError, match=rf"{type(method).__name__} honours only boolean key-padding masks.*Exact\(\)"):
         nf.attention(q, k, v, general_masks()[name], enable_gqa=True, method=method)
 
@@ -344,7 +344,7 @@ def test_sampled_gradients_refuse_general_masks() -> None:
 
 
 def test_causal_refuses_general_masks() -> None:
-    q, k, v = inputs(2, 4, queries=6, keys=9)
+    q, k, v = inputs(2, 4, queries=6, keys=9, dtype=torch.float64)
     for name in ("bool", "float", "float-padding"):
         with pytest.raises(ValueError, match="is_causal=True can be combined only with a boolean key-padding attn_mask"):
             nf.attention(q, k, v, general_masks()[name], is_causal=True)
@@ -393,7 +393,8 @@ def test_estimate_says_how_it_was_made() -> None:
     # Rows see 1..10 keys and use at most 5 of them.
     assert est.info["keys_per_query"] == pytest.approx((1 + 2 + 3 + 4 + 6 * 5) / 10)
     assert est.info["method"] == "TopK(k=2, tail=3, index=ExactIndex())"
-    assert est.info["backend"] == "auto"
+    assert est.info["backend"] == "cpu"
+    assert nf.estimate(q, k, v, backend="reference").info["backend"] == "reference"
     assert torch.equal(est.output, nf.attention(q, k, v, is_causal=True, method=nf.TopK(k=2, tail=3), generator=seeded(0)))
     assert nf.estimate(q, k, v).stderr is not None
     assert bool((nf.estimate(q, k, v).stderr == 0).all())

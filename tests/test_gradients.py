@@ -136,7 +136,7 @@ def test_the_error_falls_with_the_square_root_of_the_walks() -> None:
 
 
 def test_walks_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearfield.gradients.walks.BLOCK_BYTES", 1)
+    monkeypatch.setattr("nearfield.blocks.BLOCK_BYTES", 1)
     q, k, v, g = inputs(9, (1, 6, 2), (1, 6, 2), (1, 6, 2), (1, 6, 2))
     found = nf.gradients.estimate(*copies(3000, q, k, v, g), RandomWalk(walks=2), is_causal=True, generator=seeded(9))
     assert_unbiased(found, nf.gradients.exact(q, k, v, g, is_causal=True))
@@ -302,11 +302,11 @@ def test_printed_walks_train_through_attention() -> None:
 
 
 def test_the_printed_table_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(printed, "TABLE_BYTES", 8 * 2 * 2 * 8 - 1)
+    monkeypatch.setattr(printed, "TABLE_BYTES", 2 * 8 * 2 * 2 * 8 - 1)
     q, k, v, g = inputs(24, (1, 8, 2), (1, 8, 2), (1, 8, 2), (1, 8, 2))
     with pytest.raises(ValueError, match="use RandomWalk"):
         nf.gradients.estimate(q, k, v, g, PrintedWalk(eps=0.9, walks=2), generator=seeded(0))
-    monkeypatch.setattr(printed, "TABLE_BYTES", 8 * 2 * 2 * 8)
+    monkeypatch.setattr(printed, "TABLE_BYTES", 2 * 8 * 2 * 2 * 8)
     nf.gradients.estimate(q, k, v, g, PrintedWalk(eps=0.9, walks=2), generator=seeded(0))
 
 

@@ -31,7 +31,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-guarantees = load(Path(__file__).parents[1] / "benchmarks" / "guarantees.py")
+guarantees = load(Path(__file__).parents[1] / "benchmarks" / "bench_guarantees.py")
 
 
 def inputs(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -269,7 +269,7 @@ def test_heads_and_batch_entries_draw_apart(method: Any) -> None:
 
 
 def test_blocks_of_rows_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearfield.methods.base.BLOCK_BYTES", 1)
+    monkeypatch.setattr("nearfield.blocks.BLOCK_BYTES", 1)
     q, k, v = inputs(13, (1, 1, 1, 4), (1, 1, 60, 4), (1, 1, 60, 2))
     output = nf.attention(q.expand(-1, -1, 8, -1), k, v, method=nf.LazyGumbel(draws=5), generator=seeded(3))[0, 0]
     assert len({tuple(row) for row in output.tolist()}) == 8

@@ -30,7 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("index",),
     ("problem", "estimate"),
     ("sampling", "budgets", "synthetic"),
-    ("kernels", "checks"),
+    ("kernels",),
+    ("checks", "blocks", "precision"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 

@@ -291,7 +291,7 @@ def test_heads_draw_different_tails(planners: list[Planner]) -> None:
 
 
 def test_blocks_draw_different_tails(monkeypatch: pytest.MonkeyPatch, planners: list[Planner]) -> None:
-    monkeypatch.setattr("nearfield.methods.base.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("nearfield.blocks.BLOCK_BYTES", 4000)
     q, k, v = inputs(1, 1, queries=1, keys=40, dim=4)
     q = q.expand(-1, -1, 60, -1)
     nf.attention(q, k, v, method=nf.TopK(k=4, tail=3), generator=seeded(0))
@@ -312,7 +312,7 @@ def test_blocks_do_not_change_what_is_deterministic(monkeypatch: pytest.MonkeyPa
         return nf.attention(q, k, v, mask, 0.3, True, enable_gqa=True, method=nf.TopK(k=5), generator=seeded(0))
 
     whole = gradients(run, tensors, upstream)
-    monkeypatch.setattr("nearfield.methods.base.BLOCK_BYTES", 5000)
+    monkeypatch.setattr("nearfield.blocks.BLOCK_BYTES", 5000)
     parts = gradients(run, tensors, upstream)
     torch.testing.assert_close(parts[0], whole[0])
     for x, y in zip(parts[1], whole[1], strict=True):

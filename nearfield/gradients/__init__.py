@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearfield.checks import check_positive, check_strategy
 from nearfield.gradients import products
 from nearfield.gradients.base import Gradient
 from nearfield.gradients.exact import Gradients, exact_gradients
 from nearfield.gradients.printed import PrintedWalk
 from nearfield.gradients.walks import RandomWalk, Walker
 from nearfield.index.exact import ExactIndex
+from nearfield.precision import full_precision
 from nearfield.problem import Problem, check
 from nearfield.sampling import Seeds
 
@@ -31,9 +33,9 @@ def exact(
         >>> nearfield.gradients.exact(q, k, v, g).key.shape
         torch.Size([1, 2, 100, 8])
     """
-    problem = check(query, key, value, is_causal=is_causal, scale=scale)
-    rows = problem.rows.detach()
-    return _like_inputs(problem, exact_gradients(rows, _upstream(problem, grad_output)))
+    problem = check(query, key, value, is_causal=is_causal, scale=scale, check_finite=True)
+    with full_precision(query):
+        return _like_inputs(problem, exact_gradients(problem.rows.detach(), _upstream(problem, grad_output)))
 
 
 def estimate(
@@ -52,9 +54,13 @@ def estimate(
     Example:
         >>> grad = nearfield.gradients.estimate(q, k, v, g, nearfield.gradients.RandomWalk(walks=128))
     """
-    problem = check(query, key, value, is_causal=is_causal, scale=scale)
-    rows = problem.rows.detach()
-    grads = walk.estimate(rows, _upstream(problem, grad_output), Seeds(generator, query.device))
+    problem = check(query, key, value, is_causal=is_causal, scale=scale, check_finite=True)
+    check_strategy("walk", walk, "estimate", "a gradient such as RandomWalk()")
+    upstream = _upstream(problem, grad_output)
+    if problem.is_empty:
+        return _like_inputs(problem, exact_gradients(problem.rows.detach(), upstream))
+    with full_precision(query):
+        grads = walk.estimate(problem.rows.detach(), upstream, Seeds(generator, query.device))
     return _like_inputs(problem, Gradients(*grads))
 
 
@@ -100,16 +106,18 @@ def _product(
     scale: float | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    if isinstance(walks, bool) or not isinstance(walks, int) or walks < 1:
-        raise ValueError(f"walks must be a positive integer, got {walks!r}")
+    check_positive("walks", walks)
     if x.shape[:-1] != query.shape[:-1]:
         raise ValueError(f"x must have shape [..., Lq, columns] to go with query {tuple(query.shape)}, got {tuple(x.shape)}")
-    problem = check(query, key, key, is_causal=is_causal, scale=scale)
+    problem = check(query, key, key, is_causal=is_causal, scale=scale, check_finite=True)
     rows = problem.rows.detach()
+    if problem.is_empty:
+        return x.new_zeros(*key.shape[:-1], x.shape[-1])
     function = {"positive": products.positive_product, "signed": products.signed_product, "shifted": products.shifted_product}
     columns = x.reshape(*rows.queries.shape[:2], -1).to(rows.queries.dtype)
     random = Seeds(generator, query.device).generator(0)
-    return function[form](Walker(rows, ExactIndex(), None), columns, walks, random).reshape(*key.shape[:-1], -1)
+    with full_precision(query):
+        return function[form](Walker(rows, ExactIndex(), None), columns, walks, random).reshape(*key.shape[:-1], -1)
 
 
 def _upstream(problem: Problem, grad_output: Tensor) -> Tensor:
@@ -123,5 +131,5 @@ def _like_inputs(problem: Problem, grads: Gradients) -> Gradients:
     """From the layout of `Rows`, whose queries carry the scale, back to the inputs'."""
     leading = problem.leading
     query = (grads.query * problem.scale).reshape(*leading, *problem.query.shape[2:])
-    key, value = (x.reshape(*leading, -1, x.shape[-1]) for x in (grads.key, grads.value))
+    key, value = (x.reshape(*leading, problem.key.shape[2], x.shape[-1]) for x in (grads.key, grads.value))
     return Gradients(query, key, value)

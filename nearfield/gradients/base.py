@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nearfield.precision import full_precision
 from nearfield.problem import Rows
 from nearfield.sampling import Seeds
 
@@ -41,9 +42,12 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         rows = Rows(*ctx.saved_tensors)
-        return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds), None, None, None, None)
+        with full_precision(grad_output):
+            return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds), None, None, None, None)
 
 
 def with_gradient(output: Tensor, rows: Rows, gradient: Gradient, seeds: Seeds) -> Tensor:
     """`output`, with `gradient` as its backward pass."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
+        _ = seeds.base  # drawn here and not in the backward pass, whose order is not ours
     return _WithGradient.apply(rows.queries, rows.keys, rows.values, output.detach(), rows.visible, gradient, seeds)

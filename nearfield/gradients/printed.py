@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearfield import kernels
 from nearfield.budgets import budget
-from nearfield.checks import check_fraction, check_positive
+from nearfield.checks import check_fraction, check_positive, check_strategy
 from nearfield.gradients.exact import Gradients
 from nearfield.gradients.products import positive_product, shifted_product
 from nearfield.gradients.walks import Walker
@@ -51,12 +51,13 @@ class PrintedWalk:
         check_fraction("delta", self.delta)
         check_positive("k", self.k, optional=True)
         check_positive("walks", self.walks, optional=True)
+        check_strategy("index", self.index, "build", "an index such as ExactIndex()")
 
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
         walker = Walker(rows, self.index, self.k)
         generator = seeds.generator(-3)
-        count, dim = rows.visible.shape[1], rows.queries.shape[-1]
+        count, dim = rows.visible.shape[1], max(rows.queries.shape[-1], rows.values.shape[-1])
         walks = self.walks or budget(count, self.eps, self.delta, d=dim, theorem="walks").walks or 1
         sizes = budget(count, self.eps, self.delta, d=dim, theorem="median-of-means", form="tight")
         groups, size = sizes.groups or 1, sizes.group_size or 1
@@ -112,7 +113,7 @@ def _printed_a(walker: Walker, grad_output: Tensor, walks: int, row_sums: Tensor
     rows = walker.rows
     batch, count, dim = rows.queries.shape
     value_dim, length = rows.values.shape[-1], rows.length
-    needed = batch * count * dim * value_dim * 8
+    needed = 2 * batch * count * dim * value_dim * 8  # products and their sums
     if needed > TABLE_BYTES:
         raise ValueError(
             f"the printed D^K needs {needed / 2**30:.1f} GiB of cumulative sums for {count} rows of dimension {dim}; "

@@ -16,7 +16,7 @@ def positive_product(walker: Walker, x: Tensor, walks: int, generator: torch.Gen
     unbiased estimate of (P^T x)_v with error at most eps sum x for `budget(theorem="walks")` walks.
     """
     if bool((x < 0).any()):
-        raise ValueError("positive_product needs x >= 0; use signed_product or shifted_product")
+        raise ValueError("approx_pos_prod needs x >= 0; use estimate_product for x of any sign")
     return signed_product(walker, x, walks, generator)
 
 

@@ -7,7 +7,6 @@ few walks from every row serve D^Q, D^K and D^V in all columns at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,15 +14,14 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
-from nearfield.checks import check_positive
+from nearfield.blocks import near_keys, row_blocks
+from nearfield.checks import check_positive, check_strategy
 from nearfield.gradients.exact import Gradients
 from nearfield.index.base import PADDING, BuiltIndex, Index
 from nearfield.index.exact import ExactIndex
 from nearfield.lazy_gumbel import LazyRows, prepare
 from nearfield.problem import Rows
 from nearfield.sampling import Seeds
-
-BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class RandomWalk:
     def __post_init__(self) -> None:
         check_positive("walks", self.walks, least=2)
         check_positive("k", self.k, optional=True)
+        check_strategy("index", self.index, "build", "an index such as ExactIndex()")
 
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
@@ -66,15 +65,12 @@ class Walker:
 
     def __init__(self, rows: Rows, index: Index, k: int | None) -> None:
         self.rows = rows
-        self.k = min(rows.length, math.ceil(math.sqrt(rows.length)) if k is None else k)
+        self.k = near_keys(k, rows.length)
         self.built: BuiltIndex = index.build(rows.keys)
 
     def blocks(self, walks: int) -> Iterator[slice]:
         """Ranges of rows for which a number of walks each fit into memory."""
-        batch, count = self.rows.visible.shape
-        step = max(1, BLOCK_BYTES // (80 * max(walks, self.k) * batch))
-        for start in range(0, count, step):
-            yield slice(start, min(start + step, count))
+        return row_blocks(self.rows.visible.shape, 80 * max(walks, self.k, self.built.groups))
 
     def prepare(self, block: slice) -> LazyRows:
         return prepare(self.rows.at(block), self.built, self.k)

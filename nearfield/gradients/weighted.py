@@ -18,6 +18,7 @@ from nearfield.gradients.base import refuse_double_backward
 from nearfield.index.base import flat_ids
 from nearfield.kernels.reference import weighted_softmax
 from nearfield.plan import Plan, Planner
+from nearfield.precision import full_precision
 
 
 def weighted_attention(
@@ -57,28 +58,33 @@ class _WeightedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        queries, keys, values = ctx.saved_tensors
-        kernel = ctx.kernel
-        key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
-        grad_queries = torch.empty_like(queries)
-        grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
-        for block in ctx.planner.blocks():
-            plan = ctx.planner.plan(block)
-            ids = flat_ids(plan.ids, keys.shape[1])
-            weights = weighted_softmax(plan.logits, plan.log_weight)[0].flatten(0, 1)
-            query_rows, upstream = queries[:, block].flatten(0, 1), grad_output[:, block].flatten(0, 1)
+        with full_precision(grad_output):
+            return (*_weighted_backward(ctx, grad_output), None, None, None)
 
-            grad_weights = kernel.pair_scores(upstream, value_table, ids)
-            applied = weights
-            if plan.keep is not None:
-                keep = plan.keep.flatten(0, 1)
-                applied, grad_weights = weights * keep, grad_weights * keep
-            grad_logits = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
 
-            grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
-            kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
-            kernel.pair_scatter_(grad_values, applied, upstream, ids)
-        return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values), None, None, None
+def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values = ctx.saved_tensors
+    kernel = ctx.kernel
+    key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
+    grad_queries = torch.empty_like(queries)
+    grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
+    for block in ctx.planner.blocks():
+        plan = ctx.planner.plan(block)
+        ids = flat_ids(plan.ids, keys.shape[1])
+        weights = weighted_softmax(plan.logits, plan.log_weight)[0].flatten(0, 1)
+        query_rows, upstream = queries[:, block].flatten(0, 1), grad_output[:, block].flatten(0, 1)
+
+        grad_weights = kernel.pair_scores(upstream, value_table, ids)
+        applied = weights
+        if plan.keep is not None:
+            keep = plan.keep.flatten(0, 1)
+            applied, grad_weights = weights * keep, grad_weights * keep
+        grad_logits = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+
+        grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
+        kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
+        kernel.pair_scatter_(grad_values, applied, upstream, ids)
+    return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values)
 
 
 def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor) -> Tensor:

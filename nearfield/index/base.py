@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
+from nearfield.checks import check_positive
+from nearfield.precision import full_precision
 
 CausalOffset = int | Tensor | None
 
@@ -55,12 +57,18 @@ class BuiltIndex(ABC):
         if not keys.is_floating_point():
             raise TypeError(f"keys must be floating point, got {keys.dtype}")
         self._source = keys.detach()
-        self._version = keys._version
+        # Inference tensors have no version; they cannot be changed in place outside inference mode either.
+        self._version = None if keys.is_inference() else keys._version
         self.keys = self._source if keys.dtype == torch.float64 else self._source.float()
 
     @property
     def length(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """About how many groups `cutoffs` names, for planning memory."""
+        return 1
 
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
         """The k visible keys of largest inner product, largest first.
@@ -76,9 +84,9 @@ class BuiltIndex(ABC):
             found fewer, the score is -inf and the id is `PADDING`.
         """
         self._check(queries)
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"k must be a positive integer, got {k!r}")
-        return self._search(queries.detach().to(self.keys.dtype), k, self.visible(queries, causal_offset))
+        check_positive("k", k)
+        with full_precision(queries):
+            return self._search(queries.detach().to(self.keys.dtype), k, self.visible(queries, causal_offset))
 
     def cutoffs(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Cutoffs | None:
         """Bounds for the keys that `search` left out, or None where this index knows none.
@@ -86,7 +94,8 @@ class BuiltIndex(ABC):
         `ids` must be what `search` returned for the same queries and the same `causal_offset`.
         """
         self._check(queries)
-        return self._cutoffs(queries.detach().to(self.keys.dtype), ids, self.visible(queries, causal_offset))
+        with full_precision(queries):
+            return self._cutoffs(queries.detach().to(self.keys.dtype), ids, self.visible(queries, causal_offset))
 
     def upper_bound(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Tensor | None:
         """A number at least as large as `q . k_j` for every visible key j that is not in `ids`, `[batch, rows]`.
@@ -105,7 +114,7 @@ class BuiltIndex(ABC):
         return (last + 1).clamp(0, self.length).expand(batch, rows)
 
     def _check(self, queries: Tensor) -> None:
-        if self._source._version != self._version:
+        if self._version is not None and self._source._version != self._version:
             raise RuntimeError("the keys were changed in place after this index was built; call build(keys) again")
         if queries.dim() != 3 or queries.shape[0] != self.keys.shape[0] or queries.shape[2] != self.keys.shape[2]:
             raise ValueError(

@@ -1,9 +1,9 @@
 """From lists of candidates to the top k: what every index made of inverted lists shares.
 
 An index of this kind keeps key ids in an `order`, list after list, and answers a query by naming a few ranges of it. Here those
-ranges become scores and winners. Scoring row by row would gather every candidate key for every row (60 to 90 ns for 64
-dimensions). Rows that open the same list share the gather instead: (row, list) pairs are sorted by list and cut into tiles, and
-each tile is one small matrix product of a few queries with a run of keys.
+ranges become scores and winners. Scoring row by row would gather every candidate key for every row. Rows that open the same
+list share the gather instead: (row, list) pairs are sorted by list and cut into tiles, and each tile is one small matrix
+product of a few queries with a run of keys.
 """
 
 from __future__ import annotations

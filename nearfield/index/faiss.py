@@ -15,6 +15,7 @@ from nearfield.index.base import PADDING, gathered_scores
 from nearfield.index.candidates import row_chunks
 from nearfield.index.mips import lift_keys, lift_queries
 from nearfield.index.prefixes import PrefixBuilt
+from nearfield.precision import full_precision
 
 GATHERED_SCALARS_PER_PASS = 1 << 23
 """Key coordinates gathered at a time when the scores of Faiss's answers are recomputed (32 MB)."""
@@ -65,7 +66,8 @@ class FaissIndex:
                 raise ValueError(f"{name} must be a positive integer{' or None' if name == 'nprobe' else ''}, got {value!r}")
 
     def build(self, keys: Tensor) -> BuiltFaiss:
-        return BuiltFaiss(keys, self)
+        with full_precision(keys):
+            return BuiltFaiss(keys, self)
 
 
 class BuiltFaiss(PrefixBuilt):

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nearfield.checks import check_integer, check_positive
 from nearfield.index.base import Cutoffs
 from nearfield.index.candidates import best_of_lists, row_chunks
 from nearfield.index.prefixes import LEAF, PrefixBuilt
+from nearfield.precision import full_precision
 
 ROUTE_SCORES_PER_PASS = 1 << 21
 """Entries of one block of the (row, cell) score table: 8 MB in float32 and 16 MB for what is sorted along with it."""
-
-_INTEGERS = (("cells", 1, True), ("probes", 1, False), ("iterations", 0, False), ("sample", 1, True), ("leaf", 1, False))
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class KMeansIndex:
     holds only if the near set is the true top k).
 
     Args:
-        cells: number of cells; None: ceil(sqrt(length)).
+        cells: number of cells; None: ceil(sqrt(length)). The blocks of a causal search have ceil(sqrt(block)).
         probes: cells opened per row, at least.
         iterations: Lloyd iterations on the sample.
         sample: keys the iterations look at; None: 64 per cell.
@@ -55,23 +55,16 @@ class KMeansIndex:
     leaf: int = LEAF
 
     def __post_init__(self) -> None:
-        for name, least, optional in (
-            ("cells", 1, True),
-            ("probes", 1, False),
-            ("iterations", 0, False),
-            ("sample", 1, True),
-            ("leaf", 1, False),
-        ):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}{' or None' if optional else ''}, got {value!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        check_positive("cells", self.cells, optional=True)
+        check_positive("probes", self.probes)
+        check_positive("iterations", self.iterations, least=0)
+        check_positive("sample", self.sample, optional=True)
+        check_positive("leaf", self.leaf)
+        check_integer("seed", self.seed)
 
     def build(self, keys: Tensor) -> BuiltKMeans:
-        return BuiltKMeans(keys, self)
+        with full_precision(keys):
+            return BuiltKMeans(keys, self)
 
 
 class BuiltKMeans(PrefixBuilt):
@@ -101,10 +94,13 @@ class BuiltKMeans(PrefixBuilt):
             self.longest[entries] = torch.maximum(self.longest[entries], near.norm(dim=-1).amax(1))
 
     def _build_block(self, keys: Tensor) -> BuiltKMeans:
-        cells = self.recipe.cells
-        if cells is not None:
-            cells = max(1, round(cells * keys.shape[1] / self.length))
-        return BuiltKMeans(keys, replace(self.recipe, cells=cells))
+        # sqrt(block) cells, whatever was asked for all keys: a share of that would depend on how many keys are still to come.
+        return BuiltKMeans(keys, replace(self.recipe, cells=None))
+
+    @property
+    def groups(self) -> int:
+        # Causal rows add, per level of blocks, about 1.4 times as many cells as the next larger one, and a leaf.
+        return self.cells + 4 * math.isqrt(self.length) + self.length // self.recipe.leaf
 
     def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         batch, rows, _ = queries.shape
@@ -176,8 +172,8 @@ def _partition(keys: Tensor, cells: int, recipe: KMeansIndex) -> tuple[Tensor, T
     batch, length, dim = keys.shape
     if length == 0:
         return keys.new_zeros(batch, cells, dim), torch.zeros(batch, 0, dtype=torch.int64, device=keys.device)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    picked = torch.randperm(length, generator=generator)[: max(cells, recipe.sample or 64 * cells)].to(keys.device)
+    generator = torch.Generator("cpu").manual_seed(recipe.seed)
+    picked = torch.randperm(length, generator=generator, device="cpu")[: max(cells, recipe.sample or 64 * cells)].to(keys.device)
     # Distances are differences of squares: take the common offset out of them first.
     offset = keys.mean(1, keepdim=True)
     sample = keys[:, picked] - offset

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nearfield.checks import check_integer, check_positive
 from nearfield.index.base import PADDING
 from nearfield.index.candidates import best_of_lists, row_chunks
 from nearfield.index.mips import lift_keys
 from nearfield.index.prefixes import LEAF, PrefixBuilt
+from nearfield.precision import full_precision
 
 LOOKUPS_PER_PASS = 1 << 20
 """Bucket look-ups of one pass over some rows (8 MB per int64 table of them, of which there are about ten)."""
-
-_INTEGERS = {"rungs": 1, "tables": 1, "flips": 0, "shells": 1, "leaf": 1}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ConcentricLSH:
     min(k, n) be distinct it climbs on. The last rung is everything, so a row always gets min(k, n) keys. The radii run from
     the typical distance of sqrt(n)/2 neighbours to the median distance, measured on a sample of the keys.
 
-    Departures from the construction; shells and flips were measured to cut the candidates needed for the same recall:
+    Departures from the construction:
     - shells: keys are split by norm into `shells` equal parts, each lifted with its own R, all onto the unit sphere. With a
       single R the added coordinate pushes short keys away from every query, and near and far distances hardly differ. Across
       shells a bucket groups keys by angle; many shells suit keys of similar norm, few suit keys whose norms decide.
@@ -60,8 +60,9 @@ class ConcentricLSH:
         seed: of the hashes and the sample; the global generator is not used.
         leaf: keys of the smallest block of a causal search.
 
-    Cost: build O(n log n tables (dim + rungs)), and 8 bytes per key, table and rung; search O(log n) per look-up, of which there
-    are tables * 2^flips per rung climbed, plus O(dim) per candidate.
+    Cost: build O(n log n tables (dim + rungs)), and 8 bytes per key, table and rung (480 by default); search O(log n) per
+    look-up, of which there are tables * 2^flips per rung climbed, plus O(dim) per candidate. Causal search: log2(n / leaf)
+    times as much of everything.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> scores, ids = ConcentricLSH().build(keys).search(keys[:, :5], k=3)
@@ -79,10 +80,12 @@ class ConcentricLSH:
     leaf: int = LEAF
 
     def __post_init__(self) -> None:
-        for name, least in _INTEGERS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        check_positive("rungs", self.rungs)
+        check_positive("tables", self.tables)
+        check_positive("flips", self.flips, least=0)
+        check_positive("shells", self.shells)
+        check_positive("leaf", self.leaf)
+        check_integer("seed", self.seed)
         if self.tables > 255:
             raise ValueError(f"tables must be at most 255, got {self.tables!r}")
         if self.flips > 8:
@@ -91,11 +94,10 @@ class ConcentricLSH:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed must be an integer, got {self.seed!r}")
 
     def build(self, keys: Tensor) -> BuiltConcentricLSH:
-        return BuiltConcentricLSH(keys, self)
+        with full_precision(keys):
+            return BuiltConcentricLSH(keys, self)
 
 
 class BuiltConcentricLSH(PrefixBuilt):
@@ -107,12 +109,12 @@ class BuiltConcentricLSH(PrefixBuilt):
         device, dtype = self.keys.device, self.keys.dtype
         self.recipe = recipe
         self.hashes = max(1, math.ceil(math.log2(max(2, length))))
-        generator = torch.Generator().manual_seed(recipe.seed)
+        generator = torch.Generator("cpu").manual_seed(recipe.seed)
         shape = (recipe.tables, self.hashes)
-        self.directions = torch.randn(dim + 1, *shape, generator=generator, dtype=torch.float64).to(device, dtype)
-        self.shifts = torch.rand(recipe.rungs, *shape, generator=generator, dtype=torch.float64).to(device, dtype)
+        self.directions = torch.randn(dim + 1, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
+        self.shifts = torch.rand(recipe.rungs, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
         # Odd multipliers of a multiply-shift hash: the bucket of a vector of integers is the high half of their weighted sum.
-        self.weights = (torch.randint(-(1 << 62), 1 << 62, (self.hashes,), generator=generator) * 2 + 1).to(device)
+        self.weights = (torch.randint(-(1 << 62), 1 << 62, (self.hashes,), generator=generator, device="cpu") * 2 + 1).to(device)
         self.codes = torch.empty(recipe.rungs, batch, recipe.tables, length, dtype=torch.int32, device=device)
         self.order = torch.empty_like(self.codes)
         if length == 0:
@@ -126,13 +128,14 @@ class BuiltConcentricLSH(PrefixBuilt):
         self.widths = recipe.width * _ladder(centred / scale, recipe.rungs, generator)
         """`[rungs, batch]`"""
         lifted = lift_keys(centred, limit) / scale
-        for table in range(recipe.tables):
-            projected = lifted @ self.directions[:, table]
-            for rung in range(recipe.rungs):
-                cell = torch.floor(projected / self.widths[rung, :, None, None] + self.shifts[rung, table]).long()
-                code = self._code((cell * self.weights).sum(-1))
-                sorted_code, order = torch.sort(code, dim=1, stable=True)
-                self.codes[rung, :, table], self.order[rung, :, table] = sorted_code, order
+        # One entry at a time: the hashes of a table are 8 log2(n) bytes per key before they become a code.
+        for entry in range(batch):
+            for table in range(recipe.tables):
+                projected = lifted[entry] @ self.directions[:, table]
+                for rung in range(recipe.rungs):
+                    cell = torch.floor(projected / self.widths[rung, entry] + self.shifts[rung, table]).long()
+                    code = self._code((cell * self.weights).sum(-1))
+                    self.codes[rung, entry, table], self.order[rung, entry, table] = torch.sort(code, stable=True)
 
     @staticmethod
     def _code(mixed: Tensor) -> Tensor:
@@ -239,7 +242,7 @@ def _ladder(scaled: Tensor, rungs: int, generator: torch.Generator) -> Tensor:
     ||q' - k'||^2 = 2 - 2 q.k / (||q|| R), for keys `scaled` by 1 / R.
     """
     length = scaled.shape[1]
-    picked = torch.randperm(length, generator=generator)[:8192].to(scaled.device)
+    picked = torch.randperm(length, generator=generator, device="cpu")[:8192].to(scaled.device)
     keys = scaled[:, picked]
     queries = torch.nn.functional.normalize(keys[:, :64], dim=-1)
     cosine = torch.bmm(queries, keys.transpose(1, 2))

@@ -43,7 +43,7 @@ class PrefixBuilt(BuiltIndex):
     def __init__(self, keys: Tensor, leaf: int = LEAF) -> None:
         super().__init__(keys)
         self._leaf = leaf
-        self._blocks: dict[tuple[int, int], PrefixBuilt] = {(0, self.length): self}
+        self._blocks: dict[tuple[int, int], PrefixBuilt] = {}
 
     @abstractmethod
     def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -93,9 +93,13 @@ class PrefixBuilt(BuiltIndex):
         listed = 0
         for part in self._parts(visible):
             if part.complete:
-                inside = self._block(part)._cutoffs_all(queries, min(k, part.stop - part.start), smallest)
-                bounds.append(inside.bounds)
-                counts.append(inside.counts * part.uses[..., None])
+                # The same rows as in the search, so that what was opened there is found again to the last bit.
+                columns = part.uses.any(0).nonzero()[:, 0]
+                kept = min(k, part.stop - part.start)
+                inside = self._block(part)._cutoffs_all(queries[:, columns], kept, smallest[:, columns])
+                shape = (*visible.shape, inside.bounds.shape[-1])
+                bounds.append(smallest.new_zeros(shape).index_copy_(1, columns, inside.bounds))
+                counts.append(visible.new_zeros(shape).index_copy_(1, columns, inside.counts) * part.uses[..., None])
                 starts.append(inside.starts + listed)
                 order.append(inside.order + part.start)
             else:
@@ -128,6 +132,8 @@ class PrefixBuilt(BuiltIndex):
 
     def _block(self, part: _Part) -> PrefixBuilt:
         name = (part.start, part.stop)
+        if name == (0, self.length):
+            return self
         if name not in self._blocks:
             self._blocks[name] = self._build_block(self.keys[:, part.start : part.stop])
         return self._blocks[name]

@@ -1,4 +1,4 @@
-"""The pair kernels of `reference.py` without materialising a gathered row: 5 to 25 times faster on a CPU."""
+"""The pair kernels of `reference.py` without materialising a gathered row, which is what costs time on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _acknowledge_sparse_csr() -> None:
     """Torch warns, once per process, that its CSR layout is in beta and unchecked; take that here and not in a user's log."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 1), check_invariants=False)
+        one = torch.ones(1, device="cpu")
+        torch.sparse_csr_tensor(one.long().cumsum(0).repeat(2) - 1, one.long() - 1, one[:0], (1, 1), check_invariants=False)
 
 
 def pair_scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def pair_scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
         return (rows @ table.T).gather(1, ids)
     _acknowledge_sparse_csr()
     pattern = torch.sparse_csr_tensor(
-        torch.arange(count + 1) * width,
+        torch.arange(count + 1, device=ids.device) * width,
         ids.reshape(-1),
         rows.new_zeros(count * width),
         (count, table.shape[0]),

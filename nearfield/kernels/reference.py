@@ -38,9 +38,13 @@ def weighted_softmax(logits: Tensor, log_weight: Tensor | None) -> tuple[Tensor,
     return weights / weights.sum(-1).masked_fill(blind, 1.0)[..., None], lse
 
 
+def exact_logits(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """All inner products of rows `[b, r, d]` with keys `[b, n, d]`; -inf beyond the first `visible[b, r]` keys."""
+    hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None]
+    return (queries @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
+
+
 def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Dense softmax attention of rows `[b, r, d]` over the first `visible[b, r]` keys: output and log-normaliser."""
-    logits = queries @ keys.transpose(1, 2)
-    hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None]
-    weights, lse = weighted_softmax(logits.masked_fill(hidden, -torch.inf), None)
+    weights, lse = weighted_softmax(exact_logits(queries, keys, visible), None)
     return weights @ values, lse

@@ -1,8 +1,7 @@
-"""What every method promises, and how rows are taken in blocks of bounded memory."""
+"""What every method promises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,8 +10,6 @@ from torch import Tensor
 from nearfield.gradients.base import Gradient
 from nearfield.problem import Problem
 from nearfield.sampling import Seeds
-
-BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,3 @@ class Method(Protocol):
     """A strategy for the whole estimate."""
 
     def run(self, problem: Problem, call: Call) -> Outcome: ...
-
-
-def row_blocks(rows: Tensor, bytes_per_row: int) -> Iterator[slice]:
-    """Ranges that cover the rows of `[batch, rows, ...]`, each of about `BLOCK_BYTES` over all batch entries."""
-    batch, count = rows.shape[:2]
-    step = max(1, BLOCK_BYTES // max(1, bytes_per_row * batch))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))

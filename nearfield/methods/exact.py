@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield.blocks import row_blocks
 from nearfield.kernels import reference
-from nearfield.methods.base import Call, Outcome, row_blocks
-from nearfield.problem import Problem, Rows
+from nearfield.methods.base import Call, Outcome
+from nearfield.problem import Problem
 from nearfield.sampling import Seeds
 
 
@@ -32,38 +33,63 @@ class Exact:
             output = _sdpa(problem)
         batch, kv_heads = problem.key.shape[:2]
         output = output.reshape(batch * kv_heads, -1, output.shape[-1])
-        lse = stderr = None
-        if call.diagnostics:
-            lse = _lse(problem)
-            stderr = torch.zeros_like(lse)
-        return Outcome(output, lse, stderr, {"keys_per_query": _mean_visible(problem)})
+        if not call.diagnostics:
+            return Outcome(output)
+        lse = _lse(problem)
+        seen = float(problem.visible.double().mean()) if _is_prefix(problem) else float(problem.key.shape[2])
+        return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": seen})
+
+
+def _is_prefix(problem: Problem) -> bool:
+    """Whether what each row sees is told by `problem.visible`."""
+    return problem.attn_mask is None or problem.key_padding is not None
 
 
 def _sdpa(problem: Problem) -> Tensor:
-    query, key, value, mask, causal = problem.query, problem.key, problem.value, problem.attn_mask, problem.is_causal
+    query, key, value, mask = problem.query, problem.key, problem.value, problem.attn_mask
     scale = problem.scale
     if scale <= 0.0:
         # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
         query, scale = query * (-1.0 if scale else 0.0), -scale or 1.0
-    if causal and mask is not None:
-        position = torch.arange(key.shape[2], device=key.device)
-        mask, causal = mask & (position <= torch.arange(query.shape[2], device=key.device)[:, None]), False
+    if mask is None or not problem.is_causal:
+        return _grouped(query, key, value, mask, problem, scale)
+    # Torch takes a mask or is_causal. Their product is a matrix: make it for some rows at a time.
+    parts = []
+    for block in row_blocks((1, query.shape[2]), mask.shape[0] * mask.shape[1] * key.shape[2]):
+        seen = slice(0, block.stop)
+        position = torch.arange(min(block.stop, key.shape[2]), device=key.device)
+        causal = position <= torch.arange(block.start, block.stop, device=key.device)[:, None]
+        part = mask[..., seen] & causal
+        parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale))
+    return torch.cat(parts, 2)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float) -> Tensor:
+    """SDPA with grouped queries, keys not repeated in memory."""
+    causal = problem.is_causal and mask is None
 
     def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
 
     group = problem.group_size
-    fused = query.shape[3] == value.shape[3] and not problem.dropout_p and (mask is None or not mask.requires_grad)
-    if group == 1 or fused or query.device.type != "cpu":
+    if group == 1 or _fuses_groups(query, value, mask, problem):
         return attend(query, mask, group > 1)
-    # Where torch has no fused kernel for a CPU it repeats the keys in memory for grouped queries; one call per member of
-    # the group does not. (Nor does the fused one, and it sums the gradients of a group in float32.)
+    # Where torch has no fused kernel for grouped queries it repeats the keys in memory; one call per member does not.
     members = query.unflatten(1, (-1, group)).unbind(2)
     if mask is None or mask.shape[1] == 1:
         masks = [mask] * group
     else:
         masks = list(mask.unflatten(1, (-1, group)).unbind(2))
     return torch.stack([attend(q, m, False) for q, m in zip(members, masks, strict=True)], 2).flatten(1, 2)
+
+
+def _fuses_groups(query: Tensor, value: Tensor, mask: Tensor | None, problem: Problem) -> bool:
+    """Whether torch serves grouped queries without repeating keys (and sums the gradients of a group in float32)."""
+    if query.shape[3] != value.shape[3]:
+        return False
+    if query.device.type == "cpu":
+        return not problem.dropout_p and (mask is None or not mask.requires_grad)
+    return mask is None and query.dtype in (torch.float16, torch.bfloat16)
 
 
 _default_generator = threading.Lock()
@@ -92,31 +118,27 @@ def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
 @torch.no_grad()
 def _lse(problem: Problem) -> Tensor:
     """Log-normalisers `[batch, rows]`, blocked; SDPA does not return them."""
-    if problem.attn_mask is not None and problem.key_padding is None:
+    if not _is_prefix(problem):
         return _masked_lse(problem)
     rows = problem.rows.detach()
     lse = rows.queries.new_empty(rows.visible.shape)
-    for block in row_blocks(rows.queries, 4 * max(1, rows.length) * rows.queries.element_size()):
-        lse[:, block] = exact_rows(rows.at(block))[1]
+    for block in row_blocks(rows.visible.shape, 4 * max(1, rows.length) * rows.queries.element_size()):
+        part = rows.at(block)
+        lse[:, block] = reference.exact_logits(part.queries, part.keys, part.visible).logsumexp(-1)
     return lse
 
 
 def _masked_lse(problem: Problem) -> Tensor:
     mask = problem.attn_mask
     assert mask is not None
-    compute = torch.promote_types(problem.query.dtype, torch.float32)
-    bias = torch.zeros((), device=mask.device).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
-    key = problem.key.repeat_interleave(problem.group_size, 1).to(compute)
-    logits = (problem.query.to(compute) * problem.scale) @ key.transpose(-1, -2) + bias.to(compute)
-    return logits.logsumexp(-1).reshape(key.shape[0] * problem.key.shape[1], -1)
-
-
-def exact_rows(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Output and log-normaliser of all given rows, densely."""
-    return reference.exact_attention(rows.queries, rows.keys, rows.values, rows.visible)
-
-
-def _mean_visible(problem: Problem) -> float:
-    if problem.attn_mask is not None and problem.key_padding is None:
-        return float(problem.key.shape[2])
-    return float(problem.rows.visible.double().mean())
+    batch, kv_heads, length, _ = problem.key.shape
+    dtype = problem.compute_dtype
+    keys = problem.key.to(dtype).transpose(-1, -2)
+    lse = problem.query.new_empty(problem.query.shape[:3], dtype=dtype)
+    for block in row_blocks((lse.shape[0] * lse.shape[1], lse.shape[2]), 4 * max(1, length) * keys.element_size()):
+        queries = problem.query[:, :, block].to(dtype) * problem.scale
+        logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
+        here = mask if mask.shape[2] == 1 else mask[:, :, block]
+        logits = logits.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else logits + here
+        lse[:, :, block] = logits.logsumexp(-1)
+    return lse.reshape(batch * kv_heads, -1)

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from nearfield import kernels
+from nearfield.blocks import near_keys, row_blocks
 from nearfield.budgets import budget
-from nearfield.checks import check_fraction, check_positive
+from nearfield.checks import check_fraction, check_positive, check_strategy
 from nearfield.gradients.base import Gradient, with_gradient
 from nearfield.gradients.walks import RandomWalk
 from nearfield.index.base import Index
 from nearfield.index.exact import ExactIndex
 from nearfield.lazy_gumbel import prepare
-from nearfield.methods.base import Call, Outcome, row_blocks
+from nearfield.methods.base import Call, Outcome
 from nearfield.problem import Problem, Rows
 from nearfield.sampling import hashed_uniform
 
@@ -62,12 +63,13 @@ class LazyGumbel:
         check_fraction("delta", self.delta)
         check_positive("k", self.k, optional=True)
         check_positive("draws", self.draws, optional=True)
+        check_strategy("index", self.index, "build", "an index such as ExactIndex()")
         if self.estimator not in ("median", "mean"):
             raise ValueError(f"estimator must be 'median' or 'mean', got {self.estimator!r}")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.rows
-        k = min(rows.length, math.ceil(math.sqrt(rows.length)) if self.k is None else self.k)
+        k = near_keys(self.k, rows.length)
         groups, size = self._sizes(rows)
         with torch.no_grad():
             outcome = self._estimate(problem, rows.detach(), k, groups, size, call)
@@ -99,14 +101,16 @@ class LazyGumbel:
         built = self.index.build(rows.keys)
         kernel = kernels.choose(call.backend, rows.keys.device)
         table = rows.values.flatten(0, 1)
-        certified, evaluated, dense = True, 0, 0
-        for block in row_blocks(rows.queries, 40 * max(draws, k)):
+        certified, evaluated, dense, looked_at, expected = True, 0, 0, 0, 0.0
+        for block in row_blocks((batch, count), 40 * max(draws, k, built.groups)):
             part = rows.at(block)
             lazy = prepare(part, built, k, self.certify)
             drawn = lazy.draw_each(draws, call.seeds.generator(block.start))
             certified &= lazy.certified
             evaluated += int(drawn.evaluated.sum())
             dense += int(lazy.dense.sum())
+            looked_at += int(torch.where(lazy.dense, part.visible.reshape(-1), part.visible.reshape(-1).clamp(max=k)).sum())
+            expected += float(lazy.expected_evaluations().sum())
 
             place = drawn.place.view(-1, size)
             weights = rows.values.new_full(place.shape, 1.0 / size)
@@ -119,17 +123,19 @@ class LazyGumbel:
             # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
             log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
             lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
-            stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
+            if call.diagnostics and not problem.dropout_p:
+                stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
         info = {
-            "keys_per_query": float(rows.visible.clamp(max=k).double().mean()) + evaluated / max(1, rows.count),
+            "keys_per_query": (looked_at + evaluated) / max(1, rows.count),
             "k": k,
             "draws": draws,
             "groups": groups,
             "certified": certified,
             "evaluated_per_draw": evaluated / max(1, rows.count * draws),
+            "expected_per_draw": expected / max(1, rows.count),
             "dense_rows": dense,
         }
-        return Outcome(output, lse, stderr, info)
+        return Outcome(output, lse, None if problem.dropout_p else stderr, info)
 
 
 def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:

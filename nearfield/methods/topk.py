@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_positive
+from nearfield.blocks import near_keys, row_blocks
+from nearfield.checks import check_positive, check_strategy
 from nearfield.gradients.weighted import weighted_attention
 from nearfield.index.base import PADDING, BuiltIndex, Index, gathered_scores
 from nearfield.index.exact import ExactIndex
-from nearfield.methods.base import Call, Outcome, row_blocks
+from nearfield.methods.base import Call, Outcome
 from nearfield.methods.exact import Exact
 from nearfield.plan import Plan
 from nearfield.problem import Problem, Rows
-from nearfield.sampling import Seeds, hashed_uniform, skip, without_replacement
+from nearfield.sampling import hashed_uniform, skip, without_replacement
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,12 @@ class TopK:
     def __post_init__(self) -> None:
         check_positive("k", self.k, optional=True)
         check_positive("tail", self.tail, least=0)
-        if not callable(getattr(self.index, "build", None)):
-            raise TypeError(f"index must be an index such as ExactIndex(), got {self.index!r}")
+        check_strategy("index", self.index, "build", "an index such as ExactIndex()")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.rows
-        k = math.ceil(math.sqrt(rows.length)) if self.k is None else self.k
-        if k >= rows.length:
+        k = near_keys(self.k, rows.length)
+        if k == rows.length:
             exact = Exact().run(problem, call)
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
         planner = _TopKPlanner(rows.detach(), self.index.build(rows.keys.detach()), k, self.tail, problem.dropout_p, call)
@@ -80,15 +79,11 @@ class _TopKPlanner:
     dropout_p: float
     call: Call
 
-    @property
-    def seeds(self) -> Seeds:
-        return self.call.seeds
-
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
         # About ten words per pair on a CPU; the reference kernels hold gathered rows as well.
         words = 10 + (2 * dim if self.rows.queries.device.type != "cpu" or self.call.backend == "reference" else 0)
-        return row_blocks(self.rows.queries, (self.k + self.tail) * words * self.rows.queries.element_size())
+        return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size())
 
     def plan(self, block: slice) -> Plan:
         rows = self.rows.at(block)
@@ -106,7 +101,7 @@ class _TopKPlanner:
 
     def _draw_tail(self, near: Tensor, left_out: Tensor, block: slice) -> Tensor:
         """`tail` keys per row, without replacement, from the visible keys that are not near."""
-        generator = self.seeds.generator(block.start)
+        generator = self.call.seeds.generator(block.start)
         ranks = without_replacement(left_out.reshape(-1), self.tail, generator)
         # Padding sorts last: beyond every key, so that it pushes no rank up.
         taken = near.masked_fill(near == PADDING, 2 * self.rows.length).flatten(0, 1).sort(-1).values
@@ -119,5 +114,5 @@ class _TopKPlanner:
         device, count = ids.device, self.rows.visible.shape[1]
         batch = torch.arange(ids.shape[0], device=device)[:, None] * count
         row = torch.arange(block.start, block.stop, device=device)
-        draw = hashed_uniform(self.seeds.base, (batch + row)[..., None], ids)
+        draw = hashed_uniform(self.call.seeds.base, (batch + row)[..., None], ids)
         return (draw >= self.dropout_p).to(self.rows.queries.dtype) / (1.0 - self.dropout_p)

@@ -3,7 +3,7 @@
 Every method is run with exactly the sizes that its theorem asks for, on inputs chosen to be hard for it: values of two kinds
 between which the softmax is undecided have the largest variance that the promise allows for.
 
-    python benchmarks/guarantees.py                 # 1,000 seeds, writes benchmarks/results/guarantees.json
+    python benchmarks/bench_guarantees.py             # 1,000 seeds, writes benchmarks/results/guarantees.json
 """
 
 from __future__ import annotations

@@ -1,0 +1,21 @@
+"""Rows in blocks of bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+BLOCK_BYTES = 64 << 20
+
+
+def row_blocks(shape: Sequence[int], bytes_per_row: int) -> Iterator[slice]:
+    """Ranges that cover the rows of `[batch, rows]`, each of about `BLOCK_BYTES` over all batch entries (at least one row)."""
+    batch, rows = shape
+    step = max(1, BLOCK_BYTES // max(1, bytes_per_row * batch))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def near_keys(k: int | None, length: int) -> int:
+    """How many of `length` keys are near: k, or ceil(sqrt(length)) where it is None (the paper's choice)."""
+    return min(length, math.isqrt(max(0, length - 1)) + 1 if k is None else k)
