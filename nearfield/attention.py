@@ -90,8 +90,9 @@ def estimate(
     Other arguments as for `attention`.
 
     Example:
-        >>> est = nearfield.estimate(q, k, v, method=nearfield.TopK(k=64, tail=64), audit=59)
-        >>> print(est.audit)
+        >>> est = nearfield.estimate(q, k, v, method=nearfield.TopK(k=16, tail=16), audit=59)
+        >>> est.audit.rows, round(est.audit.quantile, 2), est.audit.confidence
+        (59, 0.95, 0.95)
     """
     if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")

@@ -48,7 +48,7 @@ def demo(
     seed: int = typer.Option(0, help="Seed of the inputs and of every estimate."),
 ) -> None:
     """Attention by every method next to exact attention: a table and a plot."""
-    from nearfield.demo import run  # torch and the methods: `plan` needs neither
+    from nearfield.demo import run  # imported here because `plan` does not need it
 
     try:
         run(out=out, length=length, family=family, seed=seed)

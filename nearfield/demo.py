@@ -28,7 +28,7 @@ AUDITED = audit_rows(0.95, 0.95)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Shown:
     """What one method did. Errors are per row, `[rows]`."""
 
     name: str
@@ -58,11 +58,9 @@ def methods(length: int) -> dict[str, Method]:
     return shown
 
 
-def run(
-    *, out: Path, length: int = 4096, family: str = "clustered", seed: int = 0, console: Console | None = None
-) -> list[Outcome]:
+def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int = 0) -> list[Shown]:
     """Measure every method, print the table, and save the plot where matplotlib is installed."""
-    console = console or Console()
+    console = Console()
     if not console.is_terminal:
         console = Console(width=100)  # a file has no width; the default of 80 would cut the table
     inputs = make(family, 1, HEADS, length, DIM, seed=seed)
@@ -92,7 +90,7 @@ def run(
                 points.append((result.info["keys_per_query"], _errors(result, reference.output, inputs)[0].mean().item()))
             curves.append(Curve(name, [keys for keys, _ in points], [error for _, error in points]))
     ridges = [Ridge(o.name, o.additive, o.audit.additive, o.keys) for o in outcomes]
-    save(ridges, curves, all_keys, title, out)
+    save(ridges, curves, all_keys, title, out, outcomes[0].audit)
     console.print(f"Plot saved to {out}")
     return outcomes
 
@@ -110,11 +108,11 @@ def _near_and_far(k: int) -> Method:
     return nf.TopK(k // 2, tail=k // 2)
 
 
-def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -> Outcome:
+def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -> Shown:
     seconds = _seconds(method, inputs, seed)
     result = _estimate(method, inputs, seed, AUDITED)
     assert result.audit is not None
-    return Outcome(name, seconds, result.info["keys_per_query"], *_errors(result, exact, inputs), result.audit)
+    return Shown(name, seconds, result.info["keys_per_query"], *_errors(result, exact, inputs), result.audit)
 
 
 def _estimate(method: Method, inputs: QKV, seed: int, audit: int = 0) -> nf.Estimate:
@@ -150,7 +148,7 @@ def _legend(audit: Audit) -> str:
     )
 
 
-def _table(outcomes: list[Outcome], exact_seconds: float, all_keys: float) -> Table:
+def _table(outcomes: list[Shown], exact_seconds: float, all_keys: float) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nmethod", no_wrap=True)
     # Short headings: the table has to fit a terminal of 80 columns.

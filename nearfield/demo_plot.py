@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from nearfield.estimate import Audit
+
 COLOURS = ("#4C6EF5", "#1098AD", "#37B24D", "#F59F00", "#E8590C", "#C2255C", "#7048E8")
 GREY = "#868E96"
 INK = "#212529"
@@ -37,9 +39,7 @@ class Curve:
     errors: Sequence[float]
 
 
-def save(
-    ridges: Sequence[Ridge], curves: Sequence[Curve], all_keys: float, title: str, out: Path, quantile: float = 0.95
-) -> None:
+def save(ridges: Sequence[Ridge], curves: Sequence[Curve], all_keys: float, title: str, out: Path, audit: Audit) -> None:
     """Left: the distribution of row errors with the audited bound. Right: mean error against keys used per query."""
     import matplotlib
 
@@ -59,14 +59,15 @@ def save(
     }
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 5.6), width_ratios=(3, 2.4), layout="constrained")
-        _draw_ridges(left, ridges, quantile)
+        _draw_ridges(left, ridges, audit)
         _draw_keys(right, ridges, curves, all_keys)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
         figure.savefig(out, dpi=150)
         plt.close(figure)
 
 
-def _draw_ridges(axes: Any, ridges: Sequence[Ridge], quantile: float) -> None:
+def _draw_ridges(axes: Any, ridges: Sequence[Ridge], audit: Audit) -> None:
+    quantile = audit.quantile
     for height, (ridge, colour) in enumerate(zip(reversed(ridges), reversed(COLOURS[: len(ridges)]), strict=True)):
         errors = ridge.errors.double().numpy()
         centres, density = _density(errors)
@@ -78,7 +79,7 @@ def _draw_ridges(axes: Any, ridges: Sequence[Ridge], quantile: float) -> None:
         axes.plot(ridge.bound, height + 0.09, marker="v", markersize=9, color=colour, markeredgecolor="white")
         axes.plot(errors.max(), height + 0.06, marker="x", markersize=6, color=colour, markeredgewidth=1.6)
     axes.plot([], [], color=GREY, linewidth=2.4, label=f"{quantile:.0%} of all rows lie left of this")
-    axes.plot([], [], "v", color=GREY, markersize=9, label="bound on it, from 59 audited rows")
+    axes.plot([], [], "v", color=GREY, markersize=9, label=f"bound on it, from {audit.rows} audited rows")
     axes.plot([], [], "x", color=GREY, markeredgewidth=1.6, label="worst row")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     axes.set_yticks(range(len(ridges)), [ridge.name for ridge in reversed(ridges)], va="bottom")

@@ -111,15 +111,15 @@ MUTANTS = (
     Mutant(
         "scale omitted",
         "problem.py",
-        "(self.query.to(compute) * self.scale)",
-        "self.query.to(compute)",
+        "(self.query.to(self.compute_dtype) * self.scale)",
+        "self.query.to(self.compute_dtype)",
         ("test_gumbel.py::test_scale", "test_topk.py"),
     ),
     Mutant(
         "scale applied twice",
         "problem.py",
-        "(self.query.to(compute) * self.scale)",
-        "(self.query.to(compute) * self.scale * self.scale)",
+        "(self.query.to(self.compute_dtype) * self.scale)",
+        "(self.query.to(self.compute_dtype) * self.scale * self.scale)",
         ("test_gumbel.py::test_scale", "test_topk.py"),
     ),
     Mutant(
@@ -167,9 +167,37 @@ MUTANTS = (
     Mutant(
         "future leak through cell statistics",
         "index/kmeans.py",
-        "return BuiltKMeans(keys, replace(self.recipe, cells=cells))",
-        "return BuiltKMeans(keys, replace(self.recipe, cells=cells, seed=int(self.keys.sum() * 1000) % 1000))",
+        "return BuiltKMeans(keys, replace(self.recipe, cells=None))",
+        "return BuiltKMeans(keys, replace(self.recipe, cells=None, seed=int(self.keys.sum() * 1000) % 1000))",
         ("test_index.py::test_the_future_has_no_influence",),
+    ),
+    Mutant(
+        "future leak: every row searches the index over all keys",
+        "index/prefixes.py",
+        "whole = (visible == self.length) & (visible > 0)",
+        "whole = visible > 0",
+        ("test_index.py::test_contract",),
+    ),
+    Mutant(
+        "autocast reaches into the backward pass",
+        "gradients/weighted.py",
+        "with full_precision(grad_output):",
+        "if grad_output is not None:",
+        ("test_modes.py",),
+    ),
+    Mutant(
+        "walks seeded in the backward pass",
+        "gradients/base.py",
+        "_ = seeds.base  #",
+        "pass  #",
+        ("test_modes.py",),
+    ),
+    Mutant(
+        "index over all keys kept alive by a cycle",
+        "index/prefixes.py",
+        "self._blocks: dict[tuple[int, int], PrefixBuilt] = {}",
+        "self._blocks: dict[tuple[int, int], PrefixBuilt] = {(0, 0): self}",
+        ("test_modes.py",),
     ),
     Mutant(
         "detached scores: no gradient to queries and keys",
@@ -237,7 +265,7 @@ MUTANTS = (
     Mutant(
         "stale index: changed keys not noticed",
         "index/base.py",
-        "if self._source._version != self._version:",
+        "if self._version is not None and self._source._version != self._version:",
         "if False:",
         ("test_index.py",),
     ),
@@ -307,8 +335,8 @@ MUTANTS = (
     Mutant(
         "lazy Gumbel: dense rows see the future",
         "lazy_gumbel.py",
-        "logits = logits.masked_fill(hidden, -torch.inf)",
-        "logits = logits.masked_fill(hidden & False, -torch.inf)",
+        "logits = exact_logits(self.rows.queries[:, chosen], self.rows.keys, self.rows.visible[:, chosen]).double()",
+        "logits = (self.rows.queries[:, chosen] @ self.rows.keys.transpose(1, 2)).double()",
         ("test_lazy_gumbel.py::test_dense_rows",),
     ),
     Mutant(

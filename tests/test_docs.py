@@ -1,0 +1,53 @@
+"""Every example in the README, the guide and the docstrings runs as it stands."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nearfield
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = sorted(module.name for module in pkgutil.walk_packages(nearfield.__path__, "nearfield."))
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_a_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, object] = {}
+    for block in python_blocks(page):
+        exec(compile(block, str(page), "exec"), namespace)
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_the_pages_have_examples() -> None:
+    assert sum(len(python_blocks(page)) for page in PAGES) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_a_module(name: str) -> None:
+    module = importlib.import_module(name)
+    query, key, value, upstream = (torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
+    given = {"torch": torch, "F": F, "nearfield": nearfield, "q": query, "k": key, "v": value, "g": upstream}
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=given):
+        runner.run(example)
+    assert runner.failures == 0
