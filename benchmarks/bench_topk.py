@@ -101,7 +101,7 @@ def measure(sizes: tuple[int, ...]) -> list[dict[str, object]]:
                     # A near tie for the last of the k places may go either way; anything else may not.
                     differ = (ours - other).abs().amax(-1) > 1e-4
                     assert float(differ.double().mean()) < 1e-3, "one function, three programs"
-            seconds = side_by_side(calls, rounds=9 if n <= 4096 else 5 if n <= 10_000 else 2, warm=False)
+            seconds = side_by_side(calls, rounds=7 if n <= 4096 else 3 if n <= 10_000 else 2 if n <= 16_384 else 1, warm=False)
             memory = {name: peak_memory(task, name, n) for name in NAMES}
             results.append(
                 {

@@ -15,11 +15,10 @@ KEY_BLOCK = 1 << 15
 
 
 def _tile_size(device: torch.device) -> tuple[int, int]:
-    """Scores and rows held at a time. On a CPU a tile stays in the cache; a GPU wants enough work to fill it.
-
-    Few rows, because a causal tile scores the keys up to its last row.
+    """Scores and rows held at a time: 16 MB on a CPU, where threads wait for each other after every operation; a GPU wants
+    enough work to fill it. Few rows, because a causal tile scores the keys up to its last row.
     """
-    return (1 << 20, 128) if device.type == "cpu" else (1 << 26, 2048)
+    return (1 << 22, 256) if device.type == "cpu" else (1 << 26, 2048)
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,11 @@ class BuiltExact(BuiltIndex):
 
 
 def _largest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`block.topk(k)`, in stages when that is cheaper.
+    """`block.topk(k)`, in two stages when that is cheaper.
 
     Split the columns into groups (every `groups`-th column, so that the maxima vectorise). At most k groups have a
     maximum as large as the k-th largest score, so the k best groups hold the k best scores; only their members need
-    sorting. The best groups are found the same way.
+    sorting. Groups of sqrt(length / k) balance the two stages.
     """
     length = block.shape[-1]
     size = 1 << int(math.log2(max(1.0, length / k)) / 2 + 0.5)
@@ -103,7 +102,7 @@ def _largest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return block.topk(k)
     groups = length // size
     body = block[..., : groups * size].unflatten(-1, (size, groups))
-    _, chosen = _largest(body.amax(-2), k)
+    chosen = body.amax(-2).topk(k, sorted=False).indices
     where = (chosen[..., None, :] + groups * torch.arange(size, device=block.device)[:, None]).flatten(-2)
     if groups * size < length:
         rest = torch.arange(groups * size, length, device=block.device)
