@@ -143,7 +143,7 @@ def plot(results: list[dict[str, dict[str, list[float]]]]) -> None:
         axis.set_xticks(sizes, [f"{n // 1000}k" for n in sizes], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    left.legend()
+    right.legend(fontsize=8, loc="upper left")
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "topk.png", dpi=150)
 
