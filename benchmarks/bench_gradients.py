@@ -6,14 +6,13 @@ python benchmarks/bench_gradients.py --quick    # small sizes, nothing written
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from typing import Any
 
 import torch
-from record import FIGURES, read, write
+from record import FIGURES, command_line
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -96,6 +95,7 @@ def measure(quick: bool) -> dict[str, Any]:
             results["printed"].append({"eps": eps, **run(n, dim, PrintedWalk(eps=eps), SEEDS)})
             results["shared_on_printed_sizes"].append({"walks": 128, **run(n, dim, RandomWalk(walks=128), SEEDS)})
             progress.advance(bar)
+    show(results)
     return results
 
 
@@ -147,23 +147,8 @@ def plot(results: dict[str, Any]) -> None:
         axis.title.set_fontsize(10)
         axis.axhline(1, color="grey", linestyle=":", linewidth=1)
         axis.grid(alpha=0.3)
-    FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "gradients.png", dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
-    arguments = parser.parse_args()
-    if not arguments.plot_only:
-        results = measure(arguments.quick)
-        show(results)
-        if arguments.quick:
-            return
-        print("written:", write("gradients", results))
-    plot(read("gradients"))
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "gradients", measure, plot)

@@ -6,14 +6,13 @@ python benchmarks/bench_index.py --quick    # two small sizes, nothing written
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
 from typing import Any
 
 import torch
-from record import FIGURES, read, side_by_side, write
+from record import FIGURES, command_line, side_by_side
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -58,7 +57,8 @@ def exponent(sizes: list[int], seconds: list[float]) -> float:
     return sum((a - mean) * b for a, b in zip(x, y, strict=True)) / sum((a - mean) ** 2 for a in x)
 
 
-def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
+def measure(quick: bool) -> dict[str, Any]:
+    sizes = (1024, 2048) if quick else SIZES
     rows = []
     with Progress() as progress:
         bar = progress.add_task("", total=2 * len(sizes))
@@ -93,7 +93,9 @@ def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
             fitted[f"{name}, query noise {noise}"] = exponent(
                 [row["n"] for row in mine], [row["microseconds_per_query"] for row in mine]
             )
-    return {"dim": DIM, "queries": QUERIES, "rows": rows, "exponents": fitted}
+    results = {"dim": DIM, "queries": QUERIES, "rows": rows, "exponents": fitted}
+    show(results)
+    return results
 
 
 def _search(built: Any, queries: Tensor, k: int) -> Any:
@@ -137,23 +139,8 @@ def plot(results: dict[str, Any]) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     left.legend(fontsize=8)
-    FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "index.png", dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
-    arguments = parser.parse_args()
-    if not arguments.plot_only:
-        results = measure((1024, 2048) if arguments.quick else SIZES)
-        show(results)
-        if arguments.quick:
-            return
-        print("written:", write("index", results))
-    plot(read("index"))
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "index", measure, plot)

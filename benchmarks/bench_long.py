@@ -6,14 +6,13 @@ python benchmarks/bench_long.py --quick    # two small sizes, nothing written
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import median_ratio, side_by_side, write
+from record import command_line, median_ratio, side_by_side
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -25,7 +24,8 @@ SIZES = (4096, 16_384, 65_536, 131_072)
 FAMILY = "clustered"
 
 
-def measure(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure(quick: bool) -> list[dict[str, Any]]:
+    sizes = (1024, 2048) if quick else SIZES
     results = []
     table = Table("n", "SDPA, s", "TopK, s", "TopK + tail, s", "SDPA / TopK", "SDPA / TopK + tail", "errors")
     with Progress() as progress:
@@ -67,14 +67,5 @@ def measure(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
-    results = measure((1024, 2048) if arguments.quick else SIZES)
-    if not arguments.quick:
-        print("written:", write("long", results))
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "long", measure)

@@ -6,14 +6,13 @@ python benchmarks/bench_topk.py --quick    # two small sizes, nothing written
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from record import FIGURES, median_ratio, peak_memory, read, side_by_side, write
+from record import FIGURES, command_line, median_ratio, peak_memory, side_by_side
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -73,20 +72,8 @@ def task(name: str, n: int) -> Callable[[], Tensor]:
     return calls[name]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
-    arguments = parser.parse_args()
-    if not arguments.plot_only:
-        results = measure((512, 1024) if arguments.quick else SIZES)
-        if arguments.quick:
-            return
-        print("written:", write("topk", results))
-    plot(read("topk"))
-
-
-def measure(sizes: tuple[int, ...]) -> list[dict[str, object]]:
+def measure(quick: bool) -> list[dict[str, object]]:
+    sizes = (512, 1024) if quick else SIZES
     results = []
     ratios = ("TopK / SDPA", "dense listing / TopK", "row listing / TopK")
     table = Table("n", *(f"{name}, s" for name in NAMES.values()), *ratios, "peak MB of each")
@@ -144,9 +131,8 @@ def plot(results: list[dict[str, dict[str, list[float]]]]) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     right.legend(fontsize=8, loc="upper left")
-    FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "topk.png", dpi=150)
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "topk", measure, plot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -54,6 +55,22 @@ def write(name: str, results: Any) -> Path:
 
 def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
+def command_line(doc: str | None, name: str, measure: Callable[[bool], Any], plot: Callable[[Any], None] | None = None) -> None:
+    """What every benchmark does when it is run: measure, save, draw. `--quick` measures little and saves nothing."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
+    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
+    arguments = parser.parse_args()
+    if not arguments.plot_only:
+        results = measure(arguments.quick)
+        if arguments.quick:
+            return
+        print("written:", write(name, results))
+    if plot is not None:
+        FIGURES.mkdir(parents=True, exist_ok=True)
+        plot(read(name))
 
 
 def side_by_side(functions: dict[str, Callable[[], object]], rounds: int, warm: bool = True) -> dict[str, list[float]]:
