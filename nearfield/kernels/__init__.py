@@ -17,13 +17,9 @@ def choose(backend: str, device: torch.device) -> ModuleType:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "cpu" and device.type != "cpu":
         raise ValueError(f"backend='cpu' needs CPU tensors, got {device}; use backend='auto' or 'reference'")
-    return _module(backend, device)
+    return cpu if backend == "cpu" or (backend == "auto" and device.type == "cpu") else reference
 
 
 def name(backend: str, device: torch.device) -> str:
     """What `backend` comes to on `device`."""
     return choose(backend, device).__name__.rpartition(".")[2]
-
-
-def _module(backend: str, device: torch.device) -> ModuleType:
-    return cpu if backend == "cpu" or (backend == "auto" and device.type == "cpu") else reference
