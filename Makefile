@@ -1,11 +1,12 @@
 # Every target works on a fresh machine that has Python (3.10 or later; pinned for 3.11), pip and make: the first one sets .venv up.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-all lint format bench mutants clean
+.PHONY: help install demo plan test test-all lint format bench smollm2 mutants clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+REAL := .venv/.installed-real
 JOBS ?= 2
 # One thread per test process: with two processes on two cores, threads would only wait for each other.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -17,8 +18,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
 	touch $@
 
+$(REAL): $(STAMP)
+	$(BIN)/python -m pip install -e '.[real]' -c constraints.txt
+	touch $@
+
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP) ## set .venv up
 
@@ -45,6 +50,9 @@ format: $(STAMP) ## let ruff rewrite the sources
 
 bench: $(STAMP) ## the benchmarks; they write JSON under benchmarks/results
 	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python $$script; done
+
+smollm2: $(REAL) ## fetch SmolLM2-135M into models/, for the benchmarks on real queries, keys and values
+	$(BIN)/python benchmarks/fetch_smollm2.py
 
 mutants: $(STAMP) ## break the library in known ways; every break must fail a test
 	$(BIN)/python tools/mutants.py

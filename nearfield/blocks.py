@@ -16,6 +16,19 @@ def row_blocks(shape: Sequence[int], bytes_per_row: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
+def row_chunks(batch: int, rows: int, row_cost: int, budget: int) -> Iterator[tuple[slice, slice]]:
+    """Cut `[batch, rows]` into slices of at most `budget // row_cost` rows, whole batch entries where they fit."""
+    fit = max(1, budget // max(1, row_cost))
+    if fit >= rows:
+        step = max(1, fit // max(1, rows))
+        for first in range(0, batch, step):
+            yield slice(first, first + step), slice(0, rows)
+    else:
+        for entry in range(batch):
+            for first in range(0, rows, fit):
+                yield slice(entry, entry + 1), slice(first, first + fit)
+
+
 def near_keys(k: int | None, length: int) -> int:
     """How many of `length` keys are near: k, or ceil(sqrt(length)) where it is None (the paper's choice)."""
     return min(length, math.isqrt(max(0, length - 1)) + 1 if k is None else k)

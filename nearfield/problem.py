@@ -84,7 +84,9 @@ class Problem:
     def is_empty(self) -> bool:
         """Nothing to compute: no rows, no keys that count, or no columns."""
         no_rows = math.prod(self.query.shape[:3]) == 0
-        return no_rows or self.value.numel() == 0 or (self.key_padding is not None and not bool(self.key_padding.any()))
+        if no_rows or self.value.numel() == 0:
+            return True
+        return self.key_padding is not None and not is_traced() and not bool(self.key_padding.any())
 
     def unflatten(self, rows: Tensor) -> Tensor:
         """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
@@ -112,20 +114,33 @@ class Problem:
         return seen.gather(1, visible)
 
     @cached_property
-    def rows(self) -> Rows:
+    def grouped(self) -> Rows:
+        """The rows as they came: in the dtype of the inputs, and queries not yet multiplied by the scale."""
         batch, kv_heads, length, dim = self.key.shape
         groups = batch * kv_heads
-        queries = (self.query.to(self.compute_dtype) * self.scale).reshape(groups, self.visible.shape[1], dim)
-        keys = self.key.to(self.compute_dtype).reshape(groups, length, dim)
-        values = self.value.to(self.compute_dtype).reshape(groups, length, self.value.shape[3])
+        queries = self.query.reshape(groups, self.visible.shape[1], dim)
+        keys = self.key.reshape(groups, length, dim)
+        values = self.value.reshape(groups, length, self.value.shape[3])
         if self.key_padding is not None:
             counts = self.key_padding.reshape(groups, length)
-            kept = int(counts.sum(1).max())
+            # How many keys are left at most is data; a traced program has to do with an upper bound.
+            kept = length if is_traced() else int(counts.sum(1).max())
             order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
             hidden = counts.gather(1, order).logical_not()[..., None]
             keys = keys.gather(1, order[..., None].expand(-1, -1, dim)).masked_fill(hidden, 0)
             values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1])).masked_fill(hidden, 0)
         return Rows(queries, keys, values, self.visible)
+
+    @cached_property
+    def rows(self) -> Rows:
+        rows = self.grouped
+        queries, keys, values = (x.to(self.compute_dtype) for x in (rows.queries, rows.keys, rows.values))
+        return Rows(queries * self.scale, keys, values, self.visible)
+
+
+def is_traced() -> bool:
+    """Whether tensors have no values to look at: under torch.compile, or inside a transform of torch.func."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def check(
@@ -259,15 +274,17 @@ def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     Without this one NaN key would spread, through an index or a block of a kernel, to rows that never see it.
     """
     inputs = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
+    traced = is_traced()
     # A sum is finite only if all its terms are: one cheap pass for the usual case.
-    if all(bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in inputs.values()):
+    if not traced and all(bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in inputs.values()):
         return problem
     finite = {name: x.isfinite().all(-1) for name, x in inputs.items()}
-    bad = [name for name, rows in finite.items() if not rows.all()]
-    if not bad:
-        return problem
-    if raise_instead:
-        raise ValueError(f"check_finite=True: NaN or inf in {' and '.join(bad)}")
+    if not traced:
+        bad = [name for name, rows in finite.items() if not rows.all()]
+        if not bad:
+            return problem
+        if raise_instead:
+            raise ValueError(f"check_finite=True: NaN or inf in {' and '.join(bad)}")
     batch, heads, length = finite["query"].shape
     bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
     if problem.is_causal:

@@ -168,6 +168,12 @@ class Seeds:
             self._base = int(torch.randint(high, (), generator=self._generator, device=device))
         return self._base
 
+    def tensor(self) -> Tensor:
+        """`base` as a tensor; while torch.compile traces, one whose number is drawn when the program runs."""
+        if torch.compiler.is_compiling():
+            return torch.randint(torch.iinfo(torch.int64).max, (), generator=self._generator)
+        return torch.tensor(self.base)
+
     def generator(self, *counters: int) -> torch.Generator:
         """A fresh generator for the part of the work that the counters name."""
         state = torch.tensor(self.base)

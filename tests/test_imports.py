@@ -21,16 +21,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("demo_plot",),
     ("",),  # the package itself: the public names
+    ("nn",),
     ("attention",),
     ("audit",),
     ("methods",),
+    ("operators",),
     ("gradients",),
     ("lazy_gumbel",),
     ("plan",),
     ("index",),
     ("problem", "estimate"),
-    ("sampling", "budgets", "synthetic"),
     ("kernels",),
+    ("partition",),
+    ("sampling", "budgets", "synthetic"),
     ("checks", "blocks", "precision"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

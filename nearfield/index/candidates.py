@@ -8,8 +8,6 @@ product of a few queries with a run of keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -23,19 +21,6 @@ SCALARS_PER_PRODUCT = 1 << 20
 
 MARKS_PER_PASS = 1 << 25
 """Bytes of the table in which duplicates meet."""
-
-
-def row_chunks(batch: int, rows: int, row_cost: int, budget: int) -> Iterator[tuple[slice, slice]]:
-    """Cut `[batch, rows]` into slices of at most `budget // row_cost` rows, whole batch entries where they fit."""
-    fit = max(1, budget // max(1, row_cost))
-    if fit >= rows:
-        step = max(1, fit // max(1, rows))
-        for first in range(0, batch, step):
-            yield slice(first, first + step), slice(0, rows)
-    else:
-        for entry in range(batch):
-            for first in range(0, rows, fit):
-                yield slice(entry, entry + 1), slice(first, first + fit)
 
 
 def best_of_lists(

@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from nearfield.blocks import row_chunks
 from nearfield.index.base import PADDING, gathered_scores
-from nearfield.index.candidates import row_chunks
 from nearfield.index.mips import lift_keys, lift_queries
 from nearfield.index.prefixes import PrefixBuilt
 from nearfield.precision import full_precision

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nearfield.blocks import row_chunks
 from nearfield.checks import check_integer, check_positive
 from nearfield.index.base import Cutoffs
-from nearfield.index.candidates import best_of_lists, row_chunks
+from nearfield.index.candidates import best_of_lists
 from nearfield.index.prefixes import LEAF, PrefixBuilt
+from nearfield.partition.lloyd import lloyd
 from nearfield.precision import full_precision
 
 ROUTE_SCORES_PER_PASS = 1 << 21
@@ -77,7 +79,7 @@ class BuiltKMeans(PrefixBuilt):
         batch, length, dim = self.keys.shape
         self.recipe = recipe
         self.cells = max(1, min(length, recipe.cells or math.ceil(math.sqrt(length))))
-        centroids, assigned = _partition(self.keys, self.cells, recipe)
+        centroids, assigned = lloyd(self.keys, self.cells, recipe.iterations, recipe.sample, recipe.seed)
         self.centroids = centroids
         shifts = torch.arange(batch, device=keys.device)[:, None] * self.cells
         self.sizes = torch.bincount((assigned + shifts).reshape(-1), minlength=batch * self.cells).view(batch, self.cells)
@@ -162,52 +164,3 @@ class BuiltKMeans(PrefixBuilt):
             bounds[entries, part] = bound + norm * longest * (8 * dim * torch.finfo(bound.dtype).eps)
         counts = self.sizes[:, None, :].expand(batch, rows, -1)
         return Cutoffs(bounds, counts, self.starts, self.order)
-
-
-def _partition(keys: Tensor, cells: int, recipe: KMeansIndex) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm on a sample, then every key to its nearest centroid.
-
-    Returns the centroids, means of their keys, `[batch, cells, dim]` and the cell of each key `[batch, length]`.
-    """
-    batch, length, dim = keys.shape
-    if length == 0:
-        return keys.new_zeros(batch, cells, dim), torch.zeros(batch, 0, dtype=torch.int64, device=keys.device)
-    generator = torch.Generator("cpu").manual_seed(recipe.seed)
-    picked = torch.randperm(length, generator=generator, device="cpu")[: max(cells, recipe.sample or 64 * cells)].to(keys.device)
-    # Distances are differences of squares: take the common offset out of them first.
-    offset = keys.mean(1, keepdim=True)
-    sample = keys[:, picked] - offset
-    centroids = sample[:, :cells].clone()
-    for _ in range(recipe.iterations):
-        assigned, distance = _nearest(sample, centroids)
-        means, sizes = _means(sample, assigned, centroids)
-        # An empty cell starts again at one of the keys that are worst served.
-        empty = sizes == 0
-        far = distance.topk(cells, dim=1).indices.gather(1, (empty.cumsum(1) - 1).clamp(min=0))
-        centroids = torch.where(empty[..., None], sample.gather(1, far[..., None].expand(-1, -1, dim)), means)
-    assigned, _ = _nearest(keys, centroids, offset)
-    centroids, _ = _means(keys, assigned, centroids + offset)
-    return centroids, assigned
-
-
-def _nearest(points: Tensor, centroids: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The nearest centroid of each point (less `offset`) `[batch, n]`, and its squared distance."""
-    batch, n, _ = points.shape
-    assigned = torch.empty(batch, n, dtype=torch.int64, device=points.device)
-    distance = points.new_empty(batch, n)
-    half = centroids.square().sum(-1) / 2
-    for entries, part in row_chunks(batch, n, centroids.shape[1], ROUTE_SCORES_PER_PASS):
-        some = points[entries, part] if offset is None else points[entries, part] - offset[entries]
-        score = torch.baddbmm(half[entries, None], some, centroids[entries].transpose(1, 2), beta=-1)
-        best, assigned[entries, part] = score.max(dim=-1)
-        distance[entries, part] = some.square().sum(-1) - 2 * best
-    return assigned, distance
-
-
-def _means(points: Tensor, assigned: Tensor, default: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each cell `[batch, cells, dim]` (`default` where it is empty) and its size `[batch, cells]`."""
-    batch, cells, dim = default.shape
-    flat = (assigned + torch.arange(batch, device=points.device)[:, None] * cells).reshape(-1)
-    sizes = torch.bincount(flat, minlength=batch * cells).view(batch, cells)
-    sums = points.new_zeros(batch * cells, dim).index_add_(0, flat, points.reshape(-1, dim)).view(batch, cells, dim)
-    return torch.where(sizes[..., None] > 0, sums / sizes.clamp(min=1)[..., None], default), sizes

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nearfield.blocks import row_chunks
 from nearfield.checks import check_integer, check_positive
 from nearfield.index.base import PADDING
-from nearfield.index.candidates import best_of_lists, row_chunks
+from nearfield.index.candidates import best_of_lists
 from nearfield.index.mips import lift_keys
 from nearfield.index.prefixes import LEAF, PrefixBuilt
 from nearfield.precision import full_precision

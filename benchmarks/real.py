@@ -1,0 +1,140 @@
+"""Queries, keys and values of a real model on a real text, for the benchmarks: any causal language model that Transformers loads.
+
+python benchmarks/real.py TEXT --tokens 8192 --out FOLDER    # saves layer_00.pt, ... and prints the perplexity
+
+`make smollm2` fetches a small model. Nothing here uses the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when Transformers is imported, which happens in the functions below
+
+SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2-135m"
+NAME = "nearfield_capture"
+
+Visit = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+def load(model_folder: str | Path) -> Any:
+    """The model in float32, ready for inference."""
+    from transformers import AutoModelForCausalLM
+
+    _check(model_folder)
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+def token_ids(model_folder: str | Path, text_file: str | Path, tokens: int) -> Tensor:
+    """The first `tokens` tokens of the text, [1, tokens]."""
+    from transformers import AutoTokenizer
+
+    _check(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+    ids = tokenizer(Path(text_file).read_text(encoding="utf-8"), return_tensors="pt", verbose=False)["input_ids"]
+    if ids.shape[1] < tokens:
+        raise ValueError(f"tokens={tokens}, but {text_file} has only {ids.shape[1]}; ask for fewer or give a longer text")
+    return ids[:, :tokens]
+
+
+def capture(
+    model_folder: str | Path, text_file: str | Path, tokens: int, layers: Collection[int] | None = None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(query, key, value) of each layer in `layers` (all when None), in the order of the layers; see `visit_layers`.
+
+    Keeps them all: for SmolLM2 at 8,192 tokens 31 MB a layer. `visit_layers` keeps none.
+    """
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    ids = token_ids(model_folder, text_file, tokens)
+    visit_layers(load(model_folder), ids, lambda _, *tensors: kept.append(tensors), layers)
+    return kept
+
+
+def visit_layers(model: Any, ids: Tensor, visit: Visit, layers: Collection[int] | None = None) -> None:
+    """Run the model over `ids` [1, n] and call `visit(layer, query, key, value)` at each layer in `layers` (all when None).
+
+    The tensors are what attention is given, after the rotary embedding: float32, query [1, heads, n, dim], key and value
+    [1, kv_heads, n, dim], not repeated. A model's own scale is folded into the query, so that causal attention with the default
+    scale 1/sqrt(dim) is the model's attention. A layer that hides more than the future (a sliding window) is refused: its
+    attention is not a function of these three.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    count = model.config.get_text_config().num_hidden_layers
+    wanted = set(range(count) if layers is None else layers)
+    if not wanted <= set(range(count)):
+        raise ValueError(f"layers={layers}, but the model has layers 0 to {count - 1}")
+    sdpa = AttentionInterface()["sdpa"]
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any) -> Any:
+        if module.layer_idx in wanted:
+            if attention_mask is not None:
+                raise ValueError(f"layer {module.layer_idx} hides more than the future (a window?); leave it out of layers=")
+            wanted.remove(module.layer_idx)
+            default = 1 / math.sqrt(query.shape[-1])
+            scale = default if rest.get("scaling") is None else rest["scaling"]
+            scaled = query if math.isclose(scale, default) else query * (scale / default)
+            visit(module.layer_idx, *(tensor.detach().float().contiguous() for tensor in (scaled, key, value)))
+        return sdpa(module, query, key, value, attention_mask, **rest)
+
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, record)
+    # Without a mask function of the same name Transformers makes no mask at all, and a window would go unnoticed.
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+    try:
+        model.set_attn_implementation(NAME)
+        with torch.inference_mode():
+            model.base_model(ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface.register(NAME, sdpa)  # there is no way to unregister; let go of `visit` at least
+    if wanted:
+        raise ValueError(f"layers {sorted(wanted)} of {type(model).__name__} did not call Transformers' attention interface")
+
+
+def perplexity(model: Any, ids: Tensor) -> float:
+    """exp of the mean loss over every position but the first. Holds n x vocabulary logits: 1.6 GB for SmolLM2 at 8,192 tokens."""
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        pieces = zip(logits.split(512), ids[0, 1:].split(512), strict=True)
+        total = sum(float(F.cross_entropy(scores.float(), following, reduction="sum")) for scores, following in pieces)
+    return math.exp(total / (ids.shape[1] - 1))
+
+
+def _check(model_folder: str | Path) -> None:
+    if not (Path(model_folder) / "config.json").exists():
+        raise FileNotFoundError(f"{model_folder} holds no Transformers model (no config.json); `make smollm2` makes {SMOLLM2}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--model", type=Path, default=SMOLLM2)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--out", type=Path, help="save a dict of q, k, v for every layer here")
+    arguments = parser.parse_args()
+    ids = token_ids(arguments.model, arguments.text, arguments.tokens)
+    model = load(arguments.model)
+
+    def save(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        path = arguments.out / f"layer_{layer:02}.pt"
+        torch.save({"q": query, "k": key, "v": value}, path)
+        print(path, tuple(query.shape), tuple(key.shape), flush=True)
+
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        visit_layers(model, ids, save)
+    print(f"perplexity of {ids.shape[1]:,} tokens: {perplexity(model, ids):.2f}")
+
+
+if __name__ == "__main__":
+    main()

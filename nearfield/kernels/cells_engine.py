@@ -1,0 +1,143 @@
+"""The cells engine over a batch of heads: plan, attend, and the gradient. Plain tensors and numbers in, plain tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nearfield.kernels import cells_cpu, cells_cpu_backward, cells_reference
+from nearfield.kernels.cells_assign import assign
+from nearfield.kernels.cells_head import Head
+from nearfield.kernels.cells_plan import CellPlan, CellSettings, closed_keys
+from nearfield.partition import BY_NAME
+
+
+def empty_results(queries: Tensor, keys: Tensor, values: Tensor, settings: CellSettings) -> tuple[Tensor, ...]:
+    """Where the results of `forward` go: output, lse, stderr, and the plan."""
+    batch, rows, length = *queries.shape[:2], keys.shape[1]
+    compute = torch.promote_types(queries.dtype, torch.float32)
+    return (
+        values.new_empty((batch, rows, values.shape[2]), dtype=compute),
+        queries.new_empty((batch, rows), dtype=compute),
+        queries.new_empty((batch, rows), dtype=compute),
+        keys.new_empty((batch, length), dtype=torch.int32),
+        keys.new_empty((batch, length if settings.branching else 0), dtype=torch.int32),
+        queries.new_empty((batch, rows, settings.probes), dtype=torch.int32),
+        queries.new_empty((batch, rows, settings.unfold), dtype=torch.int32),
+        queries.new_empty((batch, rows, settings.samples), dtype=torch.int32),
+        queries.new_empty((batch, rows, settings.samples), dtype=compute),
+    )
+
+
+def forward(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sizes: Sequence[int],
+    scale: float,
+    dropout_p: float,
+    partition: str,
+    options: Sequence[int],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    """Attention of queries `[batch, group * length, dim]`; see `empty_results` for what comes out."""
+    settings = CellSettings(*sizes)
+    results = empty_results(queries, keys, values, settings)
+    output, lse, stderr, *plans = results
+    build = BY_NAME[partition](*options)
+    for entry in range(len(queries)):
+        cell_of, coarse_of = assign(keys[entry], visible[entry], settings, build)
+        head = Head(
+            queries[entry],
+            keys[entry],
+            values[entry],
+            visible[entry],
+            cell_of,
+            coarse_of,
+            settings,
+            scale,
+            dropout_p,
+            int(seed),
+            entry * queries.shape[1],
+        )
+        output[entry], lse[entry], stderr[entry], plan = cells_cpu.forward(head)
+        if backend == "reference":
+            output[entry], lse[entry] = _reference(head, plan, head.queries, head.keys, head.values)
+        for into, decided in zip(plans, vars(plan).values(), strict=True):
+            into[entry] = decided
+    return results
+
+
+def backward(
+    output_grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cell_of: Tensor,
+    coarse_of: Tensor,
+    opened: Tensor,
+    unfolded: Tensor,
+    drawn: Tensor,
+    log_factor: Tensor,
+    sizes: Sequence[int],
+    scale: float,
+    dropout_p: float,
+    partition: str,
+    options: Sequence[int],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, the plan held fixed."""
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
+    for entry in range(len(queries)):
+        plan = CellPlan(*(x[entry] for x in (cell_of, coarse_of, opened, unfolded, drawn, log_factor)))
+        head = Head(
+            queries[entry],
+            keys[entry],
+            values[entry],
+            visible[entry],
+            plan.cell_of.long(),
+            plan.coarse_of.long(),
+            CellSettings(*sizes),
+            scale,
+            dropout_p,
+            int(seed),
+            entry * queries.shape[1],
+        )
+        if backend == "reference":
+            found = _reference_backward(head, plan, output_grad[entry])
+        else:
+            found = cells_cpu_backward.backward(head, plan, output[entry], lse[entry], output_grad[entry])
+        for into, grad in zip(grads, found, strict=True):
+            into[entry] = grad
+    return grads
+
+
+def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = queries.to(head.compute) * head.scale
+    keep = None
+    if head.dropout_p:
+        rows = torch.arange(len(queries), device=queries.device)[:, None]
+        coarse = head.coarse.cells if head.coarse is not None else 0
+        items = torch.arange(len(keys) + head.fine.cells + coarse, device=queries.device)
+        every = head.keep(rows, items)
+        assert every is not None
+        keep = every[:, : len(keys)], every[:, len(keys) :]
+    plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values()))
+    closed = closed_keys(head.visible, head.settings)
+    cells = (head.fine.cells, head.coarse.cells if head.coarse is not None else 0)
+    return cells_reference.attend(scaled, keys.to(head.compute), values.to(head.compute), head.visible, closed, plan, cells, keep)
+
+
+def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (head.queries, head.keys, head.values)]
+        output, _ = _reference(head, plan, *inputs)
+        return torch.autograd.grad(output, inputs, output_grad.to(output.dtype))

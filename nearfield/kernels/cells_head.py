@@ -1,0 +1,186 @@
+"""One head of the cells engine on a CPU: its tables, its blocks of rows, and sums that can be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nearfield.kernels import cpu, reference
+from nearfield.kernels.cells_plan import CellSettings, Piece, pieces, row_blocks_of
+from nearfield.partition.cells import CellTable, tabulate
+from nearfield.sampling import hashed_uniform
+
+LEAST_BLOCK_BYTES = 4 << 20
+MOST_BLOCK_BYTES = 64 << 20
+
+TILE_ROWS = 32
+"""Causal tiles are filled up to a multiple of this. A matrix product may round a row differently when the number of rows beside
+it changes, and how many rows open a cell depends on later queries: a row must not change by a bit because of them."""
+
+
+@dataclass
+class Head:
+    """One key-value head with the rows that attend to it, and everything about it that does not depend on the pass."""
+
+    queries: Tensor
+    """`[group * length, dim]`, as the caller has them"""
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+    """`[group * length]`: the same for every member of the group"""
+    cell_of: Tensor
+    coarse_of: Tensor
+    settings: CellSettings
+    scale: float
+    dropout_p: float = 0.0
+    seed: int = 0
+    first_row: int = 0
+    """the number of its first row among the rows of all heads, for draws"""
+    pieces: list[Piece] = field(init=False)
+    fine: CellTable = field(init=False)
+    coarse: CellTable | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = self.visible[: self.length]
+        self.pieces = pieces(self.seen, self.settings)
+        segments = max((piece.segments for piece in self.pieces), default=0)
+        per_fine, per_coarse = self.settings.per_segment(self.segment_length)
+        self.fine = tabulate(self.keys, self.values, self.cell_of, segments * per_fine, per_fine)
+        self.coarse = None
+        if per_coarse:
+            self.coarse = tabulate(self.keys, self.values, self.coarse_of, segments * per_coarse, per_coarse)
+
+    @property
+    def length(self) -> int:
+        return len(self.queries) // self.settings.group
+
+    @property
+    def segment_length(self) -> int:
+        return self.settings.segment or (int(self.seen.max()) if len(self.seen) else 0)
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.queries.dtype, torch.float32)
+
+    def blocks(self) -> Iterator[Block]:
+        """Blocks of rows. Their partial results take no more than a fraction of what the inputs themselves do, within reason."""
+        wide = self.values.shape[1] + 2
+        tensors = (self.queries, self.keys, self.values)
+        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, sum(x.numel() for x in tensors)))
+        per_position = self.settings.group * (self.settings.probes + 4) * wide * 4
+        for found in row_blocks_of(self.pieces, max(64, budget // per_position)):
+            yield Block(self, found)
+
+    def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at some positions, in the dtype of arithmetic."""
+        return self.keys[own].to(self.compute), self.values[own].to(self.compute)
+
+    def keep(self, rows: Tensor, items: Tensor) -> Tensor | None:
+        """Dropout factors of (row, item) pairs, broadcast together; an item is a key, or a cell counted on from the last key."""
+        if self.dropout_p == 0.0:
+            return None
+        draw = hashed_uniform(self.seed, rows + self.first_row, items)
+        return (draw >= self.dropout_p).to(self.compute) / (1.0 - self.dropout_p)
+
+
+class Block:
+    """Some rows of a head: pieces of positions, for all members of the group."""
+
+    def __init__(self, head: Head, found: list[Piece]) -> None:
+        self.head = head
+        self.pieces = found
+        group = head.settings.group
+        positions = [torch.arange(p.start, p.stop, device=head.keys.device) for p in found]
+        member = torch.arange(group, device=head.keys.device)[:, None] * head.length
+        self.rows = torch.cat([(member + p).reshape(-1) for p in positions])
+        """`[rows]`: their numbers in the head; piece by piece, member by member"""
+        self.ranges = []
+        start = 0
+        for piece in found:
+            self.ranges.append(slice(start, start + group * piece.length))
+            start += group * piece.length
+        self.queries = head.queries[self.rows].to(head.compute) * head.scale
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def far_pieces(self) -> Iterator[tuple[Piece, slice]]:
+        """The pieces that see cells, and their rows in this block."""
+        return ((piece, part) for piece, part in zip(self.pieces, self.ranges, strict=True) if piece.segments)
+
+
+class Partial:
+    """Sums over what a row has attended to so far: numerator e^-ref sum w v, mass e^-ref sum w."""
+
+    def __init__(self, rows: int, like: Tensor) -> None:
+        self.numerator = like.new_zeros(rows, like.shape[1])
+        self.mass = like.new_zeros(rows)
+        self.ref = like.new_full((rows,), -torch.inf)
+
+    def add(self, rows: slice, numerator: Tensor, ref: Tensor, mass: Tensor | None = None) -> None:
+        """`mass` None: 1, that is the numerator is an output and `ref` its log-normaliser."""
+        old = self.ref[rows]
+        new = torch.maximum(old, ref)
+        base = new.masked_fill(new == -torch.inf, 0.0)
+        before, now = (old - base).exp(), (ref - base).exp()
+        self.numerator[rows] = self.numerator[rows] * before[:, None] + numerator * now[:, None]
+        self.mass[rows] = self.mass[rows] * before + (now if mass is None else now * mass)
+        self.ref[rows] = new
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output and log-normaliser; a row that sees nothing is zero."""
+        blind = self.mass <= 0
+        output = self.numerator / self.mass.masked_fill(blind, 1.0)[:, None]
+        return output.masked_fill(blind[:, None], 0.0), (self.mass.log() + self.ref).masked_fill(blind, -torch.inf)
+
+
+def local_runs(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor | None]]:
+    """What a piece sees key by key: key positions, whether the rows see them causally, or a table of who sees which."""
+    device = head.keys.device
+    always = torch.arange(min(head.settings.sinks, piece.closed), device=device)
+    if not head.settings.segment:
+        if len(always):
+            yield always, False, None
+        return
+    seen = head.seen[piece.start : piece.stop]
+    last = int(seen[-1])
+    if torch.equal(seen, torch.arange(piece.start + 1, piece.stop + 1, device=device)):
+        before = torch.cat([always, torch.arange(piece.closed, piece.start, device=device)])
+        if len(before):
+            yield before, False, None
+        yield torch.arange(piece.start, last, device=device), True, None
+    else:
+        if len(always):
+            yield always, False, None
+        own = torch.arange(piece.closed, last, device=device)
+        if len(own):
+            yield own, False, own < seen[:, None]
+
+
+def by_cell(chosen: Tensor, cells: int, tile_rows: int) -> tuple[Tensor, Tensor, list[int]]:
+    """(row, slot) pairs grouped by the cell they name.
+
+    Returns the flat pair numbers `[m]` cell by cell, each cell's run filled up to a multiple of `tile_rows` with the number
+    `chosen.numel()`, the row of each pair (row 0 for fillers), and the edges of the runs.
+    """
+    flat = chosen.reshape(-1)
+    pair = flat.argsort(stable=True)
+    sizes = torch.bincount(flat + 1, minlength=cells + 1)
+    pair, sizes = pair[int(sizes[0]) :], sizes[1:]
+    padded = -(-sizes // tile_rows) * tile_rows
+    edges = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    if tile_rows == 1:
+        return pair, pair // chosen.shape[1], edges.tolist()
+    place = torch.arange(len(pair), device=flat.device) + (edges[:-1] - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
+    filled = torch.full((int(edges[-1]),), flat.numel(), device=flat.device)
+    filled[place] = pair
+    return filled, torch.where(filled < flat.numel(), filled // chosen.shape[1], 0), edges.tolist()
+
+
+def pair_kernels(device: torch.device) -> ModuleType:
+    """Kernels for scattered (row, key) pairs."""
+    return cpu if device.type == "cpu" else reference

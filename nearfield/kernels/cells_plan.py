@@ -1,0 +1,111 @@
+"""What the cells engine is told and what it decides, as plain numbers and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+CAP = 1.0
+"""The second-order term u_c / 2 is trusted up to here: a logit that is far from Gaussian inside a cell would blow it up."""
+
+
+class CellSettings(NamedTuple):
+    """The sizes of one call."""
+
+    group: int
+    """query heads per key-value head"""
+    segment: int
+    """causal: keys per segment; 0: no causal mask, all keys are one segment"""
+    window: int
+    """causal: closed segments just before its own that a row sees key by key"""
+    sinks: int
+    """first keys, near for every row"""
+    cell_size: int
+    branching: int
+    """fine cells per coarse one; 0: one level"""
+    probes: int
+    """(fine) cells opened per row"""
+    unfold: int
+    """coarse cells unfolded per row; 0 where there is one level"""
+    samples: int
+    """far keys drawn per row"""
+
+    def per_segment(self, length: int) -> tuple[int, int]:
+        """Fine and coarse cells of a segment of `length` keys (no coarse ones where there is one level)."""
+        fine = max(1, round(length / self.cell_size))
+        return fine, -(-fine // self.branching) if self.branching else 0
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """What one head decided before any attention arithmetic. Cells are numbered segment by segment."""
+
+    cell_of: Tensor
+    """`[n]`: the (fine) cell of each key; -1: none (a sink, or not in a closed segment)"""
+    coarse_of: Tensor
+    """`[n]`: its coarse cell, where there are two levels; else empty"""
+    opened: Tensor
+    """`[rows, probes]`: (fine) cells whose keys are near; -1: nothing"""
+    unfolded: Tensor
+    """`[rows, unfold]`: coarse cells that are replaced by their fine ones; no columns where there is one level"""
+    drawn: Tensor
+    """`[rows, samples]`: positions of drawn keys; -1: nothing"""
+    log_factor: Tensor
+    """`[rows, samples]`: log of F / (l g_c), what one drawn key counts for"""
+
+
+class Piece(NamedTuple):
+    """Consecutive query positions that see the same cells."""
+
+    start: int
+    stop: int
+    closed: int
+    """keys before this one are seen through cells"""
+    segments: int
+    """how many segments they make"""
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def closed_keys(visible: Tensor, settings: CellSettings) -> Tensor:
+    """How many keys a row that sees the first `visible` ones sees through cells: its completed segments, less the window."""
+    if not settings.segment:
+        return visible
+    own = (visible - 1).div(settings.segment, rounding_mode="floor")
+    return (own - settings.window).clamp(min=0) * settings.segment
+
+
+def pieces(visible: Tensor, settings: CellSettings) -> list[Piece]:
+    """The positions `[length]` of a head, cut where the set of closed keys changes."""
+    if len(visible) == 0:
+        return []
+    closed, counts = closed_keys(visible, settings).unique_consecutive(return_counts=True)
+    found, start = [], 0
+    for keys, count in zip(closed.tolist(), counts.tolist(), strict=True):
+        segments = keys // settings.segment if settings.segment else int(keys > 0)
+        found.append(Piece(start, start + count, keys, segments))
+        start += count
+    return found
+
+
+def row_blocks_of(found: list[Piece], rows: int) -> Iterator[list[Piece]]:
+    """The pieces in groups of at most `rows` positions (at least one); long pieces are cut."""
+    block: list[Piece] = []
+    room = rows
+    for piece in found:
+        start = piece.start
+        while start < piece.stop:
+            stop = min(piece.stop, start + room)
+            block.append(piece._replace(start=start, stop=stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield block
+                block, room = [], rows
+    if block:
+        yield block

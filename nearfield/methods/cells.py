@@ -1,0 +1,148 @@
+"""Attention by cells: the default engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nearfield import kernels
+from nearfield.checks import check_positive
+from nearfield.kernels.cells_plan import CellSettings, closed_keys
+from nearfield.methods.base import Call, Outcome
+from nearfield.operators import CellsResult, Recipe, cells_attention
+from nearfield.partition import BY_NAME
+from nearfield.partition.base import Partition
+from nearfield.partition.kmeans import KMeans
+from nearfield.problem import Problem
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Keys grouped into small cells; a row opens the best few and sees the others through their moments.
+
+    With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
+
+    1. score_c = log n_c + q.mu_c + sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; a row opens the `probes` cells of largest score,
+       and all keys of an opened cell are near;
+    2. every other cell counts with mass n_c exp(q.mu_c + min(u_c / 2, 1)) and value v_c + X q, X the covariance of values and
+       keys inside cells, pooled over all cells: what a Gaussian cell would give, the exponent capped;
+    3. optionally `samples` far keys per row are drawn, with the far field as control variate: numerator and denominator become
+       unbiased, and their spread is a standard error.
+
+    Causal: keys are grouped in segments of consecutive keys. A row sees its own segment (and a window before it) key by key, and
+    the segments before that through their cells; no number that it uses depends on a later key or query.
+
+    Args:
+        cell_size: keys per cell; None: by the number of keys, about sqrt of it.
+        probes: cells opened per row; None: by the number of keys.
+        samples: far keys drawn per row: 0, or at least 2.
+        window: causal only: latest keys that are always near, rounded up to whole segments beyond a row's own.
+        sinks: first keys, near for every row.
+        partition: `KMeans()`, `Blocks()` or `HashBuckets()`.
+        segment: causal only: keys per segment; None: by the number of keys.
+        branching: fine cells per coarse cell for two levels, 0 for one level; None: two levels from about a million keys on.
+        unfold: with two levels, coarse cells per row whose fine cells are scored; None: by the number of keys.
+
+    Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
+    are the exact gradients of the estimator, what was opened and drawn held fixed.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 2000, 64).unbind(0)
+        >>> out = nearfield.attention(q, k, v, is_causal=True, method=Cells(cell_size=16, probes=32))
+    """
+
+    cell_size: int | None = None
+    probes: int | None = None
+    samples: int = 0
+    window: int | None = None
+    sinks: int = 16
+    partition: Partition = field(default_factory=KMeans)
+    segment: int | None = None
+    branching: int | None = None
+    unfold: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("cell_size", self.cell_size, optional=True)
+        check_positive("probes", self.probes, optional=True)
+        check_positive("samples", self.samples, least=0)
+        if self.samples == 1:
+            raise ValueError("samples must be 0 or at least 2 (a standard error needs two draws), got 1")
+        check_positive("window", self.window, optional=True, least=0)
+        check_positive("sinks", self.sinks, least=0)
+        check_positive("segment", self.segment, optional=True)
+        check_positive("branching", self.branching, optional=True, least=0)
+        check_positive("unfold", self.unfold, optional=True)
+        if type(self.partition) not in BY_NAME.values():
+            raise TypeError(f"partition must be a {'(), '.join(BY_NAME)}(), got {self.partition!r}")
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        if self.window is not None and not problem.is_causal:
+            raise ValueError(f"window={self.window} needs is_causal=True: without a mask there are no latest keys")
+        rows = problem.grouped
+        settings = self.settings(problem)
+        random = bool(self.samples or problem.dropout_p)
+        seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
+        backend = kernels.name(call.backend, problem.query.device)
+        options = dataclasses.astuple(self.partition)
+        recipe = Recipe(settings, problem.scale, problem.dropout_p, type(self.partition).__name__, options, backend)
+        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
+        if not call.diagnostics:
+            return Outcome(result.output)
+        info = {"keys_per_query": _keys_per_query(result, rows.visible, settings), **settings._asdict()}
+        return Outcome(result.output, result.lse, result.stderr if self.samples else None, info)
+
+    def settings(self, problem: Problem) -> CellSettings:
+        """The sizes of a call, with the defaults for its shape filled in."""
+        length = problem.key.shape[2]
+        causal = problem.is_causal
+        segment = (self.segment or default_segment(length)) if causal else 0
+        cell_size = self.cell_size or default_cell_size(length)
+        branching = default_branching(length) if self.branching is None else self.branching
+        return CellSettings(
+            group=problem.group_size,
+            segment=segment,
+            window=-(-(self.window or 0) // segment) if causal else 0,
+            sinks=self.sinks,
+            cell_size=cell_size,
+            branching=branching,
+            probes=self.probes or default_probes(length),
+            unfold=(self.unfold or default_unfold(length)) if branching else 0,
+            samples=self.samples,
+        )
+
+
+def default_cell_size(length: int) -> int:
+    return 64
+
+
+def default_segment(length: int) -> int:
+    return 1024
+
+
+def default_branching(length: int) -> int:
+    return 0
+
+
+def default_probes(length: int) -> int:
+    return 16
+
+
+def default_unfold(length: int) -> int:
+    return 32
+
+
+def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings) -> float:
+    """Keys that are near, plus those drawn, averaged over the rows."""
+    near = 0.0
+    for entry in range(len(visible)):
+        cell_of = result.cell_of[entry].long()
+        size = torch.bincount(cell_of + 1, minlength=2)[1:]
+        opened = result.opened[entry].long()
+        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
+        closed = closed_keys(visible[entry], settings)
+        near += float((inside + (visible[entry] - closed) + closed.clamp(max=settings.sinks)).double().mean())
+    drawn = float((result.drawn >= 0).sum(-1).double().mean()) if settings.samples else 0.0
+    return near / max(1, len(visible)) + drawn

@@ -1,0 +1,371 @@
+"""Modules: `Attention`, which stands where `torch.nn.MultiheadAttention` stood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from nearfield.attention import attention
+from nearfield.checks import check_positive, check_strategy
+from nearfield.methods.base import Method
+
+
+class _Unpacked:
+    """Stands where `nn.MultiheadAttention` keeps its packed weight.
+
+    torch's encoder reads `self_attn.in_proj_weight` to decide whether it may go around the module or hand it nested tensors.
+    An operand that overrides torch's functions makes it do neither; None would be asked for `requires_grad`.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError("Attention has no in_proj_weight: its weights are q_proj.weight, k_proj.weight and v_proj.weight")
+
+
+class Attention(nn.Module):
+    """Multi-head attention with the interface of `torch.nn.MultiheadAttention(..., batch_first=True)`, computed by `method`.
+
+    With X the queries, Y the keys, Z the values, and head h of H reading the key-value head g(h) = floor(h G / H) of G:
+
+        O_h = softmax(Q_h K_g^T / sqrt(head_dim)) V_g,    Q = X W_Q + b_Q,  K = Y W_K + b_K,  V = Z W_V + b_V
+        output = [O_1, ..., O_H] W_O + b_O
+
+    Differences from torch: attention weights are never formed (`need_weights` is False by default and True is an error); a row
+    that sees no key gets attention zero, hence the output b_O, where torch gives that or NaN, depending on its code path;
+    `is_causal` needs no mask beside it; there is no `add_bias_kv` and no `add_zero_attn`; nested tensors are refused.
+
+    Args:
+        embed_dim: of the queries and of the output; a multiple of `num_heads`.
+        num_heads: query heads, each of `head_dim = embed_dim / num_heads`.
+        dropout: probability, on the attention weights, in training mode only.
+        bias: whether all four projections have one.
+        kdim, vdim: of the keys and the values; None: `embed_dim`.
+        batch_first: True. It is an argument so that call sites written for torch can name it.
+        num_kv_heads: heads of keys and values, a divisor of `num_heads` (grouped-query attention); None: `num_heads`.
+        method: how attention is computed, as in `nearfield.attention`; None: its default. May be set anew at any time.
+        device, dtype: of the parameters.
+
+    Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised as torch's are. `load_state_dict` also takes the state
+    dict of a `torch.nn.MultiheadAttention`, alone or as a part of a larger model; `state_dict_to_torch` leads back. An
+    `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer` may be given one as its `self_attn` or `multihead_attn`; torch's
+    fused inference path, which would bypass it, is then not taken.
+
+    Cost: O(L embed_dim^2) for the projections, and what the method takes.
+
+    Example:
+        >>> layer = nearfield.nn.Attention(64, 8, method=nearfield.TopK(k=16, tail=16))
+        >>> x = torch.randn(2, 100, 64)
+        >>> output, _ = layer(x, is_causal=True)
+        >>> output.shape
+        torch.Size([2, 100, 64])
+
+        In the place of a trained module:
+
+        >>> block = torch.nn.TransformerEncoderLayer(64, 8, batch_first=True).eval()
+        >>> want = block(x)
+        >>> block.self_attn = nearfield.nn.Attention.from_torch(block.self_attn, method=nearfield.Exact())
+        >>> torch.allclose(block(x), want, atol=1e-5)
+        True
+    """
+
+    # What torch's encoder asks a self_attn for. It goes around modules that answer True here and have packed weights.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = _Unpacked()
+    batch_first = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,  # torch's next two are add_bias_kv and add_zero_attn
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        num_kv_heads: int | None = None,
+        method: Method | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("embed_dim", embed_dim)
+        check_positive("num_heads", num_heads)
+        for name, value in (("kdim", kdim), ("vdim", vdim), ("num_kv_heads", num_kv_heads)):
+            check_positive(name, value, optional=True)
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if num_kv_heads is not None and num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        if not batch_first:
+            raise ValueError("batch_first must be True, got False; transpose inputs and outputs to [batch, length, dim]")
+        if method is not None:
+            check_strategy("method", method, "run", "None or a method such as Exact() or TopK(k=64)")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.dropout = dropout
+        self.method = method
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.k_proj = nn.Linear(self.kdim, kv_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(self.vdim, kv_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, from the distribution of `nn.MultiheadAttention`.
+
+        W_Q, W_K and W_V are Xavier uniform: as one matrix if all three read `embed_dim` columns, else each by itself. W_O is
+        as in `nn.Linear`. Biases are zero.
+        """
+        weights = [layer.weight for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        packed = self.kdim == self.vdim == self.embed_dim
+        together = sum(weight.shape[0] for weight in weights)
+        for weight in weights:
+            bound = math.sqrt(6.0 / (weight.shape[1] + (together if packed else weight.shape[0])))
+            nn.init.uniform_(weight, -bound, bound)
+        self.out_proj.reset_parameters()
+        for layer in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend. The conventions of masks are those of `nn.MultiheadAttention`: True hides.
+
+        Args:
+            query: `[batch, L, embed_dim]`, or `[L, embed_dim]` without a batch (then so are the others).
+            key: `[batch, S, kdim]`; None: the query.
+            value: `[batch, S, vdim]`; None: the key.
+            key_padding_mask: `[batch, S]`, True where a key is ignored; or floating point, -inf where it is ignored and 0
+                elsewhere. (Other entries are an error, except under torch.compile, where entries cannot be looked at.)
+            need_weights: False.
+            attn_mask: `[L, S]` or `[batch * num_heads, L, S]`, True where a query does not see a key; or floating point, added
+                to the logits. Only `Exact` takes a mask beyond key padding.
+            average_attn_weights: has no effect, as in torch without `need_weights`.
+            is_causal: row i sees keys 0..i (aligned at the first key). As in torch it says that `attn_mask` is the causal mask:
+                a mask given beside it is dropped and its entries are not looked at.
+            generator: source of all randomness, dropout included; None: torch's default generator.
+
+        Returns:
+            `[batch, L, embed_dim]`, or `[L, embed_dim]`; and None, where torch returns weights.
+        """
+        if need_weights:
+            raise ValueError("need_weights=True: attention weights are never formed; pass need_weights=False")
+        key = query if key is None else key
+        value = key if value is None else value
+        self._check_inputs(query, key, value)
+        counts = _counts(key_padding_mask, key)
+        q, k, v = self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+        output = attention(
+            q,
+            k,
+            v,
+            self._merge(attn_mask, counts, is_causal, q, k),
+            self.dropout if self.training else 0.0,
+            is_causal,
+            enable_gqa=True,
+            method=self.method,
+            generator=generator,
+        )
+        return self.out_proj(output.transpose(-2, -3).flatten(-2)), None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[..., length, heads * head_dim]` as `[..., heads, length, head_dim]`."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        named = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, x, dim in named:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.is_nested:
+                raise ValueError(
+                    f"{name} must not be a nested tensor; pass a padded one with key_padding_mask "
+                    "(in an nn.TransformerEncoder: enable_nested_tensor=False)"
+                )
+            if x.dim() not in (2, 3) or x.shape[-1] != dim:
+                raise ValueError(f"{name} must have shape [batch, length, {dim}] or [length, {dim}], got {tuple(x.shape)}")
+        if query.shape[:-2] != key.shape[:-2] or key.shape[:-1] != value.shape[:-1]:
+            shapes = ", ".join(str(tuple(x.shape)) for _, x, _ in named)
+            raise ValueError(f"query, key and value must agree in batch, key and value also in length; got {shapes}")
+
+    def _merge(self, mask: Tensor | None, counts: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+        """torch's `attn_mask` and which keys count, as the one mask that `nearfield.attention` takes: True where a row sees."""
+        if mask is None:
+            return counts
+        _check_mask_type("attn_mask", mask)
+        pairs = (query.shape[-2], key.shape[-2])
+        batch = query.shape[0] if query.dim() == 4 else 1
+        if mask.shape not in (pairs, (batch * self.num_heads, *pairs)):
+            full = (batch * self.num_heads, *pairs)
+            raise ValueError(f"attn_mask must have shape {pairs} or {full}, got {tuple(mask.shape)}")
+        if is_causal:
+            return counts
+        if mask.dim() == 3 and query.dim() == 4:
+            mask = mask.unflatten(0, (batch, self.num_heads))
+        if mask.dtype == torch.bool:
+            return ~mask if counts is None else ~mask & counts
+        mask = mask.to(query.dtype)  # autocast may have changed the queries'
+        return mask if counts is None else mask.masked_fill(~counts, -torch.inf)
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, method: Method | None = None) -> Attention:
+        """The same attention with the same parameters (copied), to be computed by `method`."""
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("module was made with add_bias_kv or add_zero_attn, which Attention does not have")
+        if not module.batch_first:
+            raise ValueError(
+                "module has batch_first=False and Attention takes [batch, length, dim] only; if its inputs can be given so, "
+                "set module.batch_first = True first"
+            )
+        layer = skip_init(
+            cls,
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            module.in_proj_bias is not None,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            method=method,
+            device=module.out_proj.weight.device,
+            dtype=module.out_proj.weight.dtype,
+        )
+        layer.load_state_dict(module.state_dict())
+        theirs = dict(module.named_parameters())
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(theirs[_name_in_torch(name, theirs)].requires_grad)
+        return layer.train(module.training)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The same exact attention as a torch module, with the same parameters (copied)."""
+        state = self.state_dict_to_torch(self.state_dict())
+        module = skip_init(
+            nn.MultiheadAttention,
+            self.embed_dim,
+            self.num_heads,
+            self.dropout,
+            self.q_proj.bias is not None,
+            kdim=self.kdim,
+            vdim=self.vdim,
+            batch_first=True,
+            device=self.out_proj.weight.device,
+            dtype=self.out_proj.weight.dtype,
+        )
+        module.load_state_dict(state)
+        theirs = dict(module.requires_grad_(False).named_parameters())
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                theirs[_name_in_torch(name, theirs)].requires_grad_()
+        return module.train(self.training)
+
+    @staticmethod
+    def state_dict_from_torch(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """A copy of `state_dict` in which the `nn.MultiheadAttention` at `prefix` (such as `"self_attn."`) is an `Attention`.
+
+        `load_state_dict` does this by itself.
+        """
+        state = dict(state_dict)
+        _unpack(state, prefix)
+        return state
+
+    @staticmethod
+    def state_dict_to_torch(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """A copy of `state_dict` in which the `Attention` at `prefix` (such as `"self_attn."`) is an `nn.MultiheadAttention`."""
+        state = dict(state_dict)
+        names = {letter: f"{prefix}{letter}_proj.weight" for letter in "qkv"}
+        missing = [name for name in names.values() if name not in state]
+        if missing:
+            raise ValueError(f"state_dict lacks {missing}; prefix must name an Attention, with the dot after it, got {prefix!r}")
+        weights = {letter: state.pop(name) for letter, name in names.items()}
+        rows = [weight.shape[0] for weight in weights.values()]
+        if len(set(rows)) > 1:
+            raise ValueError(f"nn.MultiheadAttention has no grouped queries; got projections to {rows} columns (num_kv_heads)")
+        if len({weight.shape for weight in weights.values()}) == 1:
+            state[f"{prefix}in_proj_weight"] = torch.cat(list(weights.values()))
+        else:
+            state |= {f"{prefix}{letter}_proj_weight": weight for letter, weight in weights.items()}
+        if f"{prefix}q_proj.bias" in state:
+            state[f"{prefix}in_proj_bias"] = torch.cat([state.pop(f"{prefix}{letter}_proj.bias") for letter in "qkv"])
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        _unpack(state_dict, prefix)  # torch hands over a copy
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def extra_repr(self) -> str:
+        parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        return ", ".join([*parts, f"method={self.method!r}"])
+
+
+def _counts(mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """`[..., 1, 1, S]`, True where a key counts, of a `key_padding_mask` in torch's convention."""
+    if mask is None:
+        return None
+    _check_mask_type("key_padding_mask", mask)
+    if mask.shape != key.shape[:-1]:
+        raise ValueError(f"key_padding_mask must have shape {tuple(key.shape[:-1])}, got {tuple(mask.shape)}")
+    # torch's encoder makes every mask floating point: it has to be boolean again for methods other than Exact.
+    counts = mask.logical_not()
+    if mask.dtype != torch.bool and not torch.compiler.is_compiling() and not bool((counts | (mask == -torch.inf)).all()):
+        raise ValueError(
+            "a float key_padding_mask must be 0 where a key counts and -inf where it does not, got other entries; "
+            "pass a boolean mask, True where a key is ignored"
+        )
+    return counts[..., None, None, :]
+
+
+def _check_mask_type(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} must be boolean or floating point, got {mask.dtype}")
+
+
+def _name_in_torch(name: str, theirs: Mapping[str, Any]) -> str:
+    """What `nn.MultiheadAttention` with the parameters `theirs` calls the parameter `name`, or has it packed in."""
+    layer, kind = name.split(".")
+    if layer == "out_proj":
+        return name
+    return f"{layer}_{kind}" if f"{layer}_{kind}" in theirs else f"in_proj_{kind}"
+
+
+def _unpack(state: dict[str, Any], prefix: str) -> None:
+    """Rename and split, in place, what an `nn.MultiheadAttention` at `prefix` has in a state dict."""
+    for kind in ("weight", "bias"):
+        if f"{prefix}in_proj_{kind}" in state:
+            # Copies: parameters that share memory cannot be saved apart.
+            for letter, part in zip("qkv", state.pop(f"{prefix}in_proj_{kind}").chunk(3), strict=True):
+                state[f"{prefix}{letter}_proj.{kind}"] = part.clone()
+        for letter in "qkv":
+            if f"{prefix}{letter}_proj_{kind}" in state:
+                state[f"{prefix}{letter}_proj.{kind}"] = state.pop(f"{prefix}{letter}_proj_{kind}")
