@@ -1,20 +1,21 @@
 """The cells engine as operators of torch: opaque to torch.compile, differentiable, and foldable under vmap.
 
-`nearfield::cells` makes the plan and attends; `nearfield::cells_backward` is its gradient with the plan held fixed. One
+`nearfield::cells` makes the plan and attends; `nearfield::cells_backward` is its gradient with the plan held fixed. An
 `autograd.Function` ties them together: it is what works with gradcheck, torch.func and torch.compile(fullgraph=True) alike.
+Forward mode (torch.func.jvp) and second derivatives are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from nearfield.gradients.base import refuse_double_backward
 from nearfield.kernels import cells_engine
 from nearfield.kernels.cells_plan import CellSettings
+from nearfield.precision import full_precision
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
 _SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str backend"
@@ -27,8 +28,30 @@ _LIBRARY.define(
     "cells_backward(Tensor output_grad, Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, Tensor output, "
     f"Tensor lse, {', '.join(f'Tensor {name}' for name in _PLAN)}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("cells", cells_engine.forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("cells_backward", cells_engine.backward, "CompositeExplicitAutograd")
+
+
+def _forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+    return _results(cells_engine.forward(queries, keys, values, visible, seed, *settings), *settings)
+
+
+def _results(found: tuple[Tensor, ...], sizes: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
+    """What the engine found. Without draws there is no standard error: no columns (NaN would not even be equal to itself)."""
+    output, lse, stderr, *plan = found
+    return output, lse, stderr if CellSettings(*sizes).samples else stderr.new_empty((stderr.shape[0], 0)), *plan
+
+
+def _implement(name: str, engine: Callable[..., tuple[Tensor, ...]]) -> None:
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        # Here and not around the call: a backward pass may be started under autocast, and an exported program, which has lost
+        # the function below, while gradients are recorded (torch then warns that there are none).
+        with full_precision(arguments[0]), torch.no_grad():
+            return engine(*arguments)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+
+_implement("cells", _forward)
+_implement("cells_backward", cells_engine.backward)
 
 
 class Recipe(NamedTuple):
@@ -51,6 +74,7 @@ class CellsResult(NamedTuple):
     output: Tensor
     lse: Tensor
     stderr: Tensor
+    """no columns where nothing is drawn"""
     cell_of: Tensor
     coarse_of: Tensor
     opened: Tensor
@@ -68,8 +92,22 @@ class _Cells(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return torch.ops.nearfield.cells(*inputs)
+    def forward(  # every argument by name: torch.compile counts them
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        seed: Tensor,
+        sizes: list[int],
+        scale: float,
+        dropout_p: float,
+        partition: str,
+        options: list[int],
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        return torch.ops.nearfield.cells(
+            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, backend
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -85,27 +123,38 @@ class _Cells(torch.autograd.Function):
         nothing: tuple[None, ...] = (None,) * 11
         if output_grad is None:
             return nothing
-        if not torch.compiler.is_compiling():
-            refuse_double_backward()
-        grads = torch.ops.nearfield.cells_backward(output_grad, *ctx.saved_tensors, *ctx.settings)
-        return (*grads, *nothing[3:])
+        # What is compiled refuses a second derivative by itself.
+        apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else _CellsBackward.apply
+        return (*apply(output_grad, *ctx.saved_tensors, *ctx.settings), *nothing[3:])
+
+
+class _CellsBackward(torch.autograd.Function):
+    """The gradient as a function that has none.
+
+    Refusing `create_graph=True`, as other backward passes here do, would refuse torch.func.grad, which always sets it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return torch.ops.nearfield.cells_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            "nearfield does not support double backward; "
+            "use torch.nn.functional.scaled_dot_product_attention with the math backend for second derivatives"
+        )
 
 
 @torch.library.register_fake("nearfield::cells")
-def _(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    seed: Tensor,
-    sizes: Sequence[int],
-    scale: float,
-    dropout_p: float,
-    partition: str,
-    options: Sequence[int],
-    backend: str,
-) -> tuple[Tensor, ...]:
-    return cells_engine.empty_results(queries, keys, values, CellSettings(*sizes))
+def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+    return _results(cells_engine.empty_results(queries, keys, values, CellSettings(*settings[0])), *settings)
 
 
 @torch.library.register_fake("nearfield::cells_backward")
@@ -113,23 +162,34 @@ def _(output_grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest:
     return queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
 
 
-def _fold(operator: Any) -> Any:
-    """A vmapped dimension is more batch: fold it in, call once, and unfold what comes out."""
+def _vmap_rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], tuple[int, ...]]]:
+    """A vmapped dimension is more batch: fold it in, call once, and unfold what comes out.
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        def folded(x: Any, dim: int | None) -> Any:
-            # The seed is one number for all, like every other setting.
-            if not isinstance(x, Tensor) or x.dim() == 0:
+    Draws depend on the number of a row in the batch, and the gradient has to meet the draws of the forward pass, which may have
+    been called without that dimension. What is random is therefore called entry by entry.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def entry(number: int) -> list[Any]:
+            return [x if not isinstance(dim, int) else x.select(dim, number) for x, dim in zip(arguments, in_dims, strict=True)]
+
+        def folded(x: Any, dim: Any) -> Any:
+            if not isinstance(x, Tensor):
                 return x
-            x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1) if x.dim() > 1 else x[0]  # the seed, which nothing depends on here
 
-        dims = (*in_dims, *(None,) * (len(arguments) - len(in_dims)))
-        outputs = operator(*(folded(x, dim) for x, dim in zip(arguments, dims, strict=True)))
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in outputs), (0,) * len(outputs)
+        sizes, _, dropout_p = arguments[-6:-3]
+        if CellSettings(*sizes).samples or dropout_p:
+            calls = [operator(*entry(number)) for number in range(info.batch_size)]
+            outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+        else:
+            found = operator(*map(folded, arguments, in_dims))
+            outputs = tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in found)
+        return outputs, (0,) * len(outputs)
 
     return rule
 
 
-torch.library.register_vmap("nearfield::cells", _fold(torch.ops.nearfield.cells), lib=_LIBRARY)
-torch.library.register_vmap("nearfield::cells_backward", _fold(torch.ops.nearfield.cells_backward), lib=_LIBRARY)
+for _operator in (torch.ops.nearfield.cells, torch.ops.nearfield.cells_backward):
+    torch.library.register_vmap(_operator.default, _vmap_rule(_operator), lib=_LIBRARY)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+T = TypeVar("T")
+
+
+def once(make: Callable[[Any], T]) -> T:
+    """A property that is computed once. `functools.cached_property` has a lock (up to Python 3.11), which cannot be traced."""
+    name = make.__name__
+
+    def get(self: Any) -> T:
+        if is_traced():  # nor, in older versions of torch, can a write to __dict__; the compiler merges what is equal
+            return make(self)
+        if name not in self.__dict__:
+            self.__dict__[name] = make(self)
+        return self.__dict__[name]
+
+    return cast(T, property(get, doc=make.__doc__))
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,7 @@ class Rows:
     def length(self) -> int:
         return self.keys.shape[1]
 
-    @cached_property
+    @once
     def causal_offset(self) -> Tensor:
         """`visible` in the words of `BuiltIndex.search`: row i sees keys j <= i + causal_offset."""
         return self.visible - 1 - torch.arange(self.visible.shape[1], device=self.visible.device)
@@ -97,7 +114,7 @@ class Problem:
         """The dtype of all arithmetic: float32, or float64 for float64 inputs."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
-    @cached_property
+    @once
     def visible(self) -> Tensor:
         """How many keys each row sees, `[batch * kv_heads, group * length]`; a mask that is not key padding does not count."""
         groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
@@ -113,7 +130,7 @@ class Problem:
         seen = torch.cat([counts.new_zeros(groups, 1, dtype=torch.long), counts.cumsum(1)], 1)
         return seen.gather(1, visible)
 
-    @cached_property
+    @once
     def grouped(self) -> Rows:
         """The rows as they came: in the dtype of the inputs, and queries not yet multiplied by the scale."""
         batch, kv_heads, length, dim = self.key.shape
@@ -131,7 +148,7 @@ class Problem:
             values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1])).masked_fill(hidden, 0)
         return Rows(queries, keys, values, self.visible)
 
-    @cached_property
+    @once
     def rows(self) -> Rows:
         rows = self.grouped
         queries, keys, values = (x.to(self.compute_dtype) for x in (rows.queries, rows.keys, rows.values))
@@ -139,8 +156,12 @@ class Problem:
 
 
 def is_traced() -> bool:
-    """Whether tensors have no values to look at: under torch.compile, or inside a transform of torch.func."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether tensors may have no values to look at: under torch.compile, or inside a transform of torch.func."""
+    if torch.compiler.is_compiling():
+        return True
+    # There is no public way to ask. Where the private one is gone, vmap will raise when a value is looked at.
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
 
 
 def check(

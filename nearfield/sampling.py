@@ -158,21 +158,19 @@ class Seeds:
     def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
         self._generator = generator
         self._device = device
-        self._base: int | None = None
+        self._drawn: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """`base` before anybody has looked at it: while torch.compile traces, its number is drawn when the program runs."""
+        if self._drawn is None:
+            device = self._generator.device if self._generator is not None else "cpu"
+            high = torch.iinfo(torch.int64).max
+            self._drawn = torch.randint(high, (), generator=self._generator, device=device).cpu()
+        return self._drawn
 
     @property
     def base(self) -> int:
-        if self._base is None:
-            device = self._generator.device if self._generator is not None else "cpu"
-            high = torch.iinfo(torch.int64).max
-            self._base = int(torch.randint(high, (), generator=self._generator, device=device))
-        return self._base
-
-    def tensor(self) -> Tensor:
-        """`base` as a tensor; while torch.compile traces, one whose number is drawn when the program runs."""
-        if torch.compiler.is_compiling():
-            return torch.randint(torch.iinfo(torch.int64).max, (), generator=self._generator)
-        return torch.tensor(self.base)
+        return int(self.tensor())
 
     def generator(self, *counters: int) -> torch.Generator:
         """A fresh generator for the part of the work that the counters name."""

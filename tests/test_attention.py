@@ -20,12 +20,17 @@ SLACK = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-5, torch.b
 """Added to a multiple of torch's own error, which is zero on some tiny inputs. float64 needs no more than its rounding."""
 
 
+CELLS = nf.Cells(cell_size=2, probes=2, segment=4, sinks=1)
+FEW: dict[str, Any] = {"exact": nf.Exact(), "topk": nf.TopK(k=4), "tail": nf.TopK(k=3, tail=3), "cells": CELLS}
+
+
 def everything_near(keys: int) -> dict[str, Any]:
     """Methods that leave nothing to chance on so many keys."""
     return {
         "exact": nf.Exact(),
         "k": nf.TopK(k=keys),
         "tail": nf.TopK(k=max(1, keys // 2), tail=keys),
+        "cells": nf.Cells(cell_size=8, probes=keys // 8 + 1, segment=32, sinks=3),
     }
 
 
@@ -73,7 +78,7 @@ def test_exact_mode(length: int, dim: int, causal: bool, group: int, dtype: torc
     methods = everything_near(length)
     if length > 512:
         # A tail of a thousand keys per row is not what it is for: enough that it is right in one dtype.
-        methods = {"exact": methods["exact"], "k": methods["k"]} if dtype != torch.float32 else methods
+        methods = {name: methods[name] for name in ("exact", "k", "cells")} if dtype != torch.float32 else methods
     assert_as_good_as_torch(tensors, methods, causal)
 
 
@@ -144,7 +149,7 @@ def test_key_padding(dtype: torch.dtype, causal: bool, group: int) -> None:
         assert float((got.double() - expected).abs().max()) <= 2 * torch_error + SLACK[dtype], name
 
 
-@pytest.mark.parametrize("method", ["exact", "k", "tail"])
+@pytest.mark.parametrize("method", list(everything_near(1)))
 @pytest.mark.parametrize(
     "shape", [(5,), (1, 5), (1, 1, 5), (4, 1, 5), (2, 1, 1, 5), (1, 4, 1, 5), (2, 4, 1, 5), (1,), (2, 1, 1, 1), ()]
 )
@@ -164,7 +169,7 @@ def test_key_padding_of_five_dimensions() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=4), nf.TopK(k=2, tail=20)], ids=["exact", "topk", "all-near"])
+@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=4), nf.TopK(k=2, tail=20), CELLS], ids=["exact", "topk", "all-near", "cells"])
 def test_any_group_size(method: Any, group: int) -> None:
     q, k, v = inputs(2, 2 * group, queries=11, dim=4, kv_heads=2, dtype=torch.float64)
     got = nf.attention(q, k, v, is_causal=True, enable_gqa=True, method=method, generator=seeded(0))
@@ -229,7 +234,7 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=4), nf.TopK(k=3, tail=3)], ids=["exact", "topk", "tail"])
+@pytest.mark.parametrize("method", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("layout", ["length-before-heads", "dim-before-length", "strided", "sliced"])
 def test_layout_does_not_matter(layout: str, method: Any) -> None:
     tensors = inputs(2, 2, queries=12, dim=8, dtype=torch.float64)
@@ -248,7 +253,7 @@ def test_layout_does_not_matter(layout: str, method: Any) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=4), nf.TopK(k=3, tail=3)], ids=["exact", "topk", "tail"])
+@pytest.mark.parametrize("method", FEW.values(), ids=FEW)
 def test_expanded_inputs(method: Any) -> None:
     q, k, v = inputs(1, 1, queries=12, dim=8, dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -263,7 +268,7 @@ def test_expanded_inputs(method: Any) -> None:
         torch.testing.assert_close(x, y.sum((0, 1), keepdim=True))
 
 
-@pytest.mark.parametrize("method", ["exact", "k", "tail"])
+@pytest.mark.parametrize("method", list(everything_near(1)))
 def test_autocast(method: str) -> None:
     q, k, v = inputs(1, 2, queries=20, dim=8)
     run = everything_near(20)[method]
@@ -330,7 +335,7 @@ def test_exact_differentiates_a_float_mask() -> None:
 
 
 @pytest.mark.parametrize("name", ["bool", "float", "float-padding", "bool-per-query-head"])
-@pytest.mark.parametrize("method", [nf.TopK(k=3), nf.TopK(k=100), nf.LazyGumbel()], ids=["topk", "topk-all", "gumbel"])
+@pytest.mark.parametrize("method", [nf.TopK(k=3), nf.TopK(k=100), nf.LazyGumbel(), CELLS], ids=["topk", "topk-all", "gumbel", "cells"])
 def test_other_methods_refuse_general_masks(method: Any, name: str) -> None:
     q, k, v = inputs(2, 4, queries=6, keys=9, kv_heads=2, dtype=torch.float64)
     with pytest.raises(ValueError, match=rf"{type(method).__name__} honours only boolean key-padding masks.*Exact\(\)"):
@@ -350,7 +355,9 @@ def test_causal_refuses_general_masks() -> None:
             nf.attention(q, k, v, general_masks()[name], is_causal=True)
 
 
-@pytest.mark.parametrize("method", [nf.TopK(k=4), nf.TopK(k=3, tail=3), nf.LazyGumbel(draws=9)], ids=["topk", "tail", "gumbel"])
+@pytest.mark.parametrize(
+    "method", [nf.TopK(k=4), nf.TopK(k=3, tail=3), nf.LazyGumbel(draws=9), CELLS], ids=["topk", "tail", "gumbel", "cells"]
+)
 def test_backends_agree(method: Any) -> None:
     tensors = inputs(1, 2, queries=30, dim=8, dtype=torch.float64)
     upstream = torch.randn(1, 2, 30, 8, generator=seeded(1), dtype=torch.float64)

@@ -18,6 +18,9 @@ METHODS: dict[str, Any] = {
     "kmeans": nf.TopK(k=3, tail=1, index=nf.KMeansIndex(cells=3, probes=1)),
     "lsh": nf.TopK(k=3, index=nf.ConcentricLSH(rungs=2, tables=2)),
     "gumbel": nf.LazyGumbel(draws=5),
+    "cells": nf.Cells(cell_size=2, probes=1, segment=3, sinks=1),
+    "cells-levels": nf.Cells(cell_size=1, probes=1, segment=3, sinks=0, branching=2, unfold=1),
+    "cells-samples": nf.Cells(cell_size=2, probes=1, segment=3, sinks=1, samples=2),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 NAN, INF = float("nan"), float("inf")
@@ -348,7 +351,12 @@ def test_a_tail_longer_than_the_keys_is_exact() -> None:
     torch.testing.assert_close(run(tensors, nf.TopK(k=2, tail=500)), nf.attention(*tensors))
 
 
-NEAR = {"exact": nf.Exact(), "k": nf.TopK(k=64), "tail": nf.TopK(k=5, tail=64)}
+NEAR = {
+    "exact": nf.Exact(),
+    "k": nf.TopK(k=64),
+    "tail": nf.TopK(k=5, tail=64),
+    "cells": nf.Cells(cell_size=2, probes=8, segment=4, sinks=1),
+}
 every_near = pytest.mark.parametrize("method", NEAR.values(), ids=NEAR)
 
 

@@ -125,6 +125,8 @@ METHODS: dict[str, tuple[Any, float]] = {
     "kmeans": (TopK(5, 5, nf.KMeansIndex()), 0.0),
     "lsh": (TopK(5, 5, nf.ConcentricLSH()), 0.0),
     "gumbel": (nf.LazyGumbel(draws=20), 0.0),
+    "cells": (nf.Cells(cell_size=4, probes=2, segment=8, sinks=2), 0.0),
+    "cells-dropout": (nf.Cells(cell_size=4, probes=2, segment=8, sinks=2, samples=2), 0.4),
 }
 
 
@@ -208,7 +210,7 @@ def test_missing_faiss_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_changed_before_the_backward_pass() -> None:
     """The backward pass plans again: with other keys it would be the gradient of another estimate."""
-    for method in (TopK(4), TopK(4, 3), TopK(4, 3, nf.KMeansIndex())):
+    for method in (TopK(4), TopK(4, 3), TopK(4, 3, nf.KMeansIndex()), nf.Cells(cell_size=4, probes=1, sinks=0)):
         q, k, v = inputs(1, 1, queries=20)
         leaf = q.clone().requires_grad_()
         output = nf.attention(leaf, k, v, method=method, generator=seeded(0))

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nearfield.blocks import row_chunks
 from nearfield.index.base import PADDING, BuiltIndex, gathered_scores
-from nearfield.index.candidates import best_of_lists, row_chunks
+from nearfield.index.candidates import best_of_lists
 from nearfield.index.exact import ExactIndex
 from nearfield.index.faiss import FaissIndex
 from nearfield.index.kmeans import KMeansIndex

@@ -19,6 +19,9 @@ INDICES: dict[str, Any] = {
 }
 METHODS: dict[str, Any] = {
     "exact": nf.Exact(),
+    "cells": nf.Cells(cell_size=8, probes=3, segment=16, sinks=4),
+    "cells-levels": nf.Cells(cell_size=2, probes=3, segment=16, sinks=4, branching=3, unfold=2),
+    "cells-samples": nf.Cells(cell_size=8, probes=1, segment=16, sinks=4, samples=3),
     **{f"topk-{name}": nf.TopK(7, 5, index) for name, index in INDICES.items()},
     **{f"gumbel-{name}": nf.LazyGumbel(k=7, draws=50, index=index) for name, index in INDICES.items()},
 }
@@ -162,7 +165,7 @@ def test_wrong_indices(recipe: Any, wrong: Any) -> None:
 
 
 def test_a_nan_row_that_sees_nothing_spoils_no_gradient() -> None:
-    for method in (nf.TopK(7, 5), nf.TopK(7), nf.Exact()):
+    for method in (nf.TopK(7, 5), nf.TopK(7), nf.Exact(), METHODS["cells"]):
         tensors = [x.clone().requires_grad_() for x in inputs()]
         with torch.no_grad():
             tensors[0][0, 0, 0] = torch.nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nearfield as nf
+from nearfield.partition import Blocks, HashBuckets, KMeans
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,34 @@ cases = st.builds(
 )
 near = st.integers(1, 13)
 tails = st.integers(0, 13)
-near_everything = st.sampled_from([nf.Exact(), nf.TopK(k=50), nf.TopK(k=1, tail=50), nf.TopK(k=4, tail=50)])
+near_everything = st.sampled_from(
+    [
+        nf.Exact(),
+        nf.TopK(k=50),
+        nf.TopK(k=1, tail=50),
+        nf.TopK(k=4, tail=50),
+        nf.Cells(cell_size=2, probes=12, segment=3, sinks=1),
+        nf.Cells(cell_size=1, probes=12, segment=4, sinks=0, branching=2, unfold=6, samples=2),
+    ]
+)
+cells = st.builds(
+    nf.Cells,
+    cell_size=st.integers(1, 4),
+    probes=st.integers(1, 3),
+    segment=st.integers(1, 5),
+    sinks=st.integers(0, 2),
+    branching=st.sampled_from([0, 0, 1, 2]),
+    unfold=st.integers(1, 2),
+    samples=st.sampled_from([0, 0, 2, 3]),
+    partition=st.sampled_from([KMeans(), Blocks(), HashBuckets()]),
+)
 deterministic_indices = st.sampled_from(
     [nf.ExactIndex(), nf.KMeansIndex(cells=3, probes=1), nf.ConcentricLSH(rungs=2, tables=2, flips=1, shells=2)]
 )
 
 
-@given(cases, near, tails, st.floats(-30, 30))
-def test_a_constant_added_to_the_logits_changes_nothing(case: Case, k: int, tail: int, constant: float) -> None:
+@given(cases, near, tails, cells, st.floats(-30, 30))
+def test_a_constant_added_to_the_logits_changes_nothing(case: Case, k: int, tail: int, groups: nf.Cells, constant: float) -> None:
     """One more feature, 1 in every key, adds `constant` to all logits of a row."""
     q, key, v = case.tensors
     wider = (
@@ -84,8 +105,10 @@ def test_a_constant_added_to_the_logits_changes_nothing(case: Case, k: int, tail
         torch.cat([key, torch.ones_like(key[..., :1])], -1),
         v,
     )
-    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, tail)):
-        if case.spread == 0.0 and isinstance(method, nf.TopK):
+    # A hash of one more feature is another hash.
+    groups = replace(groups, partition=Blocks()) if isinstance(groups.partition, HashBuckets) else groups
+    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, tail), groups):
+        if case.spread == 0.0 and not isinstance(method, nf.Exact):
             continue  # all keys tie, and rounding may choose another top k
         torch.testing.assert_close(
             case.run(wider, method, scale=1.0), case.run((q, key, v), method, scale=1.0), atol=1e-9, rtol=1e-9
@@ -118,11 +141,11 @@ def test_permuting_keys_does_not_change_the_top_k(case: Case, k: int) -> None:
     )
 
 
-@given(cases, near, tails, deterministic_indices, st.floats(-3, 3))
-def test_linear_in_the_values(case: Case, k: int, tail: int, index: Any, factor: float) -> None:
+@given(cases, near, tails, deterministic_indices, cells, st.floats(-3, 3))
+def test_linear_in_the_values(case: Case, k: int, tail: int, index: Any, groups: nf.Cells, factor: float) -> None:
     q, key, v = case.tensors
     other = torch.randn(v.shape, generator=seeded(case.seed + 3), dtype=v.dtype)
-    for method in (nf.Exact(), nf.TopK(k, tail, index)):
+    for method in (nf.Exact(), nf.TopK(k, tail, index), groups):
         torch.testing.assert_close(
             case.run((q, key, v + factor * other), method),
             case.run((q, key, v), method) + factor * case.run((q, key, other), method),
@@ -131,10 +154,11 @@ def test_linear_in_the_values(case: Case, k: int, tail: int, index: Any, factor:
         )
 
 
-@given(cases, near, tails, deterministic_indices)
-def test_values_of_one_give_one(case: Case, k: int, tail: int, index: Any) -> None:
+@given(cases, near, tails, deterministic_indices, cells)
+def test_values_of_one_give_one(case: Case, k: int, tail: int, index: Any, groups: nf.Cells) -> None:
+    """Also where far keys are drawn: numerator and denominator are corrected by the same draws."""
     q, key, v = case.tensors
-    for method in (nf.Exact(), nf.TopK(k, tail, index)):
+    for method in (nf.Exact(), nf.TopK(k, tail, index), groups):
         got = case.run((q, key, torch.ones_like(v)), method)
         torch.testing.assert_close(got, torch.ones_like(got), atol=1e-12, rtol=0)
 
@@ -179,10 +203,10 @@ def assert_past_unchanged(case: Case, method: Any, size: float, which: str) -> N
     assert torch.equal(before, after)
 
 
-@given(cases, near, tails, st.sampled_from([1.0, 1e6, 1e100]))
-def test_a_causal_row_ignores_the_future(case: Case, k: int, tail: int, size: float) -> None:
+@given(cases, near, tails, cells, st.sampled_from([1.0, 1e6, 1e100]))
+def test_a_causal_row_ignores_the_future(case: Case, k: int, tail: int, groups: nf.Cells, size: float) -> None:
     """Bit for bit. A tail is drawn by rank among the visible keys, so not even the draw may change."""
-    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, tail)):
+    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, tail), groups):
         assert_past_unchanged(case, method, size, "qkv")
 
 
@@ -215,35 +239,46 @@ def test_standard_error_is_zero_at_full_budget(case: Case, k: int, index: Any) -
     torch.testing.assert_close(est.output, attention64(*case.tensors, case.mask, case.causal))
 
 
-@given(cases, near, tails, deterministic_indices, st.sampled_from([0.0, 1.0, 1e300, float("nan"), float("inf")]))
-def test_padding_content_is_irrelevant(case: Case, k: int, tail: int, index: Any, content: float) -> None:
+@given(cases, cells)
+def test_standard_error_of_cells_is_zero_at_full_budget(case: Case, groups: nf.Cells) -> None:
+    method = replace(groups, probes=12, unfold=12, samples=2)
+    est = nf.estimate(
+        *case.tensors, case.mask, is_causal=case.causal, enable_gqa=True, method=method, generator=seeded(case.seed)
+    )
+    assert est.stderr is not None
+    assert bool((est.stderr == 0).all())
+    torch.testing.assert_close(est.output, attention64(*case.tensors, case.mask, case.causal))
+
+
+@given(cases, near, tails, deterministic_indices, cells, st.sampled_from([0.0, 1.0, 1e300, float("nan"), float("inf")]))
+def test_padding_content_is_irrelevant(case: Case, k: int, tail: int, index: Any, groups: nf.Cells, content: float) -> None:
     q, key, v = case.tensors
     mask = torch.rand(case.batch, 1, 1, case.keys, generator=seeded(case.seed + 1)) < 0.6
     hidden = ~mask[:, :, 0, :, None]
-    for method in (nf.Exact(), nf.TopK(k, tail, index)):
+    for method in (nf.Exact(), nf.TopK(k, tail, index), groups):
         filled = (q, key.masked_fill(hidden, content), v.masked_fill(hidden, content))
         assert torch.equal(case.run(filled, method, attn_mask=mask), case.run((q, key, v), method, attn_mask=mask))
 
 
-@given(cases, near, tails)
-def test_padding_is_the_same_as_fewer_keys(case: Case, k: int, tail: int) -> None:
+@given(cases, near, tails, cells)
+def test_padding_is_the_same_as_fewer_keys(case: Case, k: int, tail: int, groups: nf.Cells) -> None:
     q, key, v = (x[:1] for x in case.tensors)
     mask = torch.rand(case.keys, generator=seeded(case.seed + 1)) < 0.6
     mask[0] = True
     kept = (q, key[:, :, mask], v[:, :, mask])
-    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, tail)):
+    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, tail), groups):
         torch.testing.assert_close(
             case.run((q, key, v), method, attn_mask=mask, is_causal=False),
             case.run(kept, method, attn_mask=None, is_causal=False),
         )
 
 
-@given(cases, near)
-def test_batch_entries_are_independent(case: Case, k: int) -> None:
+@given(cases, near, cells)
+def test_batch_entries_are_independent(case: Case, k: int, groups: nf.Cells) -> None:
     """Whatever else is in the batch: other numbers, even huge ones or NaN, leave an entry alone bit for bit."""
     q, key, v = (torch.cat([x[:1], x[:1]]) for x in case.tensors)
     options = {"attn_mask": None}
-    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, 3)):
+    for method in (nf.Exact(), nf.TopK(k), nf.TopK(k, 3), groups):
         before = case.run((q, key, v), method, **options)
         for content in (0.0, 1e100, float("nan")):
             other = [x.clone() for x in (q, key, v)]
@@ -252,11 +287,11 @@ def test_batch_entries_are_independent(case: Case, k: int) -> None:
             assert torch.equal(case.run((other[0], other[1], other[2]), method, **options)[0], before[0])
 
 
-@given(cases, near)
-def test_batches_are_loops(case: Case, k: int) -> None:
+@given(cases, near, cells)
+def test_batches_are_loops(case: Case, k: int, groups: nf.Cells) -> None:
     q, key, v = case.tensors
     mask = case.mask
-    for method in (nf.Exact(), nf.TopK(k)):
+    for method in (nf.Exact(), nf.TopK(k), replace(groups, samples=0)):
         if case.spread == 0.0 and isinstance(method, nf.TopK):
             continue  # all keys tie: any k of them will do
         together = case.run((q, key, v), method)
@@ -266,9 +301,9 @@ def test_batches_are_loops(case: Case, k: int) -> None:
             torch.testing.assert_close(together[b : b + 1], alone)
 
 
-@given(cases, near, st.sampled_from([nf.ExactIndex(), nf.KMeansIndex(cells=3, probes=1)]))
-def test_grouped_queries_equal_repeated_keys(case: Case, k: int, index: Any) -> None:
+@given(cases, near, cells, st.sampled_from([nf.ExactIndex(), nf.KMeansIndex(cells=3, probes=1)]))
+def test_grouped_queries_equal_repeated_keys(case: Case, k: int, groups: nf.Cells, index: Any) -> None:
     q, key, v = case.tensors
     repeated = (q, key.repeat_interleave(case.group, 1), v.repeat_interleave(case.group, 1))
-    for method in (nf.Exact(), nf.TopK(k, 0, index), nf.TopK(k, 50, index)):
+    for method in (nf.Exact(), nf.TopK(k, 0, index), nf.TopK(k, 50, index), groups):
         torch.testing.assert_close(case.run((q, key, v), method), case.run(repeated, method))

@@ -13,7 +13,7 @@ from nearfield.checks import check_integer, check_positive
 from nearfield.index.base import Cutoffs
 from nearfield.index.candidates import best_of_lists
 from nearfield.index.prefixes import LEAF, PrefixBuilt
-from nearfield.partition.lloyd import lloyd
+from nearfield.partition.lloyd import lloyd, means
 from nearfield.precision import full_precision
 
 ROUTE_SCORES_PER_PASS = 1 << 21
@@ -79,7 +79,8 @@ class BuiltKMeans(PrefixBuilt):
         batch, length, dim = self.keys.shape
         self.recipe = recipe
         self.cells = max(1, min(length, recipe.cells or math.ceil(math.sqrt(length))))
-        centroids, assigned = lloyd(self.keys, self.cells, recipe.iterations, recipe.sample, recipe.seed)
+        assigned = lloyd(self.keys, self.cells, recipe.iterations, recipe.sample, recipe.seed)
+        centroids, _ = means(self.keys, assigned, self.keys.new_zeros(batch, self.cells, dim))
         self.centroids = centroids
         shifts = torch.arange(batch, device=keys.device)[:, None] * self.cells
         self.sizes = torch.bincount((assigned + shifts).reshape(-1), minlength=batch * self.cells).view(batch, self.cells)

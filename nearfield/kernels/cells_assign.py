@@ -31,7 +31,7 @@ def assign(keys: Tensor, visible: Tensor, settings: CellSettings, partition: Par
     segment = torch.arange(len(parts), device=keys.device)[:, None]
     if coarse:
         centroid, _ = means(parts, assigned, parts.new_zeros(len(parts), fine, dim))
-        parent = lloyd(centroid, coarse, COARSE_ITERATIONS, fine)[1]
+        parent = lloyd(centroid, coarse, COARSE_ITERATIONS, fine)
         rank = parent.argsort(dim=1, stable=True).argsort(dim=1)
         coarse_of[:closed] = (parent.gather(1, assigned) + segment * coarse).view(-1)
         assigned = rank.gather(1, assigned)

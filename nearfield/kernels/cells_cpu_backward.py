@@ -11,135 +11,119 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_far import cell_keep, child_edges, far_logits, moments, row_parts, tiles
-from nearfield.kernels.cells_head import Block, Head, by_cell, local_runs, pair_kernels
-from nearfield.kernels.cells_plan import CAP, CellPlan
-from nearfield.kernels.tiles import tile_backward
+from nearfield.kernels import dense
+from nearfield.kernels.cells_far import cell_keep, child_edges, child_moments, masses, moments, row_parts
+from nearfield.kernels.cells_head import Block, Head, local_runs, pair_kernels
+from nearfield.kernels.cells_near import tile_members
+from nearfield.kernels.cells_plan import CellPlan
+from nearfield.kernels.tiles import Stack, products, stacks
 from nearfield.partition.cells import CellTable, TableGradient
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sums:
     """Gradients of a head, filled block by block."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
-    tables: dict[int, TableGradient]
-
-    def of(self, table: CellTable) -> TableGradient:
-        return self.tables[id(table)]
+    fine: TableGradient
+    coarse: TableGradient | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class BackwardBlock:
-    """A block of rows with what the forward pass left of it."""
+    """A block of rows with what the forward pass left of it. One more row at the end, for tiles to fill up with, weighs 0."""
 
     block: Block
+    plan: CellPlan
+    """of these rows"""
     output: Tensor
     lse: Tensor
-    output_grad: Tensor
+    grad: Tensor
+    """of the output"""
     delta: Tensor
-    """`[rows]`: output times its gradient"""
+    """`[rows + 1]`: output times its gradient"""
     query_grad: Tensor
-    opened: Tensor
-    unfolded: Tensor
-    drawn: Tensor
-    log_factor: Tensor
+
+    def tile(self, stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries (times scale), output gradients, log-normalisers and deltas of a stack, `[tiles, tile_rows, ...]`."""
+        row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
+        queries = self.block.head.scaled(self.block.numbers.index_select(0, row)).view(shape)
+        lse, delta = (x.index_select(0, row).view(shape) for x in (self.lse, self.delta))
+        return queries, self.grad.index_select(0, row).view(shape), lse, delta
 
 
 def backward(head: Head, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values of one head, in the dtype of arithmetic."""
-    levels = [table for table in (head.fine, head.coarse) if table is not None]
     sums = Sums(
         queries=torch.zeros_like(head.queries, dtype=head.compute),
         keys=torch.zeros_like(head.keys, dtype=head.compute),
         values=torch.zeros_like(head.values, dtype=head.compute),
-        tables={id(table): TableGradient.zeros_like(table) for table in levels},
+        fine=TableGradient.zeros_like(head.fine),
+        coarse=None if head.coarse is None else TableGradient.zeros_like(head.coarse),
     )
     for block in head.blocks():
-        rows = block.rows
-        out, grad = output[rows].to(head.compute), output_grad[rows].to(head.compute)
-        part = BackwardBlock(
-            block,
-            out,
-            lse[rows],
-            grad,
-            (out * grad).sum(1),
-            torch.zeros_like(block.queries),
-            plan.opened[rows].long(),
-            plan.unfolded[rows].long(),
-            plan.drawn[rows].long(),
-            plan.log_factor[rows],
-        )
-        _far(head, part, sums)
+        part = _with_results(block, plan, output, lse, output_grad)
+        _dense_cells(part, sums)
         if head.coarse is not None:
-            _children(head, part, sums)
+            _children(part, sums)
         if head.settings.samples:
-            _drawn(head, part, sums)
-        _local(head, part, sums)
-        _near(head, part, sums)
-        sums.queries[rows] = part.query_grad * head.scale
-    for table in levels:
-        sums.of(table).spread_(table, head.keys, head.values, sums.keys, sums.values)
+            _drawn(part, sums)
+        _local(part, sums)
+        _near(part, sums)
+        sums.queries.index_copy_(0, block.rows, part.query_grad[:-1].mul_(head.scale))
+    sums.fine.spread_(head.fine, head.keys, head.values, sums.keys, sums.values)
+    if head.coarse is not None and sums.coarse is not None:
+        sums.coarse.spread_(head.coarse, head.keys, head.values, sums.keys, sums.values)
     return sums.queries, sums.keys, sums.values
 
 
-def _far(head: Head, part: BackwardBlock, sums: Sums) -> None:
-    """Cells that were summed up, at the level that was routed densely."""
-    table, taken = (head.fine, part.opened) if head.coarse is None else (head.coarse, part.unfolded)
+def _with_results(block: Block, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor) -> BackwardBlock:
+    head, rows = block.head, block.rows
+    out, grad = (torch.cat([x.index_select(0, rows), x.new_zeros(1, x.shape[1])]).to(head.compute) for x in (output, output_grad))
+    of_rows = (x.index_select(0, rows) for x in (plan.opened, plan.unfolded, plan.drawn, plan.log_factor))
+    own = CellPlan(plan.cell_of, plan.coarse_of, *(x if x.is_floating_point() else x.long() for x in of_rows))
+    # A row that sees nothing, like the one that fills tiles up, has weights e^(z - inf) = 0.
+    ended = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])
+    ended = ended.masked_fill_(ended == -torch.inf, torch.inf)
+    query_grad = head.queries.new_zeros(len(grad), head.queries.shape[1], dtype=head.compute)
+    return BackwardBlock(block, own, out, ended, grad, (out * grad).sum(1), query_grad)
+
+
+def _dense_cells(part: BackwardBlock, sums: Sums) -> None:
+    """Cells that were summed up, at the level at which every row looks at all of them."""
+    head, samples = part.block.head, part.block.head.settings.samples
+    table, taken, home, into = head.fine, part.plan.opened, head.cell_of, sums.fine
+    if head.coarse is not None and sums.coarse is not None:
+        table, taken, home, into = head.coarse, part.plan.unfolded, head.coarse_of, sums.coarse
     for piece, own in part.block.far_pieces():
         cells = slice(0, piece.segments * table.per_segment)
+        matrix = table.cross[piece.segments]
         for rows in row_parts(own, cells.stop):
-            queries = part.block.queries[rows]
+            queries, grad = part.block.scaled(rows), part.grad[rows]
             first, spread = moments(queries, table, cells)
-            logits = far_logits(first, spread, taken[rows])
-            keep = cell_keep(head, part.block, rows, table, torch.arange(cells.stop, device=logits.device))
-            factor = None
-            if head.settings.samples:
-                home = (head.cell_of if head.coarse is None else head.coarse_of).long()
-                factor = _left(part.drawn[rows], part.log_factor[rows], home, table, cells.stop)
-            _cells(part, sums, table, rows, piece.segments, cells, logits, spread, keep, factor)
-
-
-def _cells(
-    part: BackwardBlock,
-    sums: Sums,
-    table: CellTable,
-    rows: slice | Tensor,
-    segments: int,
-    cells: slice,
-    logits: Tensor,
-    spread: Tensor,
-    keep: Tensor | None,
-    factor: Tensor | None,
-) -> None:
-    """Some rows against a range of cells, as far field."""
-    queries, grad, into = part.block.queries[rows], part.output_grad[rows], sums.of(table)
-    lse = part.lse[rows]
-    weight = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp_()
-    if factor is not None:
-        weight = weight * factor
-    matrix = table.cross[segments]
-    kept = weight if keep is None else weight * keep
-    into.value[cells].addmm_(kept.T, grad)
-    tilt_grad = kept.sum(1, keepdim=True) * grad
-    into.cross[segments].addmm_(tilt_grad.T, queries)
-    query_grad = tilt_grad @ matrix
-    weight_grad = grad @ table.value[cells].T
-    weight_grad += (grad * (queries @ matrix.T)).sum(1, keepdim=True)
-    if keep is not None:
-        weight_grad = weight_grad * keep
-    logit_grad = weight_grad.sub_(part.delta[rows][:, None]).mul_(weight)
-    query_grad.addmm_(logit_grad, table.centroid[cells])
-    into.centroid[cells].addmm_(logit_grad.T, queries)
-    spread_grad = logit_grad.mul_(0.5).masked_fill_(spread > 2 * CAP, 0.0)
-    query_grad.addcmul_(queries, spread_grad @ table.variance[cells], value=2.0)
-    into.variance[cells].addmm_(spread_grad.T, queries.square())
-    if isinstance(rows, slice):
-        part.query_grad[rows] += query_grad
-    else:
-        part.query_grad.index_add_(0, rows, query_grad)
+            weight, top = masses(first, spread, taken[rows], table.size[cells])
+            weight.mul_((top - part.lse[rows]).exp_()[:, None])
+            if samples:
+                weight.mul_(_left(part.plan.drawn[rows], part.plan.log_factor[rows], home, table, cells.stop))
+            keep = cell_keep(head, part.block, rows, table, torch.arange(cells.stop, device=weight.device))
+            kept = weight if keep is None else weight * keep
+            into.value[cells].addmm_(kept.T, grad)
+            tilt_grad = kept.sum(1, keepdim=True) * grad
+            into.cross[piece.segments].addmm_(tilt_grad.T, queries)
+            query_grad = tilt_grad @ matrix
+            weight_grad = grad @ table.value[cells].T
+            weight_grad += (grad * (queries @ matrix.T)).sum(1, keepdim=True)
+            if keep is not None:
+                weight_grad.mul_(keep)
+            logit_grad = weight_grad.sub_(part.delta[rows, None]).mul_(weight)
+            query_grad.addmm_(logit_grad, table.centroid[cells])
+            into.centroid[cells].addmm_(logit_grad.T, queries)
+            spread_grad = logit_grad.div_((0.5 * spread).add_(2.0))
+            query_grad.addcmul_(queries, spread_grad @ table.variance[cells], value=2.0)
+            into.variance[cells].addmm_(spread_grad.T, queries.square())
+            part.query_grad[rows] += query_grad
 
 
 def _left(drawn: Tensor, log_factor: Tensor, home: Tensor, table: CellTable, cells: int) -> Tensor:
@@ -147,85 +131,132 @@ def _left(drawn: Tensor, log_factor: Tensor, home: Tensor, table: CellTable, cel
     place = home[drawn.clamp(min=0)]
     # A key that stands for a cell of the other level, or for none, goes to a column that is thrown away.
     place = torch.where((drawn < 0) | (place < 0) | (place >= cells), cells, place)
-    size = table.size[place.clamp(max=table.cells - 1)].clamp(min=1).to(log_factor.dtype)
-    used = log_factor.new_zeros(len(drawn), cells + 1).scatter_add_(1, place, log_factor.exp() / size)
+    used = log_factor.new_zeros(len(drawn), cells + 1).scatter_add_(1, place, _per_key(log_factor, table, place))
     return 1.0 - used[:, :cells]
 
 
-def _children(head: Head, part: BackwardBlock, sums: Sums) -> None:
-    """Fine cells of unfolded coarse ones that were not opened, coarse cell by coarse cell."""
-    assert head.coarse is not None
+def _per_key(log_factor: Tensor, table: CellTable, cell: Tensor) -> Tensor:
+    """What a drawn key takes of its cell: its factor over the number of keys there."""
+    return log_factor.exp() / table.size[cell.clamp(max=table.cells - 1)].clamp(min=1)
+
+
+def _children(part: BackwardBlock, sums: Sums) -> None:
+    """Fine cells of unfolded coarse ones that were not opened."""
+    head, table, into = part.block.head, part.block.head.fine, sums.fine
     edges = child_edges(head)
-    rows, slots = part.unfolded.shape
-    number = torch.arange(rows, device=edges.device)
-    segments = torch.zeros(rows, dtype=torch.int64, device=edges.device)
-    for piece, own in part.block.far_pieces():
-        segments[own] = piece.segments
-    opened = _membership(part.opened, head.fine.cells)
+    unfolded = part.plan.unfolded
+    columns = _Columns(head, unfolded, edges)
+    gone = columns.zeros(torch.bool)
+    columns.put_(gone, part.plan.opened, torch.ones_like(part.plan.opened, dtype=torch.bool))
     left = None
     if head.settings.samples:
-        left = _left(part.drawn, part.log_factor, head.cell_of.long(), head.fine, head.fine.cells)
-    for cell, pairs, row in tiles(head, part.unfolded):
-        real = pairs < rows * slots
-        row = number[row[real]]
-        cells = slice(int(edges[cell]), int(edges[cell + 1]))
-        first, spread = moments(part.block.queries[row], head.fine, cells)
-        logits = far_logits(first, spread, first.new_zeros(len(row), 0, dtype=torch.int64))
-        logits.masked_fill_(opened[row, cells], -torch.inf)
-        ids = torch.arange(cells.start, cells.stop, device=row.device)
-        keep = head.keep(part.block.rows[row, None], ids + len(head.keys))
-        factor = None if left is None else left[row, cells]
-        # X is pooled over what a row sees, which differs between the pieces of a block.
-        for seen in segments[row].unique().tolist():
-            some = (segments[row] == seen).nonzero()[:, 0]
-            _cells(
-                part,
-                sums,
-                head.fine,
-                row[some],
-                seen,
-                cells,
-                logits[some],
-                spread[some],
-                None if keep is None else keep[some],
-                None if factor is None else factor[some],
-            )
+        cell = torch.where(part.plan.drawn < 0, -1, head.cell_of[part.plan.drawn.clamp(min=0)])
+        left = columns.zeros(part.lse.dtype).add_(1.0)
+        columns.put_(left, cell, -_per_key(part.plan.log_factor, table, cell.clamp(min=0)))
+    tilt = torch.zeros_like(part.grad)
+    for piece, own in part.block.far_pieces():
+        tilt[own] = part.block.scaled(own) @ table.cross[piece.segments].T
+    along_tilt = (part.grad * tilt).sum(1)
+    mass = torch.zeros_like(along_tilt)
+    for stack in stacks(unfolded, edges, head.keys.shape[1], page_size=max(1, table.cells), with_pairs=True):
+        row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
+        queries, grad, lse, delta = part.tile(stack)
+        first, spread = child_moments(head, part.block, stack)
+        taken = columns.rows(gone, stack)
+        weight = first.masked_fill_(taken, -torch.inf).sub_(lse).exp_().mul_((0.25 * spread).add_(1.0).square_())
+        weight.mul_(table.size[stack.members][:, None])
+        if left is not None:
+            weight.mul_(columns.rows(left, stack))
+        keep = head.keep(part.block.numbers[row].view(shape), stack.members[:, None] + len(head.keys))
+        kept = weight if keep is None else weight * keep
+        mass.index_add_(0, row, kept.sum(-1).view(-1))
+        weight_grad = products(grad, table.value[stack.members])
+        weight_grad += along_tilt.index_select(0, row).view(shape)
+        if keep is not None:
+            weight_grad.mul_(keep)
+        logit_grad = weight_grad.sub_(delta).mul_(weight)
+        query_grad = torch.bmm(logit_grad, table.centroid[stack.members])
+        member = stack.members.view(-1)
+        into.value.index_add_(0, member, torch.bmm(kept.transpose(1, 2), grad).flatten(0, 1))
+        into.centroid.index_add_(0, member, torch.bmm(logit_grad.transpose(1, 2), queries).flatten(0, 1))
+        spread_grad = logit_grad.div_((0.5 * spread).add_(2.0))
+        query_grad.addcmul_(queries, torch.bmm(spread_grad, table.variance[stack.members]), value=2.0)
+        into.variance.index_add_(0, member, torch.bmm(spread_grad.transpose(1, 2), queries.square()).flatten(0, 1))
+        part.query_grad.index_add_(0, row, query_grad.flatten(0, 1))
+    for piece, own in part.block.far_pieces():
+        tilt_grad = mass[own, None] * part.grad[own]
+        into.cross[piece.segments].addmm_(tilt_grad.T, part.block.scaled(own))
+        part.query_grad[own] += tilt_grad @ table.cross[piece.segments]
 
 
-def _membership(chosen: Tensor, cells: int) -> Tensor:
-    """`[rows, cells]`: whether a row chose a cell."""
-    found = torch.zeros(len(chosen), cells + 1, dtype=torch.bool, device=chosen.device)
-    return found.scatter_(1, torch.where(chosen < 0, cells, chosen), True)[:, :cells]
+class _Columns:
+    """A table with a column for every fine cell of what a row unfolded, `[rows * slots + 1, most children]`."""
+
+    def __init__(self, head: Head, unfolded: Tensor, edges: Tensor) -> None:
+        self.edges = edges
+        self.slots = unfolded.shape[1]
+        self.most = max(1, int(edges.diff().max()))
+        self.pairs = unfolded.numel()
+        self.sorted, self.slot = unfolded.sort(1)
+        self.parent = torch.searchsorted(edges, torch.arange(head.fine.cells, device=edges.device), right=True) - 1
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.pairs + 1, self.most, dtype=dtype, device=self.edges.device)
+
+    def put_(self, table: Tensor, cell: Tensor, amount: Tensor) -> None:
+        """Add to the entries of fine cells `[rows, k]`; those that are -1, or not unfolded, are left out."""
+        parent = self.parent[cell.clamp(min=0)]
+        found = torch.searchsorted(self.sorted, parent).clamp(max=self.slots - 1)
+        here = (cell >= 0) & (self.sorted.gather(1, found) == parent)
+        row = torch.arange(len(cell), device=cell.device)[:, None]
+        pair = torch.where(here, row * self.slots + self.slot.gather(1, found), self.pairs)
+        column = torch.where(here, cell - self.edges[parent], 0)
+        place = (pair * self.most + column).view(-1)
+        if table.dtype == torch.bool:
+            table.view(-1)[place] = True
+        else:
+            table.view(-1).index_add_(0, place, amount.reshape(-1))
+
+    def rows(self, table: Tensor, stack: Stack) -> Tensor:
+        """The entries of a stack, `[tiles, tile_rows, width]`."""
+        assert stack.pairs is not None
+        wide = stack.members.shape[1]
+        entries = table.index_select(0, stack.pairs.view(-1))[:, :wide]
+        if wide > self.most:
+            entries = torch.nn.functional.pad(entries, (0, wide - self.most))
+        return entries.view(*stack.pairs.shape, wide)
 
 
-def _drawn(head: Head, part: BackwardBlock, sums: Sums) -> None:
+def _drawn(part: BackwardBlock, sums: Sums) -> None:
     """Drawn keys, each with the factor that the plan gave it."""
-    queries, drawn = part.block.queries, part.drawn.clamp(min=0)
-    kernels = pair_kernels(queries.device)
+    head = part.block.head
+    kernels = pair_kernels(part.grad.device)
+    queries, grad, drawn = part.block.scaled(slice(None)), part.grad[:-1], part.plan.drawn.clamp(min=0)
     keys, values = head.keys.to(head.compute), head.values.to(head.compute)
-    logits = kernels.pair_scores(queries, keys, drawn) + part.log_factor
-    weight = (logits - part.lse.masked_fill(part.lse == -torch.inf, 0.0)[:, None]).exp_()
+    weight = (kernels.pair_scores(queries, keys, drawn) + part.plan.log_factor - part.lse[:-1, None]).exp_()
     keep = head.keep(part.block.rows[:, None], drawn)
     kept = weight if keep is None else weight * keep
-    weight_grad = kernels.pair_scores(part.output_grad, values, drawn)
+    weight_grad = kernels.pair_scores(grad, values, drawn)
     if keep is not None:
         weight_grad = weight_grad * keep
-    logit_grad = weight * (weight_grad - part.delta[:, None])
-    part.query_grad += kernels.pair_sums(logit_grad, keys, drawn)
+    logit_grad = weight * (weight_grad - part.delta[:-1, None])
+    part.query_grad[:-1] += kernels.pair_sums(logit_grad, keys, drawn)
     kernels.pair_scatter_(sums.keys, logit_grad, queries, drawn)
-    kernels.pair_scatter_(sums.values, kept, part.output_grad, drawn)
+    kernels.pair_scatter_(sums.values, kept, grad, drawn)
 
 
-def _local(head: Head, part: BackwardBlock, sums: Sums) -> None:
+def _local(part: BackwardBlock, sums: Sums) -> None:
+    """Keys that a piece sees one by one."""
+    head = part.block.head
     group = head.settings.group
     for piece, own in zip(part.block.pieces, part.block.ranges, strict=True):
         shape = (group, piece.length, -1)
         for position, causal, seen in local_runs(head, piece):
             keys, values = head.members(position)
-            keep = head.keep(part.block.rows[own].view(group, -1, 1), position)
-            query_grad, key_grad, value_grad = tile_backward(
-                part.output_grad[own].view(shape),
-                part.block.queries[own].view(shape),
+            keep = head.keep(part.block.rows[own].view(shape), position)
+            query_grad, key_grad, value_grad = dense.attend_backward(
+                part.grad[own].view(shape),
+                part.block.scaled(own).view(shape),
                 keys,
                 values,
                 part.output[own].view(shape),
@@ -239,28 +270,23 @@ def _local(head: Head, part: BackwardBlock, sums: Sums) -> None:
             sums.values.index_add_(0, position, value_grad)
 
 
-def _near(head: Head, part: BackwardBlock, sums: Sums) -> None:
-    """Opened cells, one after the other."""
-    if not head.fine.cells:
-        return
-    _, row, edges = by_cell(part.opened, head.fine.cells, 1)
-    starts = head.fine.starts.tolist()
-    for cell in range(head.fine.cells):
-        if edges[cell] == edges[cell + 1]:
-            continue
-        some = row[edges[cell] : edges[cell + 1]]
-        position = head.fine.order[starts[cell] : starts[cell + 1]]
-        keys, values = head.members(position)
-        keep = head.keep(part.block.rows[some][:, None], position)
-        query_grad, key_grad, value_grad = tile_backward(
-            part.output_grad[some][None],
-            part.block.queries[some][None],
-            keys,
-            values,
-            part.output[some][None],
-            part.lse[some][None],
-            keep=None if keep is None else keep[None],
-        )
-        part.query_grad.index_add_(0, some, query_grad[0])
-        sums.keys.index_add_(0, position, key_grad)
-        sums.values.index_add_(0, position, value_grad)
+def _near(part: BackwardBlock, sums: Sums) -> None:
+    """The keys of opened cells."""
+    head = part.block.head
+    for stack in stacks(part.plan.opened, head.fine.starts, head.keys.shape[1]):
+        row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
+        keys, values, position = tile_members(head, stack)
+        queries, grad, lse, delta = part.tile(stack)
+        weight = products(queries, keys, -lse)
+        if stack.missing is not None:
+            weight.masked_fill_(stack.missing[:, None], -torch.inf)
+        weight.exp_()
+        keep = head.keep(part.block.numbers[row].view(shape), position[:, None])
+        kept = weight if keep is None else weight * keep
+        weight_grad = products(grad, values)
+        if keep is not None:
+            weight_grad.mul_(keep)
+        sums.values.index_add_(0, position.view(-1), torch.bmm(kept.transpose(1, 2), grad).flatten(0, 1))
+        logit_grad = weight_grad.sub_(delta).mul_(weight)
+        sums.keys.index_add_(0, position.view(-1), torch.bmm(logit_grad.transpose(1, 2), queries).flatten(0, 1))
+        part.query_grad.index_add_(0, row, torch.bmm(logit_grad, keys).flatten(0, 1))

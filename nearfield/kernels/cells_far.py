@@ -9,10 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_head import TILE_ROWS, Block, Head, Partial, by_cell, pair_kernels
-from nearfield.kernels.cells_plan import CAP, Piece
+from nearfield.kernels.cells_head import Block, Head, Partial, pair_kernels
+from nearfield.kernels.cells_plan import ROUTE_SPREADS, Piece
+from nearfield.kernels.tiles import Stack, products, stacks
 from nearfield.partition.cells import CellTable
 from nearfield.sampling import hashed_uniform
+
+GROUP = 8
+"""Cells per group where the best ones are found in two steps."""
 
 SCORES_PER_PASS = 1 << 20
 """Entries of one block of the (row, cell) score table: 4 MB in float32, which a core's cache still holds."""
@@ -20,11 +24,13 @@ SCORES_PER_PASS = 1 << 20
 
 @dataclass(frozen=True)
 class Strata:
-    """Cells of one level that some rows leave closed, with their logits (-inf for those that do not count)."""
+    """Cells of one level that some rows leave closed, with their masses (0 for those that do not count)."""
 
     table: CellTable
-    logits: Tensor
-    """`[rows, cells]`"""
+    weight: Tensor
+    """`[rows, cells]`: mass e^-top"""
+    top: Tensor
+    """`[rows]`"""
     tilt: Tensor
     """`[rows, value_dim]`: what X q adds to every value"""
     ids: Tensor | None = None
@@ -57,13 +63,15 @@ class Far:
     """`[rows, unfold]`, likewise"""
     draws: Draws | None
 
-    def run(self) -> None:
+    def run(self) -> Tensor:
+        """Returns the largest logit of an opened centroid, `[rows]`; -inf where nothing is opened."""
+        ref = self.total.ref.new_full((len(self.block),), -torch.inf)
         two_levels = self.head.coarse is not None
         for piece, part in self.block.far_pieces():
             table, taken = (self.head.coarse, self.unfolded) if two_levels else (self.head.fine, self.opened)
             assert table is not None
             for rows in row_parts(part, piece.segments * table.per_segment):
-                cells = self._dense(piece, rows, table, taken, fresh=True)
+                cells = self._dense(piece, rows, table, taken, ref)
                 # Draws need the strata of both levels side by side.
                 if self.draws is None or not two_levels:
                     self._sum_up(rows, [cells])
@@ -71,40 +79,44 @@ class Far:
             children = Children.score(self.head, self.block, self.unfolded)
             for piece, part in self.block.far_pieces():
                 for rows in row_parts(part, children.width):
-                    strata = [self._fine(piece, rows, children)]
+                    strata = [self._fine(piece, rows, children, ref)]
                     if self.draws is not None:
                         assert self.head.coarse is not None
-                        strata.append(self._dense(piece, rows, self.head.coarse, self.unfolded, fresh=False))
+                        strata.append(self._dense(piece, rows, self.head.coarse, self.unfolded, None))
                     self._sum_up(rows, strata)
+        return ref
 
-    def _dense(self, piece: Piece, rows: slice, table: CellTable, taken: Tensor, fresh: bool) -> Strata:
-        """All cells that a piece sees. `fresh`: choose which of them to take, else they are already taken."""
+    def _dense(self, piece: Piece, rows: slice, table: CellTable, taken: Tensor, ref: Tensor | None) -> Strata:
+        """All cells that a piece sees. Chooses which of them to take, unless `ref` is None: then they are already taken."""
         cells = piece.segments * table.per_segment
-        queries = self.block.queries[rows]
+        queries = self.block.scaled(rows)
         first, spread = moments(queries, table, slice(0, cells))
-        if fresh:
-            best = choose(first + spread.sqrt(), taken.shape[1])
+        if ref is not None:
+            best = choose(first, spread, taken.shape[1])
             taken[rows, : best.shape[1]] = best
-        logits = far_logits(first, spread, taken[rows])
-        keep = cell_keep(self.head, self.block, rows, table, torch.arange(cells, device=logits.device))
-        return Strata(table, logits, queries @ table.cross[piece.segments].T, keep=keep)
+            ref[rows] = largest(first, best)
+        weight, top = masses(first, spread, taken[rows], table.size[:cells])
+        keep = cell_keep(self.head, self.block, rows, table, torch.arange(cells, device=weight.device))
+        return Strata(table, weight, top, queries @ table.cross[piece.segments].T, keep=keep)
 
-    def _fine(self, piece: Piece, rows: slice, children: Children) -> Strata:
+    def _fine(self, piece: Piece, rows: slice, children: Children, ref: Tensor) -> Strata:
         """The fine cells of what was unfolded; opens the best of them."""
         first, spread, ids = children.first[rows], children.spread[rows], children.ids[rows]
-        best = choose(first + spread.sqrt(), self.opened.shape[1])
-        self.opened[rows, : best.shape[1]] = torch.where(best < 0, -1, ids.gather(1, best.clamp(min=0)))
         table = self.head.fine
+        best = choose(first, spread, self.opened.shape[1])
+        cells = ids.gather(1, best.clamp(min=0))
+        self.opened[rows, : best.shape[1]] = cells.masked_fill(best < 0, -1)
+        ref[rows] = largest(first, best)
         keep = cell_keep(self.head, self.block, rows, table, ids)
-        return Strata(table, far_logits(first, spread, best), self.block.queries[rows] @ table.cross[piece.segments].T, ids, keep)
+        weight, top = masses(first, spread, best, table.size[ids])
+        return Strata(table, weight, top, self.block.scaled(rows) @ table.cross[piece.segments].T, ids, keep)
 
     def _sum_up(self, rows: slice, strata: list[Strata]) -> None:
         if self.draws is not None:
             self.total.add(rows, *self.draws.correct(rows, strata))
             return
         for level in strata:
-            weight, top = exponentials(level.logits)
-            self.total.add(rows, level.sums(weight), top, weight.sum(1))
+            self.total.add(rows, level.sums(level.weight), level.top, level.weight.sum(1))
 
 
 class Draws:
@@ -116,7 +128,7 @@ class Draws:
 
     def __init__(self, head: Head, block: Block) -> None:
         self.head, self.block = head, block
-        samples, like = head.settings.samples, block.queries
+        samples, like = head.settings.samples, head.fine.centroid
         self.drawn = torch.full((len(block), samples), -1, dtype=torch.int64, device=like.device)
         self.log_factor = like.new_full((len(block), samples), -torch.inf)
         self.log_mass = like.new_full((len(block),), -torch.inf)
@@ -126,9 +138,9 @@ class Draws:
     def correct(self, rows: slice, strata: list[Strata]) -> tuple[Tensor, Tensor, Tensor]:
         """Numerator, reference and mass of the far field after correction."""
         head, samples = self.head, self.drawn.shape[1]
-        queries, numbers = self.block.queries[rows], self.block.rows[rows] + head.first_row
-        logits = torch.cat([level.logits for level in strata], 1)
-        weight, top = exponentials(logits)
+        queries, numbers = self.block.scaled(rows), self.block.rows[rows] + head.first_row
+        top = torch.stack([level.top for level in strata]).amax(0)
+        weight = torch.cat([level.weight * (level.top - finite(top)).exp_()[:, None] for level in strata], 1)
         ladder = weight.double().cumsum(1)
         mass = ladder[:, -1]
         some = mass > 0
@@ -142,7 +154,7 @@ class Draws:
         first, size = torch.zeros_like(place), torch.ones_like(place)
         offset = 0
         for level in strata:
-            width = level.logits.shape[1]
+            width = level.weight.shape[1]
             here = (place >= offset) & (place < offset + width)
             column = (place - offset).clamp(0, width - 1)
             number = level.number(column)
@@ -153,14 +165,14 @@ class Draws:
             stand_in = torch.where(here[..., None], value, stand_in)
             # A coarse cell is a run of fine ones: both tables begin its keys at the same place of the order.
             first = torch.where(here, level.table.starts[number], first)
-            size = torch.where(here, level.table.size[number], size)
+            size = torch.where(here, level.table.size[number].long(), size)
             offset += width
         step = hashed_uniform(head.seed, numbers[:, None], -1 - samples - draw)
         inside = (step * size).long().clamp(max=(size - 1).clamp(min=0))
         drawn = head.fine.order[(first + inside).clamp(max=len(head.fine.order) - 1)]
 
         log_mass = mass.log().to(top.dtype) + top
-        log_key = logits.gather(1, place) - size.clamp(min=1).to(top.dtype).log()
+        log_key = (weight.gather(1, place) / size.clamp(min=1)).log() + top[:, None]
         z = pair_kernels(queries.device).pair_scores(queries, head.keys.to(head.compute), drawn)
         log_factor = (log_mass[:, None] - log_key - math.log(samples)).masked_fill(~some[:, None], -torch.inf)
         ratio = torch.where(some[:, None], (z - log_key).exp(), 1.0)
@@ -196,12 +208,13 @@ class Children:
         rows, slots = unfolded.shape
         edges = child_edges(head)
         most = max(1, int(edges.diff().max())) if len(edges) > 1 else 1
-        first = block.queries.new_full((rows * slots + 1, most), -torch.inf)
+        first = head.fine.centroid.new_full((rows * slots + 1, most), -torch.inf)
         spread = torch.zeros_like(first)
-        for cell, pairs, row in tiles(head, unfolded):
-            own = slice(int(edges[cell]), int(edges[cell + 1]))
-            one, two = moments(block.queries[row], head.fine, own)
-            first[pairs, : one.shape[1]], spread[pairs, : one.shape[1]] = one, two
+        for stack in stacks(unfolded, edges, head.keys.shape[1], page_size=max(1, head.fine.cells), with_pairs=True):
+            one, two = child_moments(head, block, stack)
+            assert stack.pairs is not None
+            pairs, wide = stack.pairs.view(-1), min(most, one.shape[2])
+            first[pairs, :wide], spread[pairs, :wide] = one[..., :wide].flatten(0, 1), two[..., :wide].flatten(0, 1)
         ids = edges[unfolded.clamp(min=0)][..., None] + torch.arange(most, device=edges.device)
         ids = ids.clamp(max=max(0, head.fine.cells - 1))
         return Children(first[:-1].view(rows, -1), spread[:-1].view(rows, -1), ids.view(rows, -1), slots * most)
@@ -213,14 +226,14 @@ def child_edges(head: Head) -> Tensor:
     return torch.searchsorted(head.fine.starts[:-1].contiguous(), head.coarse.starts)
 
 
-def tiles(head: Head, chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For every cell that `chosen` `[rows, slots]` names: the cell, its flat pairs, and their rows."""
-    table = head.fine if head.coarse is None else head.coarse
-    pairs, row, edges = by_cell(chosen, table.cells, TILE_ROWS if head.settings.segment else 1)
-    for cell in range(table.cells):
-        if edges[cell] < edges[cell + 1]:
-            run = slice(edges[cell], edges[cell + 1])
-            yield cell, pairs[run], row[run]
+def child_moments(head: Head, block: Block, stack: Stack) -> tuple[Tensor, Tensor]:
+    """`moments` of the fine cells that are the members of a stack, `[tiles, rows, width]` each."""
+    queries = head.scaled(block.numbers.index_select(0, stack.rows.view(-1))).view(*stack.rows.shape, -1)
+    void = head.fine.void[stack.members]
+    if stack.missing is not None:
+        void = void.masked_fill(stack.missing, -torch.inf)
+    first = products(queries, head.fine.centroid[stack.members], void[:, None])
+    return first, products(queries.square_(), head.fine.variance[stack.members])
 
 
 def row_parts(part: slice, cost: int) -> Iterator[slice]:
@@ -231,28 +244,49 @@ def row_parts(part: slice, cost: int) -> Iterator[slice]:
 
 
 def moments(queries: Tensor, table: CellTable, cells: slice) -> tuple[Tensor, Tensor]:
-    """log n_c + q.mu_c and u_c = sum_i q_i^2 var_{c,i} for a range of cells, `[rows, cells]` each."""
-    first = torch.addmm(table.log_size[cells], queries, table.centroid[cells].T)
+    """q.mu_c (-inf for empty cells) and u_c = sum_i q_i^2 var_{c,i} for a range of cells, `[rows, cells]` each."""
+    first = torch.addmm(table.void[cells], queries, table.centroid[cells].T)
     return first, queries.square() @ table.variance[cells].T
 
 
-def choose(scores: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest finite scores of each row; -1 where there are fewer."""
-    best = scores.topk(min(count, scores.shape[1]), sorted=False)
-    return best.indices.masked_fill(best.values == -torch.inf, -1)
+def choose(first: Tensor, spread: Tensor, count: int) -> Tensor:
+    """The columns of the `count` largest scores of each row; -1 where there are fewer cells."""
+    scores = torch.add(first, spread.sqrt(), alpha=ROUTE_SPREADS)
+    rows, cells = scores.shape
+    groups = cells // GROUP
+    if groups < 2 * count:
+        best = scores.topk(min(count, cells), sorted=False)
+        return best.indices.masked_fill_(best.values == -torch.inf, -1)
+    # The best of `count` cells are among the `count` groups with the best maxima; a strided group is a column, quick to reduce.
+    strided = scores[:, : groups * GROUP].view(rows, GROUP, groups)
+    group = strided.amax(1).topk(count, sorted=False).indices
+    column = (group[:, None] + groups * torch.arange(GROUP, device=group.device)[:, None]).view(rows, -1)
+    rest = torch.arange(groups * GROUP, cells, device=group.device).expand(rows, -1)
+    column = torch.cat([column, rest], 1)
+    best = scores.gather(1, column).topk(count, sorted=False)
+    return column.gather(1, best.indices).masked_fill_(best.values == -torch.inf, -1)
 
 
-def far_logits(first: Tensor, spread: Tensor, taken: Tensor) -> Tensor:
-    """Second-order logits of cells, -inf for those at the columns `taken`."""
-    logits = first + (0.5 * spread).clamp_(max=CAP)
+def largest(first: Tensor, best: Tensor) -> Tensor:
+    """The largest q.mu_c among the cells at the columns `best`; -inf where there are none."""
+    return first.gather(1, best.clamp(min=0)).masked_fill_(best < 0, -torch.inf).amax(1)
+
+
+def masses(first: Tensor, spread: Tensor, taken: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """e^-top n_c e^{q.mu_c} (1 + u_c / 4)^2, zero for cells at the columns `taken`, and top: `[rows, cells]` and `[rows]`.
+
+    Overwrites `first`.
+    """
     # A row with an empty slot (-1) has taken every cell there is, so that the first one is taken, or empty, as well.
-    return logits.scatter_(1, taken.clamp(min=0)[:, : logits.shape[1]], -torch.inf)
+    first.scatter_(1, taken.clamp(min=0)[:, : first.shape[1]], -torch.inf)
+    top = first.amax(1)
+    weight = first.sub_(finite(top)[:, None]).exp_()
+    return weight.mul_((0.25 * spread).add_(1.0).square_()).mul_(size), top
 
 
-def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """e^(logits - top) and top, the largest of each row; zeros where all are -inf."""
-    top = logits.amax(1)
-    return (logits - top.masked_fill(top == -torch.inf, 0.0)[:, None]).exp_(), top
+def finite(top: Tensor) -> Tensor:
+    """The same, with 0 for -inf, so that it can be subtracted."""
+    return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def cell_keep(head: Head, block: Block, rows: slice, table: CellTable, ids: Tensor) -> Tensor | None:

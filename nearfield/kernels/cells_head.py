@@ -14,12 +14,8 @@ from nearfield.kernels.cells_plan import CellSettings, Piece, pieces, row_blocks
 from nearfield.partition.cells import CellTable, tabulate
 from nearfield.sampling import hashed_uniform
 
-LEAST_BLOCK_BYTES = 4 << 20
-MOST_BLOCK_BYTES = 64 << 20
-
-TILE_ROWS = 32
-"""Causal tiles are filled up to a multiple of this. A matrix product may round a row differently when the number of rows beside
-it changes, and how many rows open a cell depends on later queries: a row must not change by a bit because of them."""
+LEAST_BLOCK_BYTES = 16 << 20
+MOST_BLOCK_BYTES = 256 << 20
 
 
 @dataclass
@@ -67,17 +63,22 @@ class Head:
         return torch.promote_types(self.queries.dtype, torch.float32)
 
     def blocks(self) -> Iterator[Block]:
-        """Blocks of rows. Their partial results take no more than a fraction of what the inputs themselves do, within reason."""
-        wide = self.values.shape[1] + 2
-        tensors = (self.queries, self.keys, self.values)
-        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, sum(x.numel() for x in tensors)))
-        per_position = self.settings.group * (self.settings.probes + 4) * wide * 4
-        for found in row_blocks_of(self.pieces, max(64, budget // per_position)):
+        """Blocks of rows. They take no more memory than one of the inputs does, within reason."""
+        settings, wide = self.settings, self.values.shape[1]
+        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 4))
+        # Two accumulators, and the pairs with what sorting them takes.
+        per_row = 8 * wide + 40 * settings.probes + 48 * settings.unfold * (settings.branching + 1)
+        for found in row_blocks_of(self.pieces, max(64, budget // (per_row * settings.group))):
             yield Block(self, found)
 
     def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at some positions, in the dtype of arithmetic."""
-        return self.keys[own].to(self.compute), self.values[own].to(self.compute)
+        keys, values = self.keys.index_select(0, own), self.values.index_select(0, own)
+        return keys.to(self.compute), values.to(self.compute)
+
+    def scaled(self, numbers: Tensor) -> Tensor:
+        """Queries of the rows with these numbers, times scale, in the dtype of arithmetic."""
+        return self.queries.index_select(0, numbers).to(self.compute).mul_(self.scale)
 
     def keep(self, rows: Tensor, items: Tensor) -> Tensor | None:
         """Dropout factors of (row, item) pairs, broadcast together; an item is a key, or a cell counted on from the last key."""
@@ -103,7 +104,12 @@ class Block:
         for piece in found:
             self.ranges.append(slice(start, start + group * piece.length))
             start += group * piece.length
-        self.queries = head.queries[self.rows].to(head.compute) * head.scale
+        self.numbers = torch.cat([self.rows, self.rows.new_zeros(1)])
+        """`[rows + 1]`: with one more, any, for tiles to fill up with"""
+
+    def scaled(self, part: slice) -> Tensor:
+        """Queries of some rows `[..., dim]`, times scale."""
+        return self.head.scaled(self.rows[part])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -159,26 +165,6 @@ def local_runs(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor 
         own = torch.arange(piece.closed, last, device=device)
         if len(own):
             yield own, False, own < seen[:, None]
-
-
-def by_cell(chosen: Tensor, cells: int, tile_rows: int) -> tuple[Tensor, Tensor, list[int]]:
-    """(row, slot) pairs grouped by the cell they name.
-
-    Returns the flat pair numbers `[m]` cell by cell, each cell's run filled up to a multiple of `tile_rows` with the number
-    `chosen.numel()`, the row of each pair (row 0 for fillers), and the edges of the runs.
-    """
-    flat = chosen.reshape(-1)
-    pair = flat.argsort(stable=True)
-    sizes = torch.bincount(flat + 1, minlength=cells + 1)
-    pair, sizes = pair[int(sizes[0]) :], sizes[1:]
-    padded = -(-sizes // tile_rows) * tile_rows
-    edges = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    if tile_rows == 1:
-        return pair, pair // chosen.shape[1], edges.tolist()
-    place = torch.arange(len(pair), device=flat.device) + (edges[:-1] - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
-    filled = torch.full((int(edges[-1]),), flat.numel(), device=flat.device)
-    filled[place] = pair
-    return filled, torch.where(filled < flat.numel(), filled // chosen.shape[1], 0), edges.tolist()
 
 
 def pair_kernels(device: torch.device) -> ModuleType:

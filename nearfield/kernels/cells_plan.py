@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-CAP = 1.0
-"""The second-order term u_c / 2 is trusted up to here: a logit that is far from Gaussian inside a cell would blow it up."""
+ROUTE_SPREADS = 1.5
+"""A cell's routing score is q.mu_c plus so many standard deviations of its logits: what its best keys may reach."""
 
 
 class CellSettings(NamedTuple):

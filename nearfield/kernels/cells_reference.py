@@ -4,8 +4,9 @@ What was decided (which key lives in which cell, which cells a row opened, what 
 else is arithmetic. A row attends to
 
 - near keys, with logit z_j: the sinks, the keys after its last closed segment, and all keys of the cells it opened;
-- every cell that it sees and did not open, with logit log n_c + z(mu_c) + min(u_c / 2, 1) and value v_c + X q, where
-  u_c = sum_i q_i^2 var_{c,i} and X is the covariance of values and keys inside cells, pooled over the segments the row sees;
+- every cell that it sees and did not open, with mass n_c e^{z(mu_c)} (1 + u_c / 4)^2 and value v_c + X q, where
+  u_c = sum_i q_i^2 var_{c,i} and X is the covariance of values and keys inside cells, pooled over the segments the row sees
+  (a Gaussian cell would have e^{u_c / 2}, which agrees to second order and runs away where a cell is not Gaussian);
 - with two levels: coarse cells in the same way, or, of those it unfolded, their fine cells.
 
 Drawn keys correct the far field: with F its mass, g_c the mass of one key by its cell, key j drawn with probability g_c / F and l
@@ -18,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_plan import CAP, CellPlan
+from nearfield.kernels.cells_plan import CellPlan
 
 
 def attend(
@@ -67,7 +68,7 @@ def attend(
             )
             mask = mask & _any_equal(parent, plan.unfolded)
         spread = queries.square() @ variance.T
-        second_order = queries @ centroid.T + size.clamp(min=1).log() + (spread / 2).clamp(max=CAP)
+        second_order = queries @ centroid.T + size.clamp(min=1).log() + 2 * torch.log1p(spread / 4)
         logits.append(second_order.masked_fill(~mask, -torch.inf))
         tables.append(value)
         tilt = torch.zeros(rows, values.shape[1], dtype=values.dtype, device=values.device)

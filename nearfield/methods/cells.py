@@ -25,10 +25,10 @@ class Cells:
 
     With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
 
-    1. score_c = log n_c + q.mu_c + sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; a row opens the `probes` cells of largest score,
-       and all keys of an opened cell are near;
-    2. every other cell counts with mass n_c exp(q.mu_c + min(u_c / 2, 1)) and value v_c + X q, X the covariance of values and
-       keys inside cells, pooled over all cells: what a Gaussian cell would give, the exponent capped;
+    1. a row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; all keys of an opened
+       cell are near;
+    2. every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys
+       inside cells, pooled over all cells: right to second order, and tame where a cell is far from Gaussian;
     3. optionally `samples` far keys per row are drawn, with the far field as control variate: numerator and denominator become
        unbiased, and their spread is a standard error.
 

@@ -26,8 +26,10 @@ class CellTable:
     starts: Tensor
     """`[cells + 1]`: the cell's range of `order`"""
     per_segment: int
-    log_size: Tensor
-    """`[cells]`; -inf where a cell is empty"""
+    size: Tensor
+    """`[cells]`: how many keys, in the dtype of arithmetic"""
+    void: Tensor
+    """`[cells]`: -inf where a cell is empty, else 0"""
     centroid: Tensor
     """`[cells, dim]`"""
     variance: Tensor
@@ -39,12 +41,7 @@ class CellTable:
 
     @property
     def cells(self) -> int:
-        return len(self.log_size)
-
-    @property
-    def size(self) -> Tensor:
-        """`[cells]`, int64"""
-        return self.starts.diff()
+        return len(self.size)
 
     @property
     def members_before(self) -> Tensor:
@@ -72,7 +69,9 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, cells: int, per_segm
     value = values.new_zeros(cells, values.shape[1], dtype=compute)
     variance = torch.zeros_like(centroid)
     cross = values.new_zeros(cells // per_segment + 1, values.shape[1], keys.shape[1], dtype=compute)
-    table = CellTable(order, cell, starts, per_segment, sizes.to(compute).log(), centroid, variance, value, cross)
+    size = sizes.to(compute)
+    void = torch.zeros_like(size).masked_fill_(sizes == 0, -torch.inf)
+    table = CellTable(order, cell, starts, per_segment, size, void, centroid, variance, value, cross)
     for _, part in table.passes():
         centroid.index_add_(0, cell[part], keys[order[part]].to(compute))
         value.index_add_(0, cell[part], values[order[part]].to(compute))
@@ -116,7 +115,7 @@ class TableGradient:
         A mean passes 1/n_c of its gradient to each member; a variance 2 (k - mu)/n_c; a covariance the other factor's deviation
         over the number of keys pooled (the terms through the means vanish: deviations sum to zero).
         """
-        share = table.size.clamp(min=1).to(self.centroid.dtype).reciprocal()[:, None]
+        share = table.size.clamp(min=1).reciprocal()[:, None]
         pooled = self.cross / table.members_before.clamp(min=1).to(self.cross.dtype)[:, None, None]
         # Segment s counts in the pools s + 1, s + 2, ...
         pooled = pooled.flip(0).cumsum(0).flip(0)
