@@ -27,3 +27,10 @@ def check_strategy(name: str, value: object, verb: str, example: str) -> None:
     """An object (not a class) with the method `verb`."""
     if isinstance(value, type) or not callable(getattr(value, verb, None)):
         raise TypeError(f"{name} must be {example}, got {value!r}")
+
+
+def check_seed(name: str, value: object) -> None:
+    """A number that a generator takes."""
+    check_integer(name, value)
+    if not 0 <= value < 2**63:  # type: ignore[operator]
+        raise ValueError(f"{name} must be between 0 and 2^63 - 1, got {value!r}")

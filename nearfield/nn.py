@@ -13,6 +13,7 @@ from torch.nn.utils import skip_init
 from nearfield.attention import attention
 from nearfield.checks import check_positive, check_strategy
 from nearfield.methods.base import Method
+from nearfield.problem import is_traced
 
 
 class _Unpacked:
@@ -336,7 +337,7 @@ def _counts(mask: Tensor | None, key: Tensor) -> Tensor | None:
         raise ValueError(f"key_padding_mask must have shape {tuple(key.shape[:-1])}, got {tuple(mask.shape)}")
     # torch's encoder makes every mask floating point: it has to be boolean again for methods other than Exact.
     counts = mask.logical_not()
-    if mask.dtype != torch.bool and not torch.compiler.is_compiling() and not bool((counts | (mask == -torch.inf)).all()):
+    if mask.dtype != torch.bool and not is_traced() and not bool((counts | (mask == -torch.inf)).all()):
         raise ValueError(
             "a float key_padding_mask must be 0 where a key counts and -inf where it does not, got other entries; "
             "pass a boolean mask, True where a key is ignored"

@@ -20,7 +20,7 @@ def once(make: Callable[[Any], T]) -> T:
     name = make.__name__
 
     def get(self: Any) -> T:
-        if is_traced():  # nor, in older versions of torch, can a write to __dict__; the compiler merges what is equal
+        if is_traced():  # a traced program should not depend on writes to __dict__; the compiler merges what is equal
             return make(self)
         if name not in self.__dict__:
             self.__dict__[name] = make(self)

@@ -169,7 +169,9 @@ def test_key_padding_of_five_dimensions() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=4), nf.TopK(k=2, tail=20), CELLS], ids=["exact", "topk", "all-near", "cells"])
+@pytest.mark.parametrize(
+    "method", [nf.Exact(), nf.TopK(k=4), nf.TopK(k=2, tail=20), CELLS], ids=["exact", "topk", "all-near", "cells"]
+)
 def test_any_group_size(method: Any, group: int) -> None:
     q, k, v = inputs(2, 2 * group, queries=11, dim=4, kv_heads=2, dtype=torch.float64)
     got = nf.attention(q, k, v, is_causal=True, enable_gqa=True, method=method, generator=seeded(0))
@@ -335,7 +337,9 @@ def test_exact_differentiates_a_float_mask() -> None:
 
 
 @pytest.mark.parametrize("name", ["bool", "float", "float-padding", "bool-per-query-head"])
-@pytest.mark.parametrize("method", [nf.TopK(k=3), nf.TopK(k=100), nf.LazyGumbel(), CELLS], ids=["topk", "topk-all", "gumbel", "cells"])
+@pytest.mark.parametrize(
+    "method", [nf.TopK(k=3), nf.TopK(k=100), nf.LazyGumbel(), CELLS], ids=["topk", "topk-all", "gumbel", "cells"]
+)
 def test_other_methods_refuse_general_masks(method: Any, name: str) -> None:
     q, k, v = inputs(2, 4, queries=6, keys=9, kv_heads=2, dtype=torch.float64)
     with pytest.raises(ValueError, match=rf"{type(method).__name__} honours only boolean key-padding masks.*Exact\(\)"):

@@ -26,16 +26,27 @@ def assign(keys: Tensor, visible: Tensor, settings: CellSettings, partition: Par
         return fine_of, coarse_of
     size = settings.segment or closed
     fine, coarse = settings.per_segment(size)
-    parts = keys[:closed].to(torch.promote_types(keys.dtype, torch.float32)).view(-1, size, dim)
+    parts = keys[:closed].to(torch.promote_types(keys.dtype, torch.float32)).view(closed // size, size, dim)
     assigned = partition.build(parts, fine)
     segment = torch.arange(len(parts), device=keys.device)[:, None]
     if coarse:
         centroid, _ = means(parts, assigned, parts.new_zeros(len(parts), fine, dim))
-        parent = lloyd(centroid, coarse, COARSE_ITERATIONS, fine)
-        rank = parent.argsort(dim=1, stable=True).argsort(dim=1)
-        coarse_of[:closed] = (parent.gather(1, assigned) + segment * coarse).view(-1)
+        parent = lloyd(centroid, -(-fine // settings.branching), COARSE_ITERATIONS, fine)
+        order = parent.argsort(dim=1, stable=True)
+        rank = order.argsort(dim=1)
+        group = _runs(parent.gather(1, order), 2 * settings.branching)
         assigned = rank.gather(1, assigned)
+        coarse_of[:closed] = (group.gather(1, assigned) + segment * coarse).view(-1)
         coarse_of[: settings.sinks] = -1
     fine_of[:closed] = (assigned + segment * fine).view(-1)
     fine_of[: settings.sinks] = -1
     return fine_of, coarse_of
+
+
+def _runs(labels: Tensor, most: int) -> Tensor:
+    """Numbers the runs of equal labels in each sorted row `[batch, n]`, longer ones cut into parts of `most`."""
+    place = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    starts = torch.ones_like(labels, dtype=torch.bool)
+    starts[:, 1:] = labels[:, 1:] != labels[:, :-1]
+    begin = torch.where(starts, place, 0).cummax(1).values
+    return ((place - begin) % most == 0).cumsum(1) - 1

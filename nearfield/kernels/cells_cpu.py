@@ -16,20 +16,10 @@ from nearfield.kernels.cells_plan import CellPlan
 from nearfield.kernels.dense import attend
 
 
-def forward(head: Head) -> tuple[Tensor, Tensor, Tensor, CellPlan]:
-    """Output `[rows, value_dim]`, log-normaliser and standard error `[rows]` (NaN without draws), and the plan."""
-    rows, settings, device = len(head.queries), head.settings, head.keys.device
-    output = head.values.new_empty(rows, head.values.shape[1], dtype=head.compute)
-    lse = output.new_empty(rows)
-    stderr = torch.full_like(lse, torch.nan)
-    plan = CellPlan(
-        head.cell_of,
-        head.coarse_of,
-        torch.full((rows, settings.probes), -1, dtype=torch.int32, device=device),
-        torch.full((rows, settings.unfold), -1, dtype=torch.int32, device=device),
-        torch.full((rows, settings.samples), -1, dtype=torch.int32, device=device),
-        output.new_full((rows, settings.samples), -torch.inf),
-    )
+def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellPlan) -> None:
+    """Fills in the output `[rows, value_dim]`, the log-normaliser `[rows]`, what rows decide, and the standard error `[rows]`
+    where keys are drawn."""
+    settings, device = head.settings, head.keys.device
     for block in head.blocks():
         total = Partial(len(block), output)
         opened = torch.full((len(block), settings.probes), -1, dtype=torch.int64, device=device)
@@ -45,9 +35,9 @@ def forward(head: Head) -> tuple[Tensor, Tensor, Tensor, CellPlan]:
         plan.opened.index_copy_(0, block.rows, opened.int())
         plan.unfolded.index_copy_(0, block.rows, unfolded.int())
         if draws is not None:
-            plan.drawn[block.rows], plan.log_factor[block.rows] = draws.drawn.int(), draws.log_factor
-            stderr[block.rows] = draws.stderr(found, found_lse)
-    return output, lse, stderr, plan
+            plan.drawn.index_copy_(0, block.rows, draws.drawn.int())
+            plan.log_factor.index_copy_(0, block.rows, draws.log_factor)
+            stderr.index_copy_(0, block.rows, draws.stderr(found, found_lse))
 
 
 def _local(head: Head, block: Block, total: Partial) -> None:

@@ -6,6 +6,7 @@ plan, the output and one number per row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from nearfield.kernels import dense
 from nearfield.kernels.cells_far import cell_keep, child_edges, child_moments, masses, moments, row_parts
 from nearfield.kernels.cells_head import Block, Head, local_runs, pair_kernels
 from nearfield.kernels.cells_near import tile_members
-from nearfield.kernels.cells_plan import CellPlan
+from nearfield.kernels.cells_plan import MOST_SPREAD, CellPlan
 from nearfield.kernels.tiles import Stack, products, stacks
 from nearfield.partition.cells import CellTable, TableGradient
 
@@ -45,6 +46,8 @@ class BackwardBlock:
     delta: Tensor
     """`[rows + 1]`: output times its gradient"""
     query_grad: Tensor
+    extreme: bool
+    """whether some logits are so large that their rounding matters"""
 
     def tile(self, stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries (times scale), output gradients, log-normalisers and deltas of a stack, `[tiles, tile_rows, ...]`."""
@@ -54,12 +57,18 @@ class BackwardBlock:
         return queries, self.grad.index_select(0, row).view(shape), lse, delta
 
 
-def backward(head: Head, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of one head, in the dtype of arithmetic."""
+def backward(
+    head: Head, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor, into: Sequence[Tensor | None] = (None,) * 3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values of one head, in the dtype of arithmetic; written to the tensors of `into`."""
+    queries, keys, values = (
+        torch.zeros_like(x, dtype=head.compute) if place is None else place.zero_()
+        for x, place in zip((head.queries, head.keys, head.values), into, strict=True)
+    )
     sums = Sums(
-        queries=torch.zeros_like(head.queries, dtype=head.compute),
-        keys=torch.zeros_like(head.keys, dtype=head.compute),
-        values=torch.zeros_like(head.values, dtype=head.compute),
+        queries,
+        keys,
+        values,
         fine=TableGradient.zeros_like(head.fine),
         coarse=None if head.coarse is None else TableGradient.zeros_like(head.coarse),
     )
@@ -88,7 +97,8 @@ def _with_results(block: Block, plan: CellPlan, output: Tensor, lse: Tensor, out
     ended = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])
     ended = ended.masked_fill_(ended == -torch.inf, torch.inf)
     query_grad = head.queries.new_zeros(len(grad), head.queries.shape[1], dtype=head.compute)
-    return BackwardBlock(block, own, out, ended, grad, (out * grad).sum(1), query_grad)
+    extreme = dense.is_extreme(ended)
+    return BackwardBlock(block, own, out, ended, grad, (out * grad).sum(1), query_grad, extreme)
 
 
 def _dense_cells(part: BackwardBlock, sums: Sums) -> None:
@@ -120,10 +130,16 @@ def _dense_cells(part: BackwardBlock, sums: Sums) -> None:
             logit_grad = weight_grad.sub_(part.delta[rows, None]).mul_(weight)
             query_grad.addmm_(logit_grad, table.centroid[cells])
             into.centroid[cells].addmm_(logit_grad.T, queries)
-            spread_grad = logit_grad.div_((0.5 * spread).add_(2.0))
+            spread_grad = _through_boost(logit_grad, spread)
             query_grad.addcmul_(queries, spread_grad @ table.variance[cells], value=2.0)
             into.variance[cells].addmm_(spread_grad.T, queries.square())
             part.query_grad[rows] += query_grad
+
+
+def _through_boost(logit_grad: Tensor, spread: Tensor) -> Tensor:
+    """The derivative of log (1 + u/4)^2 is 1 / (2 + u/2), and 0 where u was cut off. Overwrites `logit_grad`."""
+    grad = logit_grad.div_((0.5 * spread).add_(2.0))
+    return grad.masked_fill_(spread >= MOST_SPREAD, 0.0) if bool(spread.amax() >= MOST_SPREAD) else grad
 
 
 def _left(drawn: Tensor, log_factor: Tensor, home: Tensor, table: CellTable, cells: int) -> Tensor:
@@ -143,6 +159,8 @@ def _per_key(log_factor: Tensor, table: CellTable, cell: Tensor) -> Tensor:
 def _children(part: BackwardBlock, sums: Sums) -> None:
     """Fine cells of unfolded coarse ones that were not opened."""
     head, table, into = part.block.head, part.block.head.fine, sums.fine
+    if not table.cells:
+        return
     edges = child_edges(head)
     unfolded = part.plan.unfolded
     columns = _Columns(head, unfolded, edges)
@@ -161,7 +179,7 @@ def _children(part: BackwardBlock, sums: Sums) -> None:
     for stack in stacks(unfolded, edges, head.keys.shape[1], page_size=max(1, table.cells), with_pairs=True):
         row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
         queries, grad, lse, delta = part.tile(stack)
-        first, spread = child_moments(head, part.block, stack)
+        first, spread = child_moments(head, part.block.numbers, stack)
         taken = columns.rows(gone, stack)
         weight = first.masked_fill_(taken, -torch.inf).sub_(lse).exp_().mul_((0.25 * spread).add_(1.0).square_())
         weight.mul_(table.size[stack.members][:, None])
@@ -179,7 +197,7 @@ def _children(part: BackwardBlock, sums: Sums) -> None:
         member = stack.members.view(-1)
         into.value.index_add_(0, member, torch.bmm(kept.transpose(1, 2), grad).flatten(0, 1))
         into.centroid.index_add_(0, member, torch.bmm(logit_grad.transpose(1, 2), queries).flatten(0, 1))
-        spread_grad = logit_grad.div_((0.5 * spread).add_(2.0))
+        spread_grad = _through_boost(logit_grad, spread)
         query_grad.addcmul_(queries, torch.bmm(spread_grad, table.variance[stack.members]), value=2.0)
         into.variance.index_add_(0, member, torch.bmm(spread_grad.transpose(1, 2), queries.square()).flatten(0, 1))
         part.query_grad.index_add_(0, row, query_grad.flatten(0, 1))
@@ -280,6 +298,9 @@ def _near(part: BackwardBlock, sums: Sums) -> None:
         weight = products(queries, keys, -lse)
         if stack.missing is not None:
             weight.masked_fill_(stack.missing[:, None], -torch.inf)
+        # A weight is at most 1; where logits are so large that their rounding would say otherwise, hold it to that.
+        if part.extreme:
+            weight.clamp_(max=0.0)
         weight.exp_()
         keep = head.keep(part.block.numbers[row].view(shape), position[:, None])
         kept = weight if keep is None else weight * keep

@@ -50,25 +50,19 @@ def forward(
     output, lse, stderr, *plans = results
     build = BY_NAME[partition](*options)
     for entry in range(len(queries)):
-        cell_of, coarse_of = assign(keys[entry], visible[entry], settings, build)
-        head = Head(
-            queries[entry],
-            keys[entry],
-            values[entry],
-            visible[entry],
-            cell_of,
-            coarse_of,
-            settings,
-            scale,
-            dropout_p,
-            int(seed),
-            entry * queries.shape[1],
-        )
-        output[entry], lse[entry], stderr[entry], plan = cells_cpu.forward(head)
+        plan = CellPlan(*(x[entry] for x in plans))
+        query, key, value = (_wide(x[entry]) for x in (queries, keys, values))
+        cell_of, coarse_of = assign(key, visible[entry], settings, build)
+        plan.cell_of.copy_(cell_of)
+        plan.coarse_of.copy_(coarse_of)
+        first_row = entry * queries.shape[1]
+        head = Head(query, key, value, visible[entry], cell_of, coarse_of, settings, scale, dropout_p, int(seed), first_row)
+        place = output[entry] if value.shape[1] == values.shape[2] else _wide(output[entry])
+        cells_cpu.forward(head, place, lse[entry], stderr[entry], plan)
         if backend == "reference":
-            output[entry], lse[entry] = _reference(head, plan, head.queries, head.keys, head.values)
-        for into, decided in zip(plans, vars(plan).values(), strict=True):
-            into[entry] = decided
+            place, lse[entry] = _reference(head, plan, query, key, value)
+        if place.data_ptr() != output[entry].data_ptr():
+            output[entry] = place[:, : values.shape[2]]
     return results
 
 
@@ -98,10 +92,11 @@ def backward(
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, coarse_of, opened, unfolded, drawn, log_factor)))
+        query, key, value = (_wide(x[entry]) for x in (queries, keys, values))
         head = Head(
-            queries[entry],
-            keys[entry],
-            values[entry],
+            query,
+            key,
+            value,
             visible[entry],
             plan.cell_of.long(),
             plan.coarse_of.long(),
@@ -111,13 +106,30 @@ def backward(
             int(seed),
             entry * queries.shape[1],
         )
+        out, out_grad = _wide(output[entry]), _wide(output_grad[entry])
         if backend == "reference":
-            found = _reference_backward(head, plan, output_grad[entry])
+            found = _reference_backward(head, plan, out_grad)
         else:
-            found = cells_cpu_backward.backward(head, plan, output[entry], lse[entry], output_grad[entry])
-        for into, grad in zip(grads, found, strict=True):
-            into[entry] = grad
+            into = [
+                x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
+                for x, y in zip(grads, (query, key, value), strict=True)
+            ]
+            found = cells_cpu_backward.backward(head, plan, out, lse[entry], out_grad, into)
+        for place, grad in zip(grads, found, strict=True):
+            if place[entry].data_ptr() != grad.data_ptr():
+                place[entry] = grad[:, : place.shape[2]]
     return grads
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Rows filled up with zeros to a multiple of 8 columns, where they are not one.
+
+    A matrix product of rows that are not aligned may round a row differently at another place of a tile, and where it stands
+    depends on later queries.
+    """
+    columns = x.shape[1]
+    wide = max(8, -(-columns // 8) * 8)
+    return x if columns == wide else torch.nn.functional.pad(x, (0, wide - columns))
 
 
 def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

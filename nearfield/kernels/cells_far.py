@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels.cells_head import Block, Head, Partial, pair_kernels
-from nearfield.kernels.cells_plan import ROUTE_SPREADS, Piece
+from nearfield.kernels.cells_plan import MOST_SPREAD, ROUTE_SPREADS, Piece
 from nearfield.kernels.tiles import Stack, products, stacks
 from nearfield.partition.cells import CellTable
 from nearfield.sampling import hashed_uniform
@@ -20,6 +20,9 @@ GROUP = 8
 
 SCORES_PER_PASS = 1 << 20
 """Entries of one block of the (row, cell) score table: 4 MB in float32, which a core's cache still holds."""
+
+CHILDREN_PER_PASS = 1 << 22
+"""Entries of one block of the (row, fine cell) score table of two levels: more rows share the work of a coarse cell."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,15 @@ class Far:
                 if self.draws is None or not two_levels:
                     self._sum_up(rows, [cells])
         if two_levels:
-            children = Children.score(self.head, self.block, self.unfolded)
+            assert self.head.coarse is not None
+            edges = child_edges(self.head)
             for piece, part in self.block.far_pieces():
-                for rows in row_parts(part, children.width):
+                # Of the cells that this piece sees: a later one must not change the width of its tables.
+                most = max(1, int(edges[: piece.segments * self.head.coarse.per_segment + 1].diff().max()))
+                for rows in row_parts(part, self.unfolded.shape[1] * most, CHILDREN_PER_PASS):
+                    children = Children.score(self.head, self.block.rows[rows], self.unfolded[rows], edges, most)
                     strata = [self._fine(piece, rows, children, ref)]
                     if self.draws is not None:
-                        assert self.head.coarse is not None
                         strata.append(self._dense(piece, rows, self.head.coarse, self.unfolded, None))
                     self._sum_up(rows, strata)
         return ref
@@ -101,7 +107,7 @@ class Far:
 
     def _fine(self, piece: Piece, rows: slice, children: Children, ref: Tensor) -> Strata:
         """The fine cells of what was unfolded; opens the best of them."""
-        first, spread, ids = children.first[rows], children.spread[rows], children.ids[rows]
+        first, spread, ids = children.first, children.spread, children.ids
         table = self.head.fine
         best = choose(first, spread, self.opened.shape[1])
         cells = ids.gather(1, best.clamp(min=0))
@@ -132,25 +138,31 @@ class Draws:
         self.drawn = torch.full((len(block), samples), -1, dtype=torch.int64, device=like.device)
         self.log_factor = like.new_full((len(block), samples), -torch.inf)
         self.log_mass = like.new_full((len(block),), -torch.inf)
-        self.ratio = like.new_ones(len(block), samples)
-        self.excess = like.new_zeros(len(block), samples, head.values.shape[1])
+        """log F"""
+        self.log_share = torch.full_like(self.log_factor, -torch.inf)
+        """log of F e^z / (l g_c)"""
+        self.value = like.new_zeros(len(block), samples, head.values.shape[1])
+        self.stand_in = torch.zeros_like(self.value)
 
     def correct(self, rows: slice, strata: list[Strata]) -> tuple[Tensor, Tensor, Tensor]:
         """Numerator, reference and mass of the far field after correction."""
         head, samples = self.head, self.drawn.shape[1]
-        queries, numbers = self.block.scaled(rows), self.block.rows[rows] + head.first_row
+        queries, numbers = self.block.scaled(rows), self.block.rows[rows]
         top = torch.stack([level.top for level in strata]).amax(0)
         weight = torch.cat([level.weight * (level.top - finite(top)).exp_()[:, None] for level in strata], 1)
         ladder = weight.double().cumsum(1)
         mass = ladder[:, -1]
-        some = mass > 0
+        some = (mass > 0)[:, None]
+        if not bool(some.any()):
+            return torch.zeros_like(self.value[rows, 0]), top, torch.zeros_like(top)
         draw = torch.arange(samples, device=numbers.device)
-        point = (1.0 - hashed_uniform(head.seed, numbers[:, None], -1 - draw)) * mass[:, None]
+        counters = (numbers + head.first_row)[:, None]
+        point = (1.0 - hashed_uniform(head.seed, counters, -1 - draw)) * mass[:, None]
         last = (weight.shape[1] - 1 - weight.flip(1).gt(0).int().argmax(1))[:, None]
         place = torch.minimum(torch.searchsorted(ladder, point), last)
 
-        numerator = torch.zeros_like(self.excess[rows, 0])
-        stand_in = torch.zeros_like(self.excess[rows])
+        numerator = torch.zeros_like(self.value[rows, 0])
+        stand_in = torch.zeros_like(self.value[rows])
         first, size = torch.zeros_like(place), torch.ones_like(place)
         offset = 0
         for level in strata:
@@ -167,30 +179,35 @@ class Draws:
             first = torch.where(here, level.table.starts[number], first)
             size = torch.where(here, level.table.size[number].long(), size)
             offset += width
-        step = hashed_uniform(head.seed, numbers[:, None], -1 - samples - draw)
+        step = hashed_uniform(head.seed, counters, -1 - samples - draw)
         inside = (step * size).long().clamp(max=(size - 1).clamp(min=0))
-        drawn = head.fine.order[(first + inside).clamp(max=len(head.fine.order) - 1)]
+        drawn = head.fine.order[torch.where(some, first + inside, 0)]
 
         log_mass = mass.log().to(top.dtype) + top
         log_key = (weight.gather(1, place) / size.clamp(min=1)).log() + top[:, None]
         z = pair_kernels(queries.device).pair_scores(queries, head.keys.to(head.compute), drawn)
-        log_factor = (log_mass[:, None] - log_key - math.log(samples)).masked_fill(~some[:, None], -torch.inf)
-        ratio = torch.where(some[:, None], (z - log_key).exp(), 1.0)
+        log_factor = (log_mass[:, None] - log_key - math.log(samples)).masked_fill(~some, -torch.inf)
+        log_share = z + log_factor
         value = head.values[drawn].to(head.compute)
-        keep = head.keep(numbers[:, None] - head.first_row, drawn)
-        kept = value if keep is None else value * keep[..., None]
-        self.drawn[rows] = drawn.masked_fill(~some[:, None], -1)
-        self.log_factor[rows], self.log_mass[rows], self.ratio[rows] = log_factor, log_mass, ratio
-        self.excess[rows] = torch.where(some[:, None, None], ratio[..., None] * kept - stand_in, 0.0)
-        # Numerators are sums over e^-top; the mean correction is one of F = mass e^top.
-        numerator = numerator + mass.to(top.dtype)[:, None] * self.excess[rows].mean(1)
-        return numerator, top, torch.where(some, mass.to(top.dtype) * ratio.mean(1), 0.0)
+        keep = head.keep(numbers[:, None], drawn)
+        value = value if keep is None else value * keep[..., None]
+        self.drawn[rows] = drawn.masked_fill(~some, -1)
+        self.log_factor[rows], self.log_mass[rows], self.log_share[rows] = log_factor, log_mass, log_share
+        self.value[rows], self.stand_in[rows] = value, stand_in
+        # A drawn key may weigh far more than all that its cell was thought to: sums are formed around the largest term.
+        ref = torch.maximum(top, log_share.amax(1))
+        share = (log_share - finite(ref)[:, None]).exp_()
+        left = numerator - mass.to(top.dtype)[:, None] * stand_in.mean(1)
+        numerator = left * (top - finite(ref)).exp_()[:, None] + torch.einsum("rt,rtd->rd", share, value)
+        return numerator.masked_fill(~some, 0.0), ref, share.sum(1)
 
     def stderr(self, output: Tensor, lse: Tensor) -> Tensor:
         """Delta method: spread over the draws of F/Z ((e^z v / g - value of c) - O (e^z / g - 1)), as a norm over the columns."""
-        share = (self.log_mass - lse).masked_fill(self.log_mass == -torch.inf, -torch.inf).exp()
-        term = share[:, None, None] * (self.excess - output[:, None] * (self.ratio - 1)[..., None])
-        samples = term.shape[1]
+        samples = self.drawn.shape[1]
+        of_key = samples * (self.log_share - finite(lse)[:, None]).exp()
+        of_cell = (self.log_mass - finite(lse)).exp()
+        off_key, off_cell = self.value - output[:, None], self.stand_in - output[:, None]
+        term = of_key[..., None] * off_key - of_cell[:, None, None] * off_cell
         return (term.var(1).sum(-1) / samples).sqrt()
 
 
@@ -201,23 +218,26 @@ class Children:
     first: Tensor
     spread: Tensor
     ids: Tensor
-    width: int
 
     @staticmethod
-    def score(head: Head, block: Block, unfolded: Tensor) -> Children:
+    def score(head: Head, numbers: Tensor, unfolded: Tensor, edges: Tensor, most: int) -> Children:
+        """`numbers` `[rows]`: of the rows in the head; `edges`, `most`: where the children of a coarse cell are, and how many."""
         rows, slots = unfolded.shape
-        edges = child_edges(head)
-        most = max(1, int(edges.diff().max())) if len(edges) > 1 else 1
+        numbers = torch.cat([numbers, numbers[:1]])
         first = head.fine.centroid.new_full((rows * slots + 1, most), -torch.inf)
         spread = torch.zeros_like(first)
         for stack in stacks(unfolded, edges, head.keys.shape[1], page_size=max(1, head.fine.cells), with_pairs=True):
-            one, two = child_moments(head, block, stack)
+            one, two = child_moments(head, numbers, stack)
             assert stack.pairs is not None
             pairs, wide = stack.pairs.view(-1), min(most, one.shape[2])
-            first[pairs, :wide], spread[pairs, :wide] = one[..., :wide].flatten(0, 1), two[..., :wide].flatten(0, 1)
-        ids = edges[unfolded.clamp(min=0)][..., None] + torch.arange(most, device=edges.device)
-        ids = ids.clamp(max=max(0, head.fine.cells - 1))
-        return Children(first[:-1].view(rows, -1), spread[:-1].view(rows, -1), ids.view(rows, -1), slots * most)
+            first[:, :wide].index_copy_(0, pairs, one[..., :wide].flatten(0, 1))
+            spread[:, :wide].index_copy_(0, pairs, two[..., :wide].flatten(0, 1))
+        coarse = unfolded.clamp(min=0)
+        own = (edges[coarse + 1] - edges[coarse] - 1).clamp(min=0)
+        # Where there is no child any cell of the row's own will do: it has no weight, but its value is multiplied with that.
+        ids = edges[coarse][..., None] + torch.arange(most, device=edges.device).minimum(own[..., None])
+        ids = ids.clamp_(max=head.fine.cells - 1)
+        return Children(first[:-1].view(rows, -1), spread[:-1].view(rows, -1), ids.view(rows, -1))
 
 
 def child_edges(head: Head) -> Tensor:
@@ -226,19 +246,19 @@ def child_edges(head: Head) -> Tensor:
     return torch.searchsorted(head.fine.starts[:-1].contiguous(), head.coarse.starts)
 
 
-def child_moments(head: Head, block: Block, stack: Stack) -> tuple[Tensor, Tensor]:
+def child_moments(head: Head, numbers: Tensor, stack: Stack) -> tuple[Tensor, Tensor]:
     """`moments` of the fine cells that are the members of a stack, `[tiles, rows, width]` each."""
-    queries = head.scaled(block.numbers.index_select(0, stack.rows.view(-1))).view(*stack.rows.shape, -1)
+    queries = head.scaled(numbers.index_select(0, stack.rows.view(-1))).view(*stack.rows.shape, -1)
     void = head.fine.void[stack.members]
     if stack.missing is not None:
         void = void.masked_fill(stack.missing, -torch.inf)
     first = products(queries, head.fine.centroid[stack.members], void[:, None])
-    return first, products(queries.square_(), head.fine.variance[stack.members])
+    return first, _cut(products(queries.square_(), head.fine.variance[stack.members]))
 
 
-def row_parts(part: slice, cost: int) -> Iterator[slice]:
-    """Ranges of rows whose score tables stay within `SCORES_PER_PASS`."""
-    step = max(32, SCORES_PER_PASS // max(1, cost) // 32 * 32)
+def row_parts(part: slice, cost: int, budget: int = SCORES_PER_PASS) -> Iterator[slice]:
+    """Ranges of rows whose score tables stay within a budget of entries."""
+    step = max(32, budget // max(1, cost) // 32 * 32)
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))
 
@@ -246,7 +266,12 @@ def row_parts(part: slice, cost: int) -> Iterator[slice]:
 def moments(queries: Tensor, table: CellTable, cells: slice) -> tuple[Tensor, Tensor]:
     """q.mu_c (-inf for empty cells) and u_c = sum_i q_i^2 var_{c,i} for a range of cells, `[rows, cells]` each."""
     first = torch.addmm(table.void[cells], queries, table.centroid[cells].T)
-    return first, queries.square() @ table.variance[cells].T
+    return first, _cut(queries.square() @ table.variance[cells].T)
+
+
+def _cut(spread: Tensor) -> Tensor:
+    # Looking is much cheaper than cutting.
+    return spread.clamp_(max=MOST_SPREAD) if spread.numel() and bool(spread.amax() > MOST_SPREAD) else spread
 
 
 def choose(first: Tensor, spread: Tensor, count: int) -> Tensor:

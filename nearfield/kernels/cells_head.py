@@ -67,7 +67,7 @@ class Head:
         settings, wide = self.settings, self.values.shape[1]
         budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 4))
         # Two accumulators, and the pairs with what sorting them takes.
-        per_row = 8 * wide + 40 * settings.probes + 48 * settings.unfold * (settings.branching + 1)
+        per_row = 8 * wide + 40 * settings.probes + settings.unfold * (40 + 4 * settings.branching)
         for found in row_blocks_of(self.pieces, max(64, budget // (per_row * settings.group))):
             yield Block(self, found)
 

@@ -12,6 +12,10 @@ ROUTE_SPREADS = 1.5
 """A cell's routing score is q.mu_c plus so many standard deviations of its logits: what its best keys may reach."""
 
 
+MOST_SPREAD = 1e8
+"""Beyond this u_c is cut off, so that (1 + u_c / 4)^2 stays far from overflow."""
+
+
 class CellSettings(NamedTuple):
     """The sizes of one call."""
 
@@ -36,7 +40,8 @@ class CellSettings(NamedTuple):
     def per_segment(self, length: int) -> tuple[int, int]:
         """Fine and coarse cells of a segment of `length` keys (no coarse ones where there is one level)."""
         fine = max(1, round(length / self.cell_size))
-        return fine, -(-fine // self.branching) if self.branching else 0
+        # A coarse cell has at most twice its share of fine ones; those that would have more are split.
+        return fine, -(-fine // self.branching) + fine // (2 * self.branching) if self.branching else 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_plan import CellPlan
+from nearfield.kernels.cells_plan import MOST_SPREAD, CellPlan
 
 
 def attend(
@@ -67,7 +67,7 @@ def attend(
                 0, cell_of.clamp(min=0), plan.coarse_of, "amax"
             )
             mask = mask & _any_equal(parent, plan.unfolded)
-        spread = queries.square() @ variance.T
+        spread = (queries.square() @ variance.T).clamp(max=MOST_SPREAD)
         second_order = queries @ centroid.T + size.clamp(min=1).log() + 2 * torch.log1p(spread / 4)
         logits.append(second_order.masked_fill(~mask, -torch.inf))
         tables.append(value)

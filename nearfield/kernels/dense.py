@@ -39,7 +39,8 @@ def attend_backward(
 
     With the global normaliser each weight is the final one, whatever else the rows attend to.
     """
-    if _fused(keys, values, keep, seen):
+    extreme = is_extreme(lse)
+    if _fused(keys, values, keep, seen) and not extreme:
         shape = (1, len(queries), -1, -1)
         query_grad, key_grad, value_grad = _flash_backward(
             output_grad[None],
@@ -54,7 +55,8 @@ def attend_backward(
         )
         return query_grad[0], key_grad[0].sum(0), value_grad[0].sum(0)
     logits = _logits(queries, keys, causal, seen)
-    weight = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    logits = logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    weight = (logits.clamp(max=0.0) if extreme else logits).exp()
     kept = weight if keep is None else weight * keep
     value_grad = torch.einsum("grk,grd->kd", kept, output_grad)
     weight_grad = output_grad @ values.T
@@ -62,6 +64,11 @@ def attend_backward(
         weight_grad = weight_grad * keep
     logit_grad = weight * (weight_grad - (output_grad * output).sum(-1, keepdim=True))
     return logit_grad @ keys, torch.einsum("grk,grd->kd", logit_grad, queries), value_grad
+
+
+def is_extreme(lse: Tensor) -> bool:
+    """Whether a logit is rounded to more than a few hundredths, so that e^(z - lse) might exceed 1 by much, or overflow."""
+    return bool(((lse.abs() > 1e5) & lse.isfinite()).any())
 
 
 def _fused(keys: Tensor, values: Tensor, keep: Tensor | None, seen: Tensor | None) -> bool:

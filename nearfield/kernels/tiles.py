@@ -36,8 +36,13 @@ class Stack:
     """`[tiles, width]`: where a cell has fewer members; None where all are there"""
 
 
-def stacks(chosen: Tensor, edges: Tensor, dim: int, page_size: int = PAGE, with_pairs: bool = False) -> Iterator[Stack]:
-    """The tiles of all pairs in `chosen` `[rows, slots]` (cell numbers, -1: nothing); cell c has the members `edges[c:c+2]`."""
+def stacks(
+    chosen: Tensor, edges: Tensor, dim: int, height: int | None = None, page_size: int = PAGE, with_pairs: bool = False
+) -> Iterator[Stack]:
+    """The tiles of all pairs in `chosen` `[rows, slots]` (cell numbers, -1: nothing); cell c has the members `edges[c:c+2]`.
+
+    `height`: rows of a tile; None: by the number of pairs and cells.
+    """
     rows, slots = chosen.shape
     cells = len(edges) - 1
     if chosen.numel() == 0 or cells == 0:
@@ -51,7 +56,7 @@ def stacks(chosen: Tensor, edges: Tensor, dim: int, page_size: int = PAGE, with_
         return
     row = pair.div(slots, rounding_mode="floor")
     first = count.cumsum(0) - count
-    tile_rows = rows_of_a_tile(rows * slots / cells)
+    tile_rows = height or rows_of_a_tile(rows * slots / cells)
 
     size = edges.diff()
     pages = -(-size // page_size)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nearfield import kernels
 from nearfield.checks import check_positive
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.methods.base import Call, Outcome
@@ -59,7 +58,8 @@ class Cells:
     samples: int = 0
     window: int | None = None
     sinks: int = 16
-    partition: Partition = field(default_factory=KMeans)
+    # A class as factory is beyond torch.compile.
+    partition: Partition = field(default_factory=lambda: KMeans())
     segment: int | None = None
     branching: int | None = None
     unfold: int | None = None
@@ -85,7 +85,7 @@ class Cells:
         settings = self.settings(problem)
         random = bool(self.samples or problem.dropout_p)
         seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
-        backend = kernels.name(call.backend, problem.query.device)
+        backend = "reference" if call.backend == "reference" else "torch"
         options = dataclasses.astuple(self.partition)
         recipe = Recipe(settings, problem.scale, problem.dropout_p, type(self.partition).__name__, options, backend)
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
@@ -101,16 +101,13 @@ class Cells:
         segment = (self.segment or default_segment(length)) if causal else 0
         cell_size = self.cell_size or default_cell_size(length)
         branching = default_branching(length) if self.branching is None else self.branching
-        return CellSettings(
-            group=problem.group_size,
-            segment=segment,
+        sizes = CellSettings(problem.group_size, segment, 0, self.sinks, cell_size, branching, 1, 1, self.samples)
+        fine, coarse = sizes.per_segment(segment or length)
+        segments = length // segment if causal else 1
+        return sizes._replace(
             window=-(-(self.window or 0) // segment) if causal else 0,
-            sinks=self.sinks,
-            cell_size=cell_size,
-            branching=branching,
-            probes=self.probes or default_probes(length),
-            unfold=(self.unfold or default_unfold(length)) if branching else 0,
-            samples=self.samples,
+            probes=max(1, min(self.probes or default_probes(length), segments * fine)),
+            unfold=max(1, min(self.unfold or default_unfold(length), segments * coarse)) if branching else 0,
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_integer, check_positive
+from nearfield.checks import check_positive, check_seed
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class HashBuckets:
         check_positive("bits", self.bits, least=0)
         if self.bits > 30:
             raise ValueError(f"bits must be at most 30, got {self.bits}")
-        check_integer("seed", self.seed)
+        check_seed("seed", self.seed)
 
     def build(self, keys: Tensor, cells: int) -> Tensor:
         length, dim = keys.shape[1:]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_integer, check_positive
+from nearfield.checks import check_positive, check_seed
 from nearfield.partition.lloyd import lloyd
 
 DIRECT_CELLS = 128
@@ -40,7 +40,7 @@ class KMeans:
 
     def __post_init__(self) -> None:
         check_positive("iterations", self.iterations, least=0)
-        check_integer("seed", self.seed)
+        check_seed("seed", self.seed)
 
     def build(self, keys: Tensor, cells: int) -> Tensor:
         length = keys.shape[1]
