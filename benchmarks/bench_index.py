@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import torch
-from record import FIGURES, command_line, side_by_side
+from record import FIGURES, command_line, exponent, side_by_side
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -48,13 +48,6 @@ def recall(found: Tensor, keys: Tensor, queries: Tensor, k: int) -> float:
     true = (queries[0, :JUDGED] @ keys[0].T).topk(k).indices
     hits = torch.zeros(JUDGED, keys.shape[1] + 1, dtype=torch.bool).scatter_(1, found[0, :JUDGED] % (keys.shape[1] + 1), True)
     return float(hits.gather(1, true).double().mean())
-
-
-def exponent(sizes: list[int], seconds: list[float]) -> float:
-    """Slope of log seconds against log n, least squares."""
-    x, y = [math.log(n) for n in sizes], [math.log(s) for s in seconds]
-    mean = statistics.fmean(x)
-    return sum((a - mean) * b for a, b in zip(x, y, strict=True)) / sum((a - mean) ** 2 for a in x)
 
 
 def measure(quick: bool) -> dict[str, Any]:

@@ -1,23 +1,27 @@
-"""What every benchmark shares: the environment, timing side by side, peak memory, and where results go."""
+"""What every benchmark shares: the environment, timing side by side, peak memory, progress, and where results go."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
 import queue as queue_module
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import nearfield
+
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
@@ -57,6 +61,36 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())["results"]
 
 
+def merge(name: str, section: str, results: Any) -> Path:
+    """Save one section of `results/<name>.json` with an environment of its own; the other sections stay as they are."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    sections = json.loads(path.read_text()) if path.exists() else {}
+    sections[section] = {"environment": environment(), "results": results}
+    path.write_text(json.dumps(sections, indent=2) + "\n")
+    return path
+
+
+def read_sections(name: str) -> dict[str, Any]:
+    """What `merge` saved: the results of each section that has been measured."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there yet: measure before drawing")
+    return {section: saved["results"] for section, saved in json.loads(path.read_text()).items()}
+
+
+def each(items: Collection[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """The items one by one, with a bar that says which one is at work."""
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns) as progress:
+        bar = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(bar, description=describe(item))
+            yield item
+            progress.advance(bar)
+        progress.update(bar, description="")
+
+
 def command_line(doc: str | None, name: str, measure: Callable[[bool], Any], plot: Callable[[Any], None] | None = None) -> None:
     """What every benchmark does when it is run: measure, save, draw. `--quick` measures little and saves nothing."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,34 +125,55 @@ def median_ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """Slope of log seconds against log n, least squares."""
+    x, y = [math.log(n) for n in sizes], [math.log(s) for s in seconds]
+    mean = statistics.fmean(x)
+    return sum((a - mean) * b for a, b in zip(x, y, strict=True)) / sum((a - mean) ** 2 for a in x)
+
+
 def peak_memory(task: Callable[..., Callable[[], object]], *arguments: object) -> float:
     """Megabytes that `task(*arguments)()` needs beyond what `task(*arguments)` (its inputs) already holds, in a fresh process."""
+    return in_fresh_process(_peak_of, task, *arguments)
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
+    """`function(*arguments)`, computed in a new process (both have to be picklable) with as many threads as this one."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_measure_peak, args=(queue, torch.get_num_threads(), task, arguments))
+    process = context.Process(target=_answer, args=(queue, torch.get_num_threads(), function, arguments))
     process.start()
     while True:
         try:
-            megabytes: float = queue.get(timeout=1)
+            answer: T = queue.get(timeout=1)
         except queue_module.Empty:
             if process.is_alive():
                 continue
-            raise MemoryError(f"the process of {task.__name__}{arguments} ended with code {process.exitcode}") from None
+            names = (function.__name__, *(getattr(argument, "__name__", argument) for argument in arguments))
+            raise MemoryError(f"the process of {names} ended with code {process.exitcode}") from None
         process.join()
-        return megabytes
+        return answer
 
 
-def _measure_peak(queue: Any, threads: int, task: Callable[..., Callable[[], object]], arguments: tuple[object, ...]) -> None:
+def _answer(queue: Any, threads: int, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     torch.set_num_threads(threads)
+    queue.put(function(*arguments))
+
+
+def _peak_of(task: Callable[..., Callable[[], object]], *arguments: object) -> float:
     call = task(*arguments)
-    # Start the high-water mark anew: what came before (imports, making the inputs) does not count.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _high_water()
+    before = restart_high_water()
     call()
-    queue.put(_high_water() - before)
+    return high_water() - before
 
 
-def _high_water() -> float:
+def restart_high_water() -> float:
+    """Start the high-water mark anew: what came before (imports, making the inputs) does not count. Returns where it starts."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return high_water()
+
+
+def high_water() -> float:
     """Largest resident size so far, in megabytes (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024

@@ -8,6 +8,7 @@ from nearfield.index.exact import ExactIndex
 from nearfield.index.faiss import FaissIndex
 from nearfield.index.kmeans import KMeansIndex
 from nearfield.index.lsh import ConcentricLSH
+from nearfield.methods.auto import Auto
 from nearfield.methods.cells import Cells
 from nearfield.methods.exact import Exact
 from nearfield.methods.gumbel import LazyGumbel
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
+    "Auto",
     "Blocks",
     "Budget",
     "Cells",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield import kernels
@@ -10,10 +13,10 @@ from nearfield.audit import run_audit
 from nearfield.checks import check_strategy
 from nearfield.estimate import Estimate
 from nearfield.gradients.base import Gradient, with_gradient
+from nearfield.methods.auto import Auto
 from nearfield.methods.base import Call, Method, Outcome
-from nearfield.methods.exact import Exact
 from nearfield.precision import full_precision
-from nearfield.problem import Problem, check
+from nearfield.problem import DTYPES, Problem, check, is_traced
 from nearfield.sampling import Seeds
 
 
@@ -44,7 +47,8 @@ def attention(
         is_causal: row i sees keys 0..i (aligned at the first key, as in SDPA).
         scale: 1/sqrt(dim) if None.
         enable_gqa: query heads may be a multiple of the key-value heads; keys are not repeated in memory.
-        method: `Exact()` (the default), `TopK(...)`, `LazyGumbel(...)`.
+        method: `Auto()` (the default: SDPA where that is faster, cells beyond), `Cells(...)`, `Exact()`, `TopK(...)`,
+            `LazyGumbel(...)`.
         gradient: how to differentiate; None: the method's own way (the exact gradient of the estimator, where there is one).
             `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper.
         generator: source of all randomness; None: torch's default generator. One number is drawn from it, and only if the call
@@ -60,9 +64,13 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
+    if method is None and attn_mask is None and gradient is None and not dropout_p and not check_finite and backend == "auto":
+        output = _short(query, key, value, is_causal, scale)
+        if output is not None:
+            return output
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite)
     call = _call(problem, generator, backend, gradient)
-    return _finish(problem, _run(problem, method or Exact(), call))
+    return _finish(problem, _run(problem, method or Auto(), call))
 
 
 def estimate(
@@ -100,7 +108,7 @@ def estimate(
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite)
-    method = method or Exact()
+    method = method or Auto()
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     outcome = _run(problem, method, call)
     output = _finish(problem, outcome)
@@ -112,6 +120,35 @@ def estimate(
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else None,
         info={"method": repr(method), "backend": kernels.name(backend, query.device), **outcome.info},
     )
+
+
+SHORT = 2048
+"""Up to so many keys no method beats SDPA on any device."""
+
+
+def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor | None:
+    """SDPA straight away for plain short inputs, where checking them would take longer than attending; None for all others."""
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or scale is not None:
+        return None
+    shape = key.shape
+    if query.dim() != 4 or len(shape) != 4 or not 0 < shape[2] <= SHORT or query.shape != shape or value.shape != shape:
+        return None
+    if query.dtype != key.dtype or key.dtype != value.dtype or query.dtype not in DTYPES or 0 in shape:
+        return None
+    if (
+        query.device.type != "cpu"
+        or key.device != query.device
+        or value.device != query.device
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return None
+    if is_traced():
+        return None
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    # Torch multiplies hidden values by zero: a later NaN would reach earlier rows. The last row tells, as it sees every key.
+    if is_causal and not math.isfinite(float(output[:, :, -1].sum())):
+        return None
+    return output
 
 
 def _call(
@@ -135,7 +172,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
             f"gradient={call.gradient!r} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; "
             "use gradient=None with any other mask"
         )
-    if general_mask and not isinstance(method, Exact):
+    if general_mask and not getattr(method, "any_mask", False):
         assert problem.attn_mask is not None
         raise ValueError(
             f"{type(method).__name__} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; "
@@ -164,7 +201,7 @@ def _nothing(problem: Problem) -> Outcome:
 
 
 def _finish(problem: Problem, outcome: Outcome) -> Tensor:
-    return _spoil(problem, problem.unflatten(outcome.output).to(problem.query.dtype))
+    return _spoil(problem, problem.finish(outcome.output))
 
 
 def _spoil(problem: Problem, rows: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ CONFIDENCE = 0.95
 
 
 @torch.no_grad()
-def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator) -> Audit:
+def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator, looks: int = 1) -> Audit:
     """Compare `size` random rows of `output` with exact attention.
 
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
+
+    `looks`: how many audits there may be of which one that looks good is believed; each then has to be that much surer.
     """
     batch, heads, length, _ = problem.query.shape
     total = batch * heads * length
@@ -35,7 +37,7 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
     additive = error / _value_norm(problem)[chosen // (length * problem.group_size)] if size else error
     size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
     relative = torch.where(error == 0, error, error / size_of_exact)
-    quantile = 1.0 if size == total else audit_quantile(size, CONFIDENCE)
+    quantile = 1.0 if size == total else audit_quantile(size, 1.0 - (1.0 - CONFIDENCE) / looks)
     return Audit(
         rows=size,
         quantile=quantile,

@@ -1,4 +1,4 @@
-"""The command line: `nearfield plan` and `nearfield demo`."""
+"""The command line: `nearfield plan`, `nearfield demo` and `nearfield bench`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,28 @@ def demo(
         run(out=out, length=length, family=family, seed=seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def bench(
+    calibrate: bool = typer.Option(False, "--calibrate", help="Keep the result, so that the default method uses it from now on."),
+    device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
+    length: int = typer.Option(16384, help="Queries and keys, where nothing is calibrated."),
+) -> None:
+    """Time cells against exact attention on this machine; with --calibrate, find the length from which on they win."""
+    import torch
+
+    from nearfield import calibrate as measurement
+
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(f"{device}: {error}") from error
+    if calibrate:
+        measurement.calibrate(place)
+    else:
+        measurement.compare(place, length)
 
 
 def main() -> None:

@@ -109,6 +109,10 @@ class Problem:
         """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
         return rows.reshape(*self.leading, self.query.shape[2], *rows.shape[2:])
 
+    def finish(self, rows: Tensor) -> Tensor:
+        """`unflatten`, in the dtype of the inputs."""
+        return self.unflatten(rows).to(self.query.dtype)
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of all arithmetic: float32, or float64 for float64 inputs."""

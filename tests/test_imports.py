@@ -18,13 +18,13 @@ PACKAGE = Path(nearfield.__file__).parent
 # From the user's call down to plain arithmetic. A module imports only what stands on a later line, or its own subpackage.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("demo",),
+    ("demo", "calibrate"),
     ("demo_plot",),
     ("",),  # the package itself: the public names
     ("nn",),
     ("attention",),
-    ("audit",),
     ("methods",),
+    ("audit", "crossover"),
     ("operators",),
     ("gradients",),
     ("lazy_gumbel",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,9 @@ from nearfield.partition import BY_NAME
 from nearfield.partition.base import Partition
 from nearfield.partition.kmeans import KMeans
 from nearfield.problem import Problem
+
+TWO_LEVELS = 1 << 21
+"""From so many keys on two levels pay."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Cells:
         sinks: first keys, near for every row.
         partition: `KMeans()`, `Blocks()` or `HashBuckets()`.
         segment: causal only: keys per segment; None: by the number of keys.
-        branching: fine cells per coarse cell for two levels, 0 for one level; None: two levels from about a million keys on.
+        branching: fine cells per coarse cell for two levels, 0 for one level; None: two levels from two million keys on.
         unfold: with two levels, coarse cells per row whose fine cells are scored; None: by the number of keys.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
@@ -111,20 +115,27 @@ class Cells:
         )
 
 
+# How the defaults were chosen is told, with the measurements, in docs/cells.md.
+
+
 def default_cell_size(length: int) -> int:
-    return 64
-
-
-def default_segment(length: int) -> int:
-    return 1024
-
-
-def default_branching(length: int) -> int:
-    return 0
+    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length)."""
+    cells = max(512.0, 4.0 * math.sqrt(length))
+    return 2 ** max(2, math.ceil(math.log2(max(1.0, length / cells))))
 
 
 def default_probes(length: int) -> int:
-    return 16
+    """As many as it takes to have sqrt(32 length) near keys: 512 of 8k, 1,024 of 32k, 2,048 of 131k."""
+    return max(8, round(math.sqrt(32 * length) / default_cell_size(length)))
+
+
+def default_segment(length: int) -> int:
+    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k."""
+    return 2 ** max(6, round(math.log2(11 * math.sqrt(max(1, length)))))
+
+
+def default_branching(length: int) -> int:
+    return 16 if length >= TWO_LEVELS else 0
 
 
 def default_unfold(length: int) -> int:

@@ -28,6 +28,8 @@ class Exact:
         True
     """
 
+    any_mask = True
+
     def run(self, problem: Problem, call: Call) -> Outcome:
         with _seeded(call.seeds, problem):
             output = _sdpa(problem)
@@ -99,7 +101,7 @@ _default_generator = threading.Lock()
 @contextmanager
 def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
     """SDPA draws its dropout from torch's default generator: lend it our seed and give the generator back as it was."""
-    if problem.dropout_p == 0.0:
+    if problem.dropout_p == 0.0 or torch.compiler.is_compiling():
         yield
         return
     device = problem.query.device

@@ -1,0 +1,117 @@
+"""Auto: the fastest method for a shape and a device, and one that meets an error tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nearfield import crossover
+from nearfield.audit import CONFIDENCE, run_audit
+from nearfield.budgets import audit_rows
+from nearfield.checks import check_fraction, check_positive
+from nearfield.methods.base import Call, Method, Outcome
+from nearfield.methods.cells import Cells
+from nearfield.methods.exact import Exact
+from nearfield.problem import Problem, is_traced
+
+STEPS = 4
+"""Budgets that are tried at most before exact attention."""
+GROWTH = 3
+"""Each opens so many times the cells of the one before."""
+MOST_NEAR = 0.3
+"""The share of the keys from which on opening them is no faster than exact attention."""
+QUANTILE = 0.95
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Exact attention where that is fastest, `Cells` where they are; with `eps`, a result that is known to be within it.
+
+    Without `eps`: torch's SDPA up to a crossover length that was measured for the device, the dtype and the kind of call
+    (`nearfield bench --calibrate` measures it on your machine), `Cells()` beyond. Masks other than key padding, and `gradient=`,
+    always get exact attention.
+
+    With `eps`: run `Cells`, recompute random rows exactly, and open more cells until all of them are within eps of exact
+    attention (in units of the rms norm of the values); if no budget that could be faster than exact attention does it, the result
+    *is* exact attention. Each audit looks at fresh rows, and as many as it takes that the promise holds whichever of them was the
+    one to pass: with confidence 95%, at least 95% of all rows are within eps. The audits are in `estimate(...).info`.
+
+    Args:
+        eps: tolerance, between 0 and 1; None: whatever `Cells()` gives.
+        crossover: keys from which on to use cells, instead of the measured length.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
+        >>> est = nearfield.estimate(q, k, v, method=Auto(eps=0.05, crossover=256))
+        >>> est.info["chosen"], est.info["audit"].additive <= 0.05
+        ('Exact()', True)
+    """
+
+    eps: float | None = None
+    crossover: int | None = None
+
+    any_mask = True
+
+    def __post_init__(self) -> None:
+        if self.eps is not None:
+            check_fraction("eps", self.eps)
+        check_positive("crossover", self.crossover, optional=True)
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        if self._prefers_exact(problem, call):
+            return _named(Exact(), problem, call)
+        if self.eps is None:
+            return _named(Cells(), problem, call)
+        if is_traced():
+            raise RuntimeError(
+                f"Auto(eps={self.eps}) looks at its own error and cannot be traced; use Cells(...) under torch.compile and vmap"
+            )
+        if problem.dropout_p:
+            raise ValueError(f"Auto(eps={self.eps}) compares with attention without dropout; got dropout_p={problem.dropout_p}")
+        return self._within_eps(problem, call)
+
+    def _prefers_exact(self, problem: Problem, call: Call) -> bool:
+        if call.gradient is not None or (problem.attn_mask is not None and problem.key_padding is None):
+            return True
+        limit = float(self.crossover) if self.crossover is not None else _measured(problem)
+        # Cells group all keys before the first query is answered: few queries do not repay that.
+        return problem.key.shape[2] < limit or problem.query.shape[2] < limit / 4
+
+    def _within_eps(self, problem: Problem, call: Call) -> Outcome:
+        assert self.eps is not None
+        steps: list[dict[str, Any]] = []
+        method: Cells | Exact = Cells()
+        while True:
+            if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
+                method = Exact()
+            outcome = method.run(problem, replace(call, diagnostics=True))
+            # One of several audits may be the one that passes: each gets its share of the 5%.
+            rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
+            seed = call.seeds.generator(-2 - len(steps))
+            audit = run_audit(problem, problem.finish(outcome.output), rows, seed, looks=STEPS)
+            steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
+            if isinstance(method, Exact) or audit.additive <= self.eps:
+                return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": steps, "audit": audit})
+            method = replace(method, probes=GROWTH * method.settings(problem).probes)
+
+
+def _named(method: Method, problem: Problem, call: Call) -> Outcome:
+    outcome = method.run(problem, call)
+    if not call.diagnostics:
+        return outcome
+    return replace(outcome, info={**outcome.info, "chosen": repr(method)})
+
+
+def _measured(problem: Problem) -> float:
+    inputs = (problem.query, problem.key, problem.value)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return crossover.length(problem.query.device, problem.query.dtype, problem.is_causal, training)
+
+
+def _near_share(method: Cells, problem: Problem) -> float:
+    """The share of the keys that a row would open, about."""
+    settings = method.settings(problem)
+    seen = problem.key.shape[2] / (2 if problem.is_causal else 1)
+    return settings.probes * settings.cell_size / max(1.0, seen)
