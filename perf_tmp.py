@@ -1,6 +1,6 @@
 import torch,time,sys,functools
 sys.path.insert(0,sys.argv[1])
-torch.set_num_threads(2)
+torch.set_num_threads(int(__import__("os").environ.get("NT","2")))
 import nearfield as nf
 from nearfield import synthetic
 from nearfield.kernels import cells_cpu,cells_far,cells_engine,cells_head,cells_cpu_backward as cb

@@ -8,9 +8,13 @@ python benchmarks/real.py TEXT --tokens 8192 --out FOLDER    # saves layer_00.pt
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import os
-from collections.abc import Callable, Collection
+import sysconfig
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +103,52 @@ def visit_layers(model: Any, ids: Tensor, visit: Visit, layers: Collection[int] 
         AttentionInterface.register(NAME, sdpa)  # there is no way to unregister; let go of `visit` at least
     if wanted:
         raise ValueError(f"layers {sorted(wanted)} of {type(model).__name__} did not call Transformers' attention interface")
+
+
+def layer_count(model_folder: str | Path) -> int:
+    from transformers import AutoConfig
+
+    _check(model_folder)
+    return AutoConfig.from_pretrained(model_folder, local_files_only=True).get_text_config().num_hidden_layers
+
+
+def saved(folder: Path, layers: Collection[int] | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """(layer, query, key, value) of what `main` below has saved in a folder."""
+    for layer in range(saved_layers(folder)) if layers is None else layers:
+        tensors = torch.load(folder / f"layer_{layer:02}.pt")
+        yield layer, tensors["q"], tensors["k"], tensors["v"]
+
+
+def saved_layers(folder: Path) -> int:
+    count = len(list(folder.glob("layer_*.pt")))
+    if count == 0:
+        raise FileNotFoundError(f"{folder} holds no layer_00.pt, ...; `python benchmarks/real.py TEXT --out {folder}` makes them")
+    return count
+
+
+@contextmanager
+def text_file(given: Path | None) -> Iterator[Path]:
+    """The text that was asked for; without one, a temporary file with the docstrings of Python's standard library."""
+    if given is not None:
+        yield given
+        return
+    print("no --text: taking the docstrings of Python's standard library")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "docstrings.txt"
+        path.write_text(standard_library_text(), encoding="utf-8")
+        yield path
+
+
+def standard_library_text(characters: int = 400_000) -> str:
+    """Docstrings of the modules of the standard library, of their classes and of their functions, in order."""
+    pieces: list[str] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                pieces.append(ast.get_docstring(node) or "")
+        if sum(map(len, pieces)) >= characters:
+            break
+    return "\n\n".join(piece for piece in pieces if piece)[:characters]
 
 
 def perplexity(model: Any, ids: Tensor) -> float:

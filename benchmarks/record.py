@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import platform
 import queue as queue_module
+import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
 import nearfield
 
@@ -53,7 +57,7 @@ def write(name: str, results: Any) -> Path:
     """Save results with their environment as `results/<name>.json`."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "results": results}, indent=2) + "\n")
+    path.write_text(_json({"environment": environment(), "results": results}))
     return path
 
 
@@ -67,8 +71,17 @@ def merge(name: str, section: str, results: Any) -> Path:
     path = RESULTS / f"{name}.json"
     sections = json.loads(path.read_text()) if path.exists() else {}
     sections[section] = {"environment": environment(), "results": results}
-    path.write_text(json.dumps(sections, indent=2) + "\n")
+    path.write_text(_json(sections))
     return path
+
+
+def _json(results: Any) -> str:
+    """Indented, but a list of numbers on one line."""
+    text = json.dumps(results, indent=2)
+    return (
+        re.sub(r"\[[-+\d.eE,\s]+\]", lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
+        + "\n"
+    )
 
 
 def read_sections(name: str) -> dict[str, Any]:
@@ -89,6 +102,19 @@ def each(items: Collection[T], describe: Callable[[T], str]) -> Iterator[T]:
             yield item
             progress.advance(bar)
         progress.update(bar, description="")
+
+
+def table(*titles: str, title: str | None = None, words: Collection[str] = ()) -> Table:
+    """A table of numbers; the columns named in `words` are flushed left."""
+    columns = [Column(name, justify="left" if name in words else "right") for name in titles]
+    return Table(*columns, title=title, box=SIMPLE_HEAD, pad_edge=False)
+
+
+def show(found: Table) -> None:
+    """Print a table in full: wrapped by a narrow terminal rather than cut, as numbers would be."""
+    console = Console()
+    console.width = max(console.width, 150)
+    console.print(found)
 
 
 def command_line(doc: str | None, name: str, measure: Callable[[bool], Any], plot: Callable[[Any], None] | None = None) -> None:
@@ -144,10 +170,11 @@ def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
     process = context.Process(target=_answer, args=(queue, torch.get_num_threads(), function, arguments))
     process.start()
     while True:
+        alive = process.is_alive()  # asked first: what a process answers just before it ends is still in the queue
         try:
             answer: T = queue.get(timeout=1)
         except queue_module.Empty:
-            if process.is_alive():
+            if alive:
                 continue
             names = (function.__name__, *(getattr(argument, "__name__", argument) for argument in arguments))
             raise MemoryError(f"the process of {names} ended with code {process.exitcode}") from None

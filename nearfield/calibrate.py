@@ -58,8 +58,8 @@ def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float3
         for kind in progress.track(crossover.KINDS, description=f"{length:,} keys"):
             causal = kind.endswith("causal")
             exact, cells = _seconds(length, device, dtype, kind, rounds)
-            inputs = [x.to(device, dtype) for x in make("clustered", 1, 1, length, 64)]
-            audit = estimate(*inputs, is_causal=causal, method=Cells(), audit=59).audit
+            query, key, value = (x.to(device, dtype) for x in make("clustered", 1, 1, length, 64))
+            audit = estimate(query, key, value, is_causal=causal, method=Cells(), audit=59).audit
             assert audit is not None
             known = crossover.length(device, dtype, causal, kind.startswith("training"))
             start = f"{known:,.0f} keys" if known < float("inf") else "not measured"
@@ -75,20 +75,20 @@ def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float3
 def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
     """Median seconds of exact attention and of cells, taken in turn."""
     training, causal = kind.startswith("training"), kind.endswith("causal")
-    inputs = [x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, 1, length, 64)]
+    query, key, value = (x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, 1, length, 64))
 
     def exact() -> Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=causal)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
     def cells() -> Tensor:
-        return attention(*inputs, is_causal=causal, method=Cells())
+        return attention(query, key, value, is_causal=causal, method=Cells())
 
     def timed(call: Callable[[], Tensor]) -> float:
         _wait(device)
         start = time.perf_counter()
         output = call()
         if training:
-            torch.autograd.grad(output.sum(), inputs)
+            torch.autograd.grad(output.sum(), (query, key, value))
         _wait(device)
         return time.perf_counter() - start
 

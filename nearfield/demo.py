@@ -46,6 +46,7 @@ def methods(length: int) -> dict[str, Method]:
     """The methods to show, by name; k is about sqrt(length), as in the paper."""
     k = math.isqrt(length - 1) + 1
     shown: dict[str, Method] = {
+        "cells": nf.Cells(),
         f"top {k}": nf.TopK(k),
         f"top {k} + {k} sampled": nf.TopK(k, tail=k),
         f"top {k} + {k}, k-means": nf.TopK(k, tail=k, index=nf.KMeansIndex()),
@@ -68,7 +69,7 @@ def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int =
     console.print(title, highlight=False)
     shown, sizes = methods(length), _sweep(length)
     with _progress(console) as progress:
-        task = progress.add_task("exact", total=1 + len(shown) + 2 * len(sizes))
+        task = progress.add_task("exact", total=1 + len(shown) + 3 * len(sizes))
         reference = _estimate(nf.Exact(), inputs, seed)
         all_keys: float = reference.info["keys_per_query"]
         exact_seconds = _seconds(nf.Exact(), inputs, seed)
@@ -82,7 +83,7 @@ def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int =
             console.print("No plot: matplotlib is not installed. Install it with: pip install 'nearfield[plots]'", markup=False)
             return outcomes
         curves = []
-        for name, build in (("top k", _near_only), ("top k/2 + k/2 sampled", _near_and_far)):
+        for name, build in (("top k", _near_only), ("top k/2 + k/2 sampled", _near_and_far), ("cells", _cells)):
             points = []
             for k in sizes:
                 progress.update(task, description=f"{name}, k = {k}", advance=1)
@@ -106,6 +107,10 @@ def _near_only(k: int) -> Method:
 
 def _near_and_far(k: int) -> Method:
     return nf.TopK(k // 2, tail=k // 2)
+
+
+def _cells(k: int) -> Method:
+    return nf.Cells(cell_size=8, probes=max(1, k // 8), segment=256)
 
 
 def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -> Shown:

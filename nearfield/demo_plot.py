@@ -85,7 +85,7 @@ def _draw_ridges(axes: Any, ridges: Sequence[Ridge], audit: Audit) -> None:
     axes.set_yticks(range(len(ridges)), [ridge.name for ridge in reversed(ridges)], va="bottom")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set(xscale="log", xlim=(LOWEST, 2 * max(r.errors.max().item() for r in ridges)), ylim=(-0.05, len(ridges) + 0.35))
+    axes.set(xscale="log", xlim=(LOWEST, 2 * max(r.errors.max().item() for r in ridges)), ylim=(-0.05, len(ridges) + 1.2))
     axes.set_xlabel("error of a row  /  rms norm of the values")
     axes.set_title("How wrong are the rows?")
 

@@ -1,6 +1,8 @@
-"""One hypothesis profile for all tests, and the rule for tests that need a GPU."""
+"""One hypothesis profile for all tests, poisoned memory, and the rule for tests that need a GPU."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +13,20 @@ settings.register_profile(
     "nearfield", derandomize=True, max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("nearfield")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN, so that whatever a kernel leaves unwritten shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        assert bool(torch.empty(3).isnan().all())
+        assert bool(torch.zeros(1).new_empty(3).isnan().all())
+        assert bool(torch.empty_like(torch.zeros(3)).isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

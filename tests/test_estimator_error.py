@@ -24,6 +24,9 @@ BUDGETS = {
     "top": nf.TopK(k=48),
     "tail": nf.TopK(k=24, tail=24),
     "kmeans": nf.TopK(k=24, tail=24, index=nf.KMeansIndex(cells=24, probes=4)),
+    "cells": nf.Cells(cell_size=8, probes=6, segment=64, sinks=0),
+    "cells-levels": nf.Cells(cell_size=4, probes=12, segment=64, sinks=0, branching=4, unfold=4),
+    "cells-drawn": nf.Cells(cell_size=8, probes=3, segment=64, sinks=0, samples=24),
 }
 DRAWS = 4
 """Seeds that are averaged, so that another stream of random numbers moves a value by a few percent only."""
@@ -55,6 +58,8 @@ def test_stored_values_make_sense() -> None:
     stored = json.loads(STORED.read_text())
     assert set(stored) == set(synthetic.FAMILIES)
     assert stored["clustered"]["tail"] < 0.8 * stored["clustered"]["top"], "a cluster larger than k needs its tail"
+    for family in ("gaussian", "clustered", "local", "duplicates", "anisotropic"):
+        assert stored[family]["cells"] < 0.5 * stored[family]["top"], "the same number of keys, and a far field"
     assert stored["sharp"]["top"] < 0.05
     assert all(0 <= value < 1 for values in stored.values() for value in values.values())
 

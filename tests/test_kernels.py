@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,20 +65,6 @@ def scatter_by_hand(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> 
         for t in range(ids.shape[1]):
             out[ids[f, t]] += weights[f, t] * rows[f]
     return out
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fresh memory holds NaN, so that whatever a kernel leaves unwritten shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-        assert bool(torch.empty(3).isnan().all())
-        assert bool(torch.zeros(1).new_empty(3).isnan().all())
-        assert bool(torch.empty_like(torch.zeros(3)).isnan().all())
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @kernel_sets

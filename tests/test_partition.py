@@ -44,8 +44,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
-def sizes_of(assigned: Tensor, count: int) -> Tensor:
-    return torch.stack([torch.bincount(entry, minlength=count) for entry in assigned])
+def sizes_of(assigned: Tensor, count: int) -> list[Tensor]:
+    return [torch.bincount(entry, minlength=count) for entry in assigned]
 
 
 @dtypes

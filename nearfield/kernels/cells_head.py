@@ -14,7 +14,7 @@ from nearfield.kernels.cells_plan import CellSettings, Piece, pieces, row_blocks
 from nearfield.partition.cells import CellTable, tabulate
 from nearfield.sampling import hashed_uniform
 
-LEAST_BLOCK_BYTES = 16 << 20
+LEAST_BLOCK_BYTES = 8 << 20
 MOST_BLOCK_BYTES = 256 << 20
 
 
@@ -63,9 +63,9 @@ class Head:
         return torch.promote_types(self.queries.dtype, torch.float32)
 
     def blocks(self) -> Iterator[Block]:
-        """Blocks of rows. They take no more memory than one of the inputs does, within reason."""
+        """Blocks of rows. They take no more memory than half of one input does, within reason."""
         settings, wide = self.settings, self.values.shape[1]
-        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 4))
+        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 2))
         # Two accumulators, and the pairs with what sorting them takes.
         per_row = 8 * wide + 40 * settings.probes + settings.unfold * (40 + 4 * settings.branching)
         for found in row_blocks_of(self.pieces, max(64, budget // (per_row * settings.group))):

@@ -8,7 +8,7 @@ from torch import Tensor
 from nearfield.blocks import row_chunks
 
 SCORES_PER_PASS = 1 << 21
-"""Entries of one block of the (key, centroid) score table: 8 MB in float32."""
+"""Entries of one block of the (key, centroid) score table, with the keys themselves: 8 MB in float32."""
 
 
 def lloyd(
@@ -47,7 +47,7 @@ def nearest(
     assigned = torch.empty(batch, n, dtype=torch.int64, device=points.device)
     distance = points.new_empty(batch, n)
     half = centroids.square().sum(-1) / 2
-    for entries, part in row_chunks(batch, n, centroids.shape[1], SCORES_PER_PASS):
+    for entries, part in row_chunks(batch, n, centroids.shape[1] + 3 * points.shape[2], SCORES_PER_PASS):
         some = points[entries, part]
         some = some if offset is None else some - offset[entries]
         some = some if weight is None else some * weight[entries]
