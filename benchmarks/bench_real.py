@@ -4,7 +4,7 @@ python benchmarks/bench_real.py --text TEXT                    # writes results/
 python benchmarks/bench_real.py --captured FOLDER [--quick]    # what real.py has saved; quick: two layers, nothing written
 
 8,192 tokens, causal, all layers and heads; rows from the last segment of 1,024. That segment and the 16 first keys are exact for
-both. Of the past, top-k takes the heaviest keys of each row, by a perfect index, and drops the rest, as the paper does; Cells opens
+both. Of the past, top-k takes the heaviest keys of each row (a perfect index) and drops the rest, as the paper does; Cells opens
 cells and sees the others through their moments. Errors are relative errors of rows, averaged per head.
 
 Five minutes on two cores for SmolLM2-135M (`make smollm2`), and two more to run the model; without a model it says so and ends.

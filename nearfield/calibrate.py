@@ -26,7 +26,7 @@ MARGIN = 1.05
 
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: int = 3) -> dict[str, float]:
     """The crossover length of every kind of call, measured with one head of 64; prints a table and keeps it in the cache."""
-    console = Console()
+    console = _console()
     table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=f"{device}, {dtype}")
     lengths: dict[str, float] = {}
     with Progress(console=console) as progress:
@@ -48,9 +48,7 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: 
 
 def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float32, rounds: int = 3) -> None:
     """Every kind of call at one length: exact attention and cells side by side, with the audited error of cells."""
-    if length < 1:
-        raise ValueError(f"length must be a positive integer, got {length}")
-    console = Console()
+    console = _console()
     table = Table(
         "kind", "SDPA, s", "Cells, s", "SDPA / Cells", "error", "from", box=SIMPLE_HEAD, title=f"{length:,} keys, {device}"
     )
@@ -96,6 +94,11 @@ def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, r
     timed(cells)
     pairs = [(timed(exact), timed(cells)) for _ in range(rounds)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=110)  # a file has no width; the default of 80 would cut the table
 
 
 def _wait(device: torch.device) -> None:

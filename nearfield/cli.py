@@ -60,7 +60,7 @@ def demo(
 def bench(
     calibrate: bool = typer.Option(False, "--calibrate", help="Keep the result, so that the default method uses it from now on."),
     device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
-    length: int = typer.Option(16384, help="Queries and keys, where nothing is calibrated."),
+    length: int = typer.Option(16384, min=1, help="Queries and keys, where nothing is calibrated."),
 ) -> None:
     """Time cells against exact attention on this machine; with --calibrate, find the length from which on they win."""
     import torch

@@ -78,8 +78,10 @@ def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) ->
     table = _measured()
     table.setdefault(device_name(device), {})[str(dtype).removeprefix("torch.")] = lengths
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as file:
-        json.dump({"lengths": table}, file, indent=2)
-    os.replace(file.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        draft = Path(folder) / path.name
+        with draft.open("w") as file:
+            json.dump({"lengths": table}, file, indent=2)
+        os.replace(draft, path)
     _lengths.cache_clear()
     return path

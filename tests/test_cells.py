@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import QKV, attention64, gradients, inputs, logits64, seeded, softmax64
+from by_hand import QKV, attention64, gradients, inputs, logits64, seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield import synthetic
 from nearfield.kernels import cells_cpu_backward, cells_far, cells_head, cells_near, tiles
 from nearfield.partition import cells as cell_tables
 
@@ -86,7 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sharp-levels": {"spread": 8.0, **LEVELS},
     "scale": {"scale": 1.3, "causal": True},
     "negative-scale": {"scale": -0.7},
-    "everything": {"mask": "anywhere", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "window": 5, **PADDED, **LEVELS},
+    "everything": {
+        "mask": "anywhere", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "window": 5, **PADDED, **LEVELS,
+    },
 }  # fmt: skip
 FIELDS = {field.name for field in dataclasses.fields(nf.Cells)}
 
@@ -174,7 +175,8 @@ def test_nothing_is_left_unwritten(name: str) -> None:
 @pytest.mark.parametrize("dim", [5, 8, 80, 256])
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 64, 257, 1000])
 def test_lengths_and_dims(length: int, dim: int, causal: bool) -> None:
-    case = {"queries": length, "dim": dim, "causal": causal, "cell_size": 50 if length > 64 else 4, "segment": max(1, length // 5)}
+    sizes = {"cell_size": 50 if length > 64 else 4, "segment": max(1, length // 5)}
+    case = {"queries": length, "dim": dim, "causal": causal, **sizes}
     for options in ({}, {"branching": 3, "unfold": 2}):
         assert_parity(case | options, torch.float64 if length < 1000 else torch.float32)
 

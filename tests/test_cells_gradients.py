@@ -90,11 +90,11 @@ def clusters(count: int, dim: int) -> Tensor:
     return places[torch.arange(count) % 4] + 0.3 * torch.randn(count, dim, generator=seeded(1), dtype=torch.float64)
 
 
-def setting(case: dict[str, Any], backend: str = "torch") -> Setting:
-    keys, group, dim = case.get("keys", 10), case.get("group", 1), case.get("dim", 2)
+def setting(case: dict[str, Any]) -> Setting:
+    keys, group, dim, value_dim = (case.get(*pair) for pair in (("keys", 10), ("group", 1), ("dim", 2), ("value_dim", 2)))
     causal = case.get("causal", False)
     length = case.get("queries", keys if causal else 5)
-    query, _, value = inputs(1, queries=group * length, keys=keys, dim=dim, value_dim=case.get("value_dim", 2), dtype=torch.float64)
+    query, _, value = inputs(1, queries=group * length, keys=keys, dim=dim, value_dim=value_dim, dtype=torch.float64)
     position = torch.arange(1, length + 1).clamp(max=keys) if causal else torch.full((length,), keys)
     visible = position.clamp(max=case.get("seen", keys)).repeat(group)[None]
     segment = case.get("segment", 3) if causal else 0
@@ -102,9 +102,8 @@ def setting(case: dict[str, Any], backend: str = "torch") -> Setting:
     sizes = sizes._replace(branching=case.get("branching", 0), unfold=case.get("unfold", 0), samples=case.get("samples", 0))
     sizes = sizes._replace(probes=case.get("probes", 1))
     partition = case.get("partition", nf.KMeans())
-    recipe = Recipe(
-        sizes, case.get("scale", 0.7), case.get("dropout_p", 0.0), type(partition).__name__, tuple(vars(partition).values()), backend
-    )
+    named = type(partition).__name__, tuple(vars(partition).values())
+    recipe = Recipe(sizes, case.get("scale", 0.7), case.get("dropout_p", 0.0), *named, "torch")
     tensors = (case.get("spread", 1.0) * query, clusters(keys, dim)[None], value)
     return Setting(tensors, visible, recipe, cells_attention(*tensors, visible, SEED, recipe))
 
@@ -176,9 +175,12 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def large(name: str, **options: Any) -> tuple[Setting, Tensor, tuple[Tensor, ...]]:
+SIZES = {"keys": 150, "queries": 150, "dim": 6, "value_dim": 5, "segment": 16, "cell_size": 6}
+
+
+def large(name: str) -> tuple[Setting, Tensor, tuple[Tensor, ...]]:
     """A call on 150 keys with an upstream gradient and what it leads to."""
-    frozen = setting({"keys": 150, "queries": 150, "dim": 6, "value_dim": 5, "segment": 16, "cell_size": 6} | LARGE[name] | options)
+    frozen = setting(SIZES | LARGE[name])
     x = leaves(frozen.tensors)
     result = cells_attention(*x, frozen.visible, SEED, frozen.recipe)
     upstream = torch.randn(result.output.shape, generator=seeded(3), dtype=torch.float64)
@@ -203,7 +205,7 @@ def test_values_times_their_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in LARGE.items() if case.get("causal")])
 def test_the_past_has_no_gradient_in_the_future(name: str) -> None:
     """d(rows up to r) / d(keys, values, queries after r) is zero, not only small."""
-    frozen = setting({"keys": 150, "queries": 150, "dim": 6, "value_dim": 5, "segment": 16, "cell_size": 6} | LARGE[name])
+    frozen = setting(SIZES | LARGE[name])
     group = frozen.recipe.sizes.group
     for row in (0, 15, 16, 40, 100, 148):
         x = leaves(frozen.tensors)

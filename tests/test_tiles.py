@@ -97,7 +97,7 @@ def test_pairs_name_row_and_slot(name: str) -> None:
         assert torch.equal(stack.pairs == rows * slots, filler)
         assert torch.equal((stack.pairs // slots)[~filler], stack.rows[~filler])
         first = edges[chosen.view(-1)[stack.pairs.clamp(max=rows * slots - 1)]]
-        assert bool(((first == stack.members[:, :1]) | filler).all()), "with whole cells as pages, a tile starts where its cell does"
+        assert bool(((first == stack.members[:, :1]) | filler).all()), "a page is a cell here, and starts where it does"
         seen.update(stack.pairs[~filler].tolist())
     size = edges.diff()
     assert seen == Counter(pair for pair, cell in enumerate(chosen.view(-1).tolist()) if cell >= 0 and size[cell] > 0)

@@ -1,0 +1,233 @@
+"""Auto: SDPA where it is faster, cells beyond, and a tolerance that is honoured."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from by_hand import inputs, seeded
+from typer.testing import CliRunner
+
+import nearfield as nf
+from nearfield import calibrate, crossover
+from nearfield.audit import run_audit
+from nearfield.budgets import audit_quantile
+from nearfield.cli import app
+from nearfield.methods import auto
+from nearfield.problem import check
+from nearfield.synthetic import FAMILIES, make
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads or writes the user's cache."""
+    monkeypatch.setenv("NEARFIELD_CACHE", str(tmp_path))
+    crossover._lengths.cache_clear()
+    yield tmp_path / "crossover.json"
+    crossover._lengths.cache_clear()
+
+
+def test_short_inputs_get_sdpa_bit_for_bit() -> None:
+    for length in (1, 2, 64, 300, 2100):
+        q, k, v = inputs(1, 2, queries=length, dim=16)
+        for causal in (False, True):
+            expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            assert torch.equal(nf.attention(q, k, v, is_causal=causal), expected)
+            assert nf.estimate(q, k, v, is_causal=causal).info["chosen"] == "Exact()"
+
+
+def test_long_inputs_get_cells() -> None:
+    q, k, v = inputs(1, 1, queries=200, dim=8)
+    est = nf.estimate(q, k, v, method=nf.Auto(crossover=100))
+    assert est.info["chosen"] == repr(nf.Cells())
+    assert torch.equal(est.output, nf.attention(q, k, v, method=nf.Cells()))
+
+
+def test_few_queries_do_not_repay_cells() -> None:
+    q, k, v = inputs(1, 1, queries=20, keys=200, dim=8)
+    assert nf.estimate(q, k, v, method=nf.Auto(crossover=100)).info["chosen"] == "Exact()"
+
+
+def test_masks_and_monte_carlo_gradients_get_exact_attention() -> None:
+    q, k, v = inputs(1, 1, queries=200, dim=8)
+    mask = torch.rand(200, 200, generator=seeded(0)) < 0.5
+    est = nf.estimate(q, k, v, mask, method=nf.Auto(crossover=100))
+    assert est.info["chosen"] == "Exact()"
+    torch.testing.assert_close(est.output, F.scaled_dot_product_attention(q, k, v, mask))
+    walk = nf.gradients.RandomWalk(walks=4)
+    assert nf.estimate(q, k, v, method=nf.Auto(crossover=100), gradient=walk).info["chosen"] == "Exact()"
+    padding = torch.arange(200) < 150
+    assert "Cells" in nf.estimate(q, k, v, padding, method=nf.Auto(crossover=100)).info["chosen"]
+
+
+def test_a_later_nan_does_not_reach_earlier_rows_on_the_short_way() -> None:
+    q, k, v = inputs(1, 2, queries=40, dim=16)
+    clean = nf.attention(q, k, v, is_causal=True)
+    for spoiled in (k, v):
+        kept = spoiled[0, 1, 30].clone()
+        spoiled[0, 1, 30] = math.nan
+        out = nf.attention(q, k, v, is_causal=True)
+        assert torch.equal(out[0, 0], clean[0, 0])
+        torch.testing.assert_close(out[0, 1, :30], clean[0, 1, :30])
+        assert bool(out[0, 1, 30:].isnan().all())
+        spoiled[0, 1, 30] = kept
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eps_is_honoured(family: str, causal: bool) -> None:
+    q, k, v = make(family, 1, 1, 2048, 32, seed=3)
+    est = nf.estimate(q, k, v, is_causal=causal, method=nf.Auto(eps=0.05, crossover=512), generator=seeded(1))
+    audit: nf.Audit = est.info["audit"]
+    assert audit.additive <= 0.05
+    assert audit.rows == 86
+    assert audit.quantile == pytest.approx(0.95, abs=0.001)
+    assert audit.confidence == 0.95
+    assert est.info["steps"][-1]["additive"] == audit.additive
+    # What was promised, looked at on every row.
+    exact = nf.attention(q, k, v, is_causal=causal, method=nf.Exact())
+    unit = v.square().sum(-1).mean().sqrt()
+    assert float(((est.output - exact).norm(dim=-1) / unit <= 0.05).double().mean()) >= 0.95
+
+
+def test_the_budget_grows_until_it_passes_and_ends_with_exact_attention() -> None:
+    q, k, v = make("sharp", 1, 1, 4096, 32, seed=0)
+    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.01, crossover=512), generator=seeded(0))
+    steps = est.info["steps"]
+    assert est.info["chosen"] == "Exact()" == steps[-1]["method"]
+    torch.testing.assert_close(est.output, F.scaled_dot_product_attention(q, k, v))
+    assert len(steps) >= 2
+    assert all("Cells" in step["method"] and step["additive"] > 0.01 for step in steps[:-1])
+    probes = nf.Cells().settings(check(q, k, v)).probes
+    assert [f"probes={auto.GROWTH**i * probes}" in step["method"] for i, step in enumerate(steps[1:-1], 1)] == [True] * (
+        len(steps) - 2
+    )
+
+
+def test_eps_of_a_good_estimate_takes_one_step() -> None:
+    q, k, v = make("clustered", 1, 1, 4096, 32, seed=0)
+    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.2, crossover=512), generator=seeded(0))
+    assert len(est.info["steps"]) == 1
+    assert "Cells" in est.info["chosen"]
+
+
+def test_eps_keeps_gradients_and_repeats_with_its_generator() -> None:
+    q, k, v = (x.requires_grad_() for x in make("clustered", 1, 2, 1500, 16, seed=0))
+    method = nf.Auto(eps=0.1, crossover=512)
+    first = nf.attention(q, k, v, is_causal=True, method=method, generator=seeded(5))
+    grads = torch.autograd.grad(first.sum(), (q, k, v))
+    assert all(bool(x.isfinite().all()) and float(x.detach().abs().sum()) > 0 for x in grads)
+    assert torch.equal(first, nf.attention(q, k, v, is_causal=True, method=method, generator=seeded(5)))
+
+
+def test_a_non_finite_row_does_not_spoil_the_audit() -> None:
+    q, k, v = make("clustered", 1, 1, 1024, 16, seed=0)
+    q[0, 0, 7] = math.nan
+    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.1, crossover=512), generator=seeded(0))
+    assert math.isfinite(est.info["audit"].additive)
+    assert bool(est.output[0, 0, 7].isnan().all())
+    assert bool(est.output[0, 0, 8:].isfinite().all())
+
+
+@pytest.mark.parametrize("eps", [0, 1, -0.1, 1.5, "0.1", math.nan])
+def test_bad_eps(eps: Any) -> None:
+    with pytest.raises(ValueError, match="eps"):
+        nf.Auto(eps=eps)
+
+
+def test_bad_crossover_and_dropout() -> None:
+    with pytest.raises(ValueError, match="crossover"):
+        nf.Auto(crossover=0)
+    q, k, v = inputs(1, 1, queries=200, dim=8)
+    with pytest.raises(ValueError, match="dropout"):
+        nf.attention(q, k, v, dropout_p=0.1, method=nf.Auto(eps=0.1, crossover=100))
+
+
+def test_several_looks_make_an_audit_claim_less() -> None:
+    q, k, v = inputs(1, 1, queries=300, dim=8)
+    problem = check(q, k, v)
+    output = F.scaled_dot_product_attention(q, k, v)
+    once, four = (run_audit(problem, output, 59, seeded(0), looks=looks) for looks in (1, 4))
+    assert once.quantile == audit_quantile(59, 0.95)
+    assert four.quantile == audit_quantile(59, 1 - 0.05 / 4) < once.quantile
+    assert once.confidence == four.confidence == 0.95
+
+
+def test_stopping_at_the_first_audit_that_passes_keeps_its_confidence() -> None:
+    """Half of the rows are bad at every budget but the last: the chance that one of four audits misses them all is as claimed."""
+    rows = nf.audit_rows(auto.QUANTILE, 1 - (1 - auto.CONFIDENCE) / auto.STEPS)
+    assert auto.STEPS * auto.QUANTILE**rows <= 1 - auto.CONFIDENCE
+    assert auto.STEPS * auto.QUANTILE ** (rows - 1) > 1 - auto.CONFIDENCE
+
+
+def test_shipped_lengths() -> None:
+    for causal in (False, True):
+        for training in (False, True):
+            assert 4096 <= crossover.length(CPU, torch.float32, causal, training) <= 131_072
+    assert crossover.length(CPU, torch.float64, False, False) == math.inf, "nobody has measured it"
+
+
+def test_measured_lengths_are_kept_and_preferred(own_cache: Path) -> None:
+    crossover.keep(CPU, torch.float32, {"forward": 5000.0})
+    assert crossover.length(CPU, torch.float32, False, False) == 5000
+    shipped = crossover._shipped()["cpu"]["float32"]["training"]
+    assert crossover.length(CPU, torch.float32, False, True) == shipped
+    crossover.keep(CPU, torch.float64, {"forward": 70.0})
+    assert json.loads(own_cache.read_text())["lengths"]["cpu"].keys() == {"float32", "float64"}
+    q, k, v = inputs(1, 1, queries=100, dim=8, dtype=torch.float64)
+    assert "Cells" in nf.estimate(q, k, v).info["chosen"]
+
+
+def test_a_broken_cache_says_which_file(own_cache: Path) -> None:
+    own_cache.write_text("{")
+    crossover._lengths.cache_clear()
+    with pytest.raises(ValueError, match=r"crossover\.json.*calibrate"):
+        crossover.length(CPU, torch.float32, False, False)
+
+
+def test_an_interrupted_calibration_leaves_the_old_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crossover.keep(CPU, torch.float32, {"forward": 5000.0})
+    monkeypatch.setattr(json, "dump", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        crossover.keep(CPU, torch.float32, {"forward": 1.0})
+    assert json.loads(own_cache.read_text())["lengths"]["cpu"]["float32"] == {"forward": 5000.0}
+
+
+def test_calibrate_finds_the_first_length_at_which_cells_win(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
+        seen.append((kind, length))
+        return (length / 16384 if kind == "forward" else 0.01), 1.0
+
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
+    result = CliRunner().invoke(app, ["bench", "--calibrate"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(own_cache.read_text())["lengths"]["cpu"]["float32"] == {"forward": 32768}
+    assert ("forward", 65536) not in seen
+    assert crossover.length(CPU, torch.float32, False, False) == 32768
+
+
+def test_bench_compares_one_length() -> None:
+    result = CliRunner().invoke(app, ["bench", "--length", "300"])
+    assert result.exit_code == 0, result.output
+    assert all(kind in result.output for kind in crossover.KINDS)
+
+
+def test_bench_refuses_a_device_that_is_not_there() -> None:
+    result = CliRunner().invoke(app, ["bench", "--device", "warp"])
+    assert result.exit_code == 2
+    assert "warp" in result.output
+
+
+def test_auto_is_a_value() -> None:
+    assert nf.Auto(eps=0.1) == nf.Auto(eps=0.1)
+    assert replace(nf.Auto(), eps=0.2).eps == 0.2
