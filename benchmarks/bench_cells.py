@@ -4,14 +4,14 @@ python benchmarks/bench_cells.py                            # all sections: resu
 python benchmarks/bench_cells.py --only forward training    # these only; the others stay in the file as they are
 python benchmarks/bench_cells.py --quick                    # small sizes, nothing written
 
-forward     SDPA and Cells() at 4,096 to 131,072 keys, no mask, and where they are equally fast        4 minutes on two cores
-training    the same, forward and backward, causal, from 8,192 keys on                                 6 minutes
-scaling     Cells() alone, 16,384 to 1,048,576 keys: the exponent                                      6 minutes
-million     a million keys and queries, ten heads: time, memory (needs 16 GB in all), error            8 minutes
-accuracy    error at equal numbers of keys: Cells, exact top-k, exact top-k with a drawn tail          2 minutes
-auto        the default method over SDPA at 64 to 131,072 keys: time and memory                       12 minutes
-honoured    what an independent audit says of Auto(eps=0.05), on eight families and on real inputs     6 minutes
-peers       Faiss, reformer-pytorch (both optional) and TopK with a k-means index: time and error      5 minutes
+forward     SDPA and Cells() at 4,096 to 131,072 keys, no mask, and where they are equally fast     about 3 minutes on two cores
+training    the same, forward and backward, causal, from 8,192 keys on                              5 minutes
+scaling     Cells() alone, 16,384 to 1,048,576 keys: the exponent                                   7 minutes
+million     a million keys and queries, ten heads: time, memory (15 GB in all), error               10 minutes
+accuracy    error at equal numbers of keys: Cells, exact top-k, exact top-k with a drawn tail       2 minutes
+auto        the default method over SDPA at 64 to 131,072 keys: time and memory                     9 minutes
+honoured    what an independent audit says of Auto(eps=0.05), on eight families and real inputs     6 minutes
+peers       Faiss, reformer-pytorch (both optional) and TopK with a k-means index: time and error   5 minutes
 
 `honoured` looks at real inputs where there is a model (`make smollm2`) or --captured; --text is what the model reads.
 """

@@ -48,8 +48,8 @@ def _draw_times(axis: Any, results: dict[str, Any], scaling: dict[str, Any] | No
     axis.plot(sizes, sdpa, "o-", color=SDPA, markersize=4)
     axis.plot(sizes, cells, "o-", color=CELLS, markersize=4, linewidth=2.2)
     ends = {"SDPA": (sizes[-1], sdpa[-1], SDPA), "Cells": (sizes[-1], cells[-1], CELLS)}
-    if scaling is not None:
-        beyond = [row for row in scaling["rows"] if row["n"] > sizes[-1]]
+    beyond = [row for row in scaling["rows"] if row["n"] > sizes[-1]] if scaling else []
+    if scaling and beyond:
         x = [sizes[-1], *(row["n"] for row in beyond)]
         y = [cells[-1], *(statistics.median(row["seconds"]) for row in beyond)]
         axis.plot(x, y, "o-", color=CELLS, markersize=4, linewidth=2.2)

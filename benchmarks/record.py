@@ -95,7 +95,7 @@ def read_sections(name: str) -> dict[str, Any]:
 def each(items: Collection[T], describe: Callable[[T], str]) -> Iterator[T]:
     """The items one by one, with a bar that says which one is at work."""
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns) as progress:
+    with Progress(*columns, disable=not items) as progress:
         bar = progress.add_task("", total=len(items))
         for item in items:
             progress.update(bar, description=describe(item))

@@ -146,7 +146,7 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
         return None
     output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
     # Torch multiplies hidden values by zero: a later NaN would reach earlier rows. The last row tells, as it sees every key.
-    if is_causal and not math.isfinite(float(output[:, :, -1].sum())):
+    if is_causal and not math.isfinite(float(output.detach()[:, :, -1].sum())):
         return None
     return output
 

@@ -321,10 +321,23 @@ def test_dropout_leaves_the_denominator(name: str) -> None:
     q, k, _ = inputs(2, 2, queries=60, dim=4, dtype=torch.float64)
     ones = torch.ones(2, 2, 60, 1, dtype=torch.float64)
     plain, dropped = (nf.estimate(q, k, ones, None, p, True, method=sampled(name), generator=seeded(9)) for p in (0.0, 0.5))
-    assert torch.equal(dropped.lse, plain.lse)
+    torch.testing.assert_close(dropped.lse, plain.lse)
     torch.testing.assert_close(plain.output, ones)
     assert float(((dropped.output - 1).abs() > 1e-6).double().mean()) > 0.95
     assert_mean(dropped.output.reshape(-1, 1), torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["one-level", "levels"])
+def test_dropout_belongs_to_rows(name: str) -> None:
+    problem = inputs(1, 1, queries=40, dim=4)
+    q, k, v = (x.expand(2, heads, -1, -1) for x, heads in zip(problem, (4, 2, 2), strict=True))
+    generator = seeded(0)
+    first, second = (
+        nf.attention(q, k, v, None, 0.5, True, enable_gqa=True, method=sampled(name, samples=0), generator=generator)
+        for _ in range(2)
+    )
+    flat = torch.cat([first.flatten(0, 1), second.flatten(0, 1)])
+    assert all(not torch.equal(flat[i], flat[j]) for i in range(16) for j in range(i))
 
 
 def test_what_is_deterministic_draws_nothing() -> None:

@@ -86,7 +86,7 @@ class Auto:
         while True:
             if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
                 method = Exact()
-            outcome = method.run(problem, replace(call, diagnostics=True))
+            outcome = method.run(problem, call)
             # One of several audits may be the one that passes: each gets its share of the 5%.
             rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
             seed = call.seeds.generator(-2 - len(steps))
