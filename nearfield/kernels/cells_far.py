@@ -18,8 +18,8 @@ from nearfield.sampling import hashed_uniform
 GROUP = 8
 """Cells per group where the best ones are found in two steps."""
 
-SCORES_PER_PASS = 1 << 19
-"""Entries of one block of the (row, cell) score table: 2 MB in float32, which a core's cache still holds."""
+SCORES_PER_PASS = 1 << 18
+"""Entries of one block of the (row, cell) score table: 1 MB in float32, which a core's cache still holds."""
 
 CHILDREN_PER_PASS = 1 << 22
 """Entries of one block of the (row, fine cell) score table of two levels: more rows share the work of a coarse cell."""
