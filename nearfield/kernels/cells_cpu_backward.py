@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels import dense
-from nearfield.kernels.cells_far import cell_keep, child_edges, child_moments, masses, moments, row_parts
+from nearfield.kernels.cells_far import cell_keep, child_edges, child_moments, masses, moments, row_parts, squares
 from nearfield.kernels.cells_head import Block, Head, local_runs, pair_kernels
 from nearfield.kernels.cells_near import tile_members
 from nearfield.kernels.cells_plan import MOST_SPREAD, CellPlan
@@ -110,7 +110,7 @@ def _dense_cells(part: BackwardBlock, sums: Sums) -> None:
     for piece, own in part.block.far_pieces():
         cells = slice(0, piece.segments * table.per_segment)
         matrix = table.cross[piece.segments]
-        for rows in row_parts(own, cells.stop):
+        for rows in row_parts(own, cells.stop, head.scores_per_pass):
             queries, grad = part.block.scaled(rows), part.grad[rows]
             first, spread = moments(queries, table, cells)
             weight, top = masses(first, spread, taken[rows], table.size[cells])
@@ -132,7 +132,7 @@ def _dense_cells(part: BackwardBlock, sums: Sums) -> None:
             into.centroid[cells].addmm_(logit_grad.T, queries)
             spread_grad = _through_boost(logit_grad, spread)
             query_grad.addcmul_(queries, spread_grad @ table.variance[cells], value=2.0)
-            into.variance[cells].addmm_(spread_grad.T, queries.square())
+            into.variance[cells].addmm_(spread_grad.T, squares(queries))
             part.query_grad[rows] += query_grad
 
 
@@ -199,7 +199,7 @@ def _children(part: BackwardBlock, sums: Sums) -> None:
         into.centroid.index_add_(0, member, torch.bmm(logit_grad.transpose(1, 2), queries).flatten(0, 1))
         spread_grad = _through_boost(logit_grad, spread)
         query_grad.addcmul_(queries, torch.bmm(spread_grad, table.variance[stack.members]), value=2.0)
-        into.variance.index_add_(0, member, torch.bmm(spread_grad.transpose(1, 2), queries.square()).flatten(0, 1))
+        into.variance.index_add_(0, member, torch.bmm(spread_grad.transpose(1, 2), squares(queries)).flatten(0, 1))
         part.query_grad.index_add_(0, row, query_grad.flatten(0, 1))
     for piece, own in part.block.far_pieces():
         tilt_grad = mass[own, None] * part.grad[own]

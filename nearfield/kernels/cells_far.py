@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels.cells_head import Block, Head, Partial, pair_kernels
-from nearfield.kernels.cells_plan import MOST_SPREAD, ROUTE_SPREADS, Piece
+from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS, Piece
 from nearfield.kernels.tiles import Stack, products, stacks
 from nearfield.partition.cells import CellTable
 from nearfield.sampling import hashed_uniform
 
 GROUP = 8
 """Cells per group where the best ones are found in two steps."""
-
-SCORES_PER_PASS = 1 << 18
-"""Entries of one block of the (row, cell) score table: 1 MB in float32, which a core's cache still holds."""
 
 CHILDREN_PER_PASS = 1 << 22
 """Entries of one block of the (row, fine cell) score table of two levels: more rows share the work of a coarse cell."""
@@ -73,7 +70,7 @@ class Far:
         for piece, part in self.block.far_pieces():
             table, taken = (self.head.coarse, self.unfolded) if two_levels else (self.head.fine, self.opened)
             assert table is not None
-            for rows in row_parts(part, piece.segments * table.per_segment):
+            for rows in row_parts(part, piece.segments * table.per_segment, self.head.scores_per_pass):
                 cells = self._dense(piece, rows, table, taken, ref)
                 # Draws need the strata of both levels side by side.
                 if self.draws is None or not two_levels:
@@ -253,10 +250,10 @@ def child_moments(head: Head, numbers: Tensor, stack: Stack) -> tuple[Tensor, Te
     if stack.missing is not None:
         void = void.masked_fill(stack.missing, -torch.inf)
     first = products(queries, head.fine.centroid[stack.members], void[:, None])
-    return first, _cut(products(queries.square_(), head.fine.variance[stack.members]))
+    return first, _cut(products(squares(queries), head.fine.variance[stack.members]))
 
 
-def row_parts(part: slice, cost: int, budget: int = SCORES_PER_PASS) -> Iterator[slice]:
+def row_parts(part: slice, cost: int, budget: int) -> Iterator[slice]:
     """Ranges of rows whose score tables stay within a budget of entries."""
     step = max(32, budget // max(1, cost) // 32 * 32)
     for start in range(part.start, part.stop, step):
@@ -266,12 +263,16 @@ def row_parts(part: slice, cost: int, budget: int = SCORES_PER_PASS) -> Iterator
 def moments(queries: Tensor, table: CellTable, cells: slice) -> tuple[Tensor, Tensor]:
     """q.mu_c (-inf for empty cells) and u_c = sum_i q_i^2 var_{c,i} for a range of cells, `[rows, cells]` each."""
     first = torch.addmm(table.void[cells], queries, table.centroid[cells].T)
-    return first, _cut(queries.square() @ table.variance[cells].T)
+    return first, _cut(squares(queries) @ table.variance[cells].T)
+
+
+def squares(queries: Tensor) -> Tensor:
+    return queries.square().clamp_(max=MOST_SQUARE)
 
 
 def _cut(spread: Tensor) -> Tensor:
     # Looking is much cheaper than cutting.
-    return spread.clamp_(max=MOST_SPREAD) if spread.numel() and bool(spread.amax() > MOST_SPREAD) else spread
+    return spread.clamp_(max=MOST_SPREAD) if spread.numel() and float(spread.amax()) > MOST_SPREAD else spread
 
 
 def choose(first: Tensor, spread: Tensor, count: int) -> Tensor:

@@ -16,6 +16,8 @@ from nearfield.sampling import hashed_uniform
 
 LEAST_BLOCK_BYTES = 8 << 20
 MOST_BLOCK_BYTES = 256 << 20
+LEAST_SCORES = 1 << 18
+MOST_SCORES = 1 << 20
 
 
 @dataclass
@@ -70,6 +72,11 @@ class Head:
         per_row = 8 * wide + 40 * settings.probes + settings.unfold * (40 + 4 * settings.branching)
         for found in row_blocks_of(self.pieces, max(64, budget // (per_row * settings.group))):
             yield Block(self, found)
+
+    @property
+    def scores_per_pass(self) -> int:
+        """Entries of one block of the (row, cell) score table: 1 to 4 MB in float32, several of which are needed at a time."""
+        return min(MOST_SCORES, max(LEAST_SCORES, self.queries.numel() // 8))
 
     def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at some positions, in the dtype of arithmetic."""

@@ -8,12 +8,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nearfield.partition.cells import MOST_VARIANCE
+
 ROUTE_SPREADS = 1.5
 """A cell's routing score is q.mu_c plus so many standard deviations of its logits: what its best keys may reach."""
 
 
 MOST_SPREAD = 1e8
 """Beyond this u_c is cut off, so that (1 + u_c / 4)^2 stays far from overflow."""
+
+MOST_SQUARE = MOST_VARIANCE
+"""Squares of queries are cut off here: inf times 0 would be NaN, and a NaN score would win."""
 
 
 class CellSettings(NamedTuple):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_plan import MOST_SPREAD, CellPlan
+from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellPlan
 
 
 def attend(
@@ -58,7 +58,7 @@ def attend(
         share = member / size.clamp(min=1)
         centroid, value = share.T @ keys, share.T @ values
         off_key, off_value = keys - member @ centroid, values - member @ value
-        variance = share.T @ off_key.square()
+        variance = (share.T @ off_key.square()).clamp(max=MOST_SQUARE)
         seen = (member.bool() & (position < closed[:, None])[..., None]).any(1)
         mask = seen & ~_any_equal(cell, taken)
         if len(levels) == 2 and level == 0:
@@ -67,7 +67,7 @@ def attend(
                 0, cell_of.clamp(min=0), plan.coarse_of, "amax"
             )
             mask = mask & _any_equal(parent, plan.unfolded)
-        spread = (queries.square() @ variance.T).clamp(max=MOST_SPREAD)
+        spread = (queries.square().clamp(max=MOST_SQUARE) @ variance.T).clamp(max=MOST_SPREAD)
         second_order = queries @ centroid.T + size.clamp(min=1).log() + 2 * torch.log1p(spread / 4)
         logits.append(second_order.masked_fill(~mask, -torch.inf))
         tables.append(value)

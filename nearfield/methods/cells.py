@@ -103,14 +103,14 @@ class Cells:
         length = problem.key.shape[2]
         causal = problem.is_causal
         segment = (self.segment or default_segment(length)) if causal else 0
-        cell_size = self.cell_size or default_cell_size(length)
+        cell_size = self.cell_size or default_cell_size(length, causal)
         branching = default_branching(length) if self.branching is None else self.branching
         sizes = CellSettings(problem.group_size, segment, 0, self.sinks, cell_size, branching, 1, 1, self.samples)
         fine, coarse = sizes.per_segment(segment or length)
         segments = length // segment if causal else 1
         return sizes._replace(
             window=-(-(self.window or 0) // segment) if causal else 0,
-            probes=max(1, min(self.probes or default_probes(length), segments * fine)),
+            probes=max(1, min(self.probes or default_probes(length, causal), segments * fine)),
             unfold=max(1, min(self.unfold or default_unfold(length), segments * coarse)) if branching else 0,
         )
 
@@ -118,15 +118,20 @@ class Cells:
 # How the defaults were chosen is told, with the measurements, in docs/cells.md.
 
 
-def default_cell_size(length: int) -> int:
-    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length)."""
+def default_cell_size(length: int, causal: bool = False) -> int:
+    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length); causal up to twice as many from 64k keys on."""
     cells = max(512.0, 4.0 * math.sqrt(length))
-    return 2 ** max(2, math.ceil(math.log2(max(1.0, length / cells))))
+    size = 2 ** max(2, math.ceil(math.log2(max(1.0, length / cells))))
+    return max(64, size // 2) if causal and size > 64 else size
 
 
-def default_probes(length: int) -> int:
-    """As many as it takes to have sqrt(32 length) near keys: 512 of 8k, 1,024 of 32k, 2,048 of 131k."""
-    return max(8, round(math.sqrt(32 * length) / default_cell_size(length)))
+def default_probes(length: int, causal: bool = False) -> int:
+    """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8.
+
+    Segments make causal cells looser: there it is at least sqrt(18 length), 768 of 32k and 1,536 of 131k.
+    """
+    keys = 54 * length**0.25
+    return max(8, round((max(keys, math.sqrt(18 * length)) if causal else keys) / default_cell_size(length, causal)))
 
 
 def default_segment(length: int) -> int:
@@ -147,8 +152,8 @@ def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings
     near = 0.0
     for entry in range(len(visible)):
         cell_of = result.cell_of[entry].long()
-        size = torch.bincount(cell_of + 1, minlength=2)[1:]
         opened = result.opened[entry].long()
+        size = torch.bincount(cell_of + 1, minlength=int(opened.max()) + 2 if opened.numel() else 2)[1:]
         inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
         closed = closed_keys(visible[entry], settings)
         near += float((inside + (visible[entry] - closed) + closed.clamp(max=settings.sinks)).double().mean())

@@ -11,6 +11,8 @@ from torch import Tensor
 
 KEYS_PER_PASS = 1 << 14
 
+MOST_VARIANCE = 1e30
+
 
 @dataclass(frozen=True)
 class CellTable:
@@ -81,7 +83,8 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, cells: int, per_segm
         key, near = deviations(table, keys, values, part)
         variance.index_add_(0, cell[part], key.square())
         cross[segment + 1].addmm_(near.T, key)
-    variance.mul_(share)
+    # Infinite, it would turn a zero query into NaN.
+    variance.mul_(share).clamp_(max=MOST_VARIANCE)
     # One segment after the other, so that no sum knows of later ones.
     for segment in range(len(cross) - 1):
         cross[segment + 1] += cross[segment]
