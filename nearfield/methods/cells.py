@@ -126,12 +126,8 @@ def default_cell_size(length: int, causal: bool = False) -> int:
 
 
 def default_probes(length: int, causal: bool = False) -> int:
-    """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8.
-
-    Segments make causal cells looser: there it is at least sqrt(18 length), 768 of 32k and 1,536 of 131k.
-    """
-    keys = 54 * length**0.25
-    return max(8, round((max(keys, math.sqrt(18 * length)) if causal else keys) / default_cell_size(length, causal)))
+    """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8."""
+    return max(8, round(54 * length**0.25 / default_cell_size(length, causal)))
 
 
 def default_segment(length: int) -> int:
@@ -153,7 +149,7 @@ def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings
     for entry in range(len(visible)):
         cell_of = result.cell_of[entry].long()
         opened = result.opened[entry].long()
-        size = torch.bincount(cell_of + 1, minlength=int(opened.max()) + 2 if opened.numel() else 2)[1:]
+        size = torch.bincount(cell_of + 1, minlength=max(2, int(opened.max()) + 2) if opened.numel() else 2)[1:]
         inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
         closed = closed_keys(visible[entry], settings)
         near += float((inside + (visible[entry] - closed) + closed.clamp(max=settings.sinks)).double().mean())
