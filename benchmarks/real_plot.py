@@ -17,7 +17,8 @@ def plot(results: dict[str, Any], folder: Path) -> None:
 
     first = results["settings"][0]
     topk, cells = (numpy.array(first["per_head"][name]).T for name in ("topk", "cells"))
-    ratio = numpy.log2(cells / topk)
+    # Where attention sits on a few keys both errors are zero up to rounding, and their ratio means nothing.
+    ratio = numpy.log2(numpy.maximum(cells, 1e-6) / numpy.maximum(topk, 1e-6)).clip(-4, 4)
     low, high = min(topk.min(), cells.min()), max(topk.max(), cells.max())
     shared = LogNorm(max(low, high * 1e-4), high)
     reach = max(1.0, numpy.abs(ratio).max())
