@@ -117,7 +117,7 @@ def estimate(
         output=output,
         lse=_spoil(problem, problem.unflatten(outcome.lse)),
         stderr=None if outcome.stderr is None else _spoil(problem, problem.unflatten(outcome.stderr)),
-        audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else None,
+        audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
         info={"method": repr(method), "backend": kernels.name(backend, query.device), **outcome.info},
     )
 
@@ -144,11 +144,11 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
         return None
     if is_traced():
         return None
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-    # Torch multiplies hidden values by zero: a later NaN would reach earlier rows. The last row tells, as it sees every key.
-    if is_causal and not math.isfinite(float(output.detach()[:, :, -1].sum())):
+    # A NaN or inf goes the long way: torch multiplies hidden values by zero, and a later NaN would reach earlier rows. Only a
+    # query's own row sees it, and comes out NaN by itself.
+    if not math.isfinite(float(key.detach().sum() + value.detach().sum())):
         return None
-    return output
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def _call(

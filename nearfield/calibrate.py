@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: 
     with Progress(console=console) as progress:
         bar = progress.add_task("", total=len(crossover.KINDS) * len(LENGTHS))
         for number, kind in enumerate(crossover.KINDS):
+            lengths[kind] = math.inf
             for place, length in enumerate(LENGTHS):
                 progress.update(bar, description=f"{kind}, {length:,} keys", completed=number * len(LENGTHS) + place)
                 exact, cells = _seconds(length, device, dtype, kind, rounds)
@@ -59,7 +61,7 @@ def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float3
             query, key, value = (x.to(device, dtype) for x in make("clustered", 1, 1, length, 64))
             audit = estimate(query, key, value, is_causal=causal, method=Cells(), audit=59).audit
             assert audit is not None
-            known = crossover.length(device, dtype, causal, kind.startswith("training"))
+            known = crossover.length(device, dtype, causal)
             start = f"{known:,.0f} keys" if known < float("inf") else "not measured"
             table.add_row(kind, f"{exact:.3g}", f"{cells:.3g}", f"{exact / cells:.2f}", f"{audit.additive:.2g}", start)
     console.print(table)

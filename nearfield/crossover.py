@@ -30,17 +30,20 @@ def device_name(device: torch.device) -> str:
 
 
 @torch.compiler.assume_constant_result
-def length(device: torch.device, dtype: torch.dtype, causal: bool, training: bool) -> float:
-    """Keys from which on cells are faster; infinity where nobody has measured it."""
-    return _lengths(device_name(device), str(dtype).removeprefix("torch.")).get(kind(causal, training), math.inf)
+def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
+    """Keys from which on cells are faster, with and without a backward pass; infinity where nobody has measured it.
+
+    One number for both: a call has to mean the same whether or not gradients are being recorded, or a model would compute
+    something else when it is evaluated, and checkpointing would differentiate another function than it ran.
+    """
+    known = _lengths(device_name(device), str(dtype).removeprefix("torch."))
+    return max(known.get(kind(causal, training), math.inf) for training in (False, True))
 
 
 @functools.cache
 def _lengths(device: str, dtype: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for table in (_shipped(), _measured()):
-        found.update(table.get(device, {}).get(dtype, {}))
-    return found
+    measured = _measured().get(device, {}).get(dtype)
+    return measured if measured is not None else _shipped().get(device, {}).get(dtype, {})
 
 
 def _shipped() -> dict[str, Any]:
@@ -48,15 +51,20 @@ def _shipped() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    path = cache_file()
-    if not path.exists():
+    """What the user's machine has measured; nothing where there is no such file, or no place for one."""
+    try:
+        path = cache_file()
+        text = path.read_text()
+    except (OSError, RuntimeError):
         return {}
     try:
-        return json.loads(path.read_text())["lengths"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a table of crossover lengths; remove it, or run `nearfield bench --calibrate`"
-        ) from error
+        table = json.loads(text)["lengths"]
+        valid = all(isinstance(x, int | float) for dtypes in table.values() for kinds in dtypes.values() for x in kinds.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} is not a table of crossover lengths; remove it, or run `nearfield bench --calibrate`")
+    return table
 
 
 def cache_file() -> Path:
@@ -64,18 +72,21 @@ def cache_file() -> Path:
     if "NEARFIELD_CACHE" in os.environ:
         return Path(os.environ["NEARFIELD_CACHE"]) / "crossover.json"
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "nearfield" / "crossover.json"
 
 
 def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) -> Path:
     """File measured lengths in the cache, beside what is there for other devices. A crash leaves the old file whole."""
     path = cache_file()
-    table = _measured()
+    try:
+        table = _measured()
+    except ValueError:  # a broken file is what a new measurement replaces
+        table = {}
     table.setdefault(device_name(device), {})[str(dtype).removeprefix("torch.")] = lengths
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

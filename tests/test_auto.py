@@ -81,6 +81,13 @@ def test_a_later_nan_does_not_reach_earlier_rows_on_the_short_way() -> None:
         spoiled[0, 1, 30] = kept
 
 
+def test_inf_on_the_short_way_is_nan_as_everywhere() -> None:
+    for place in (1, 2):
+        tensors = list(inputs(1, 1, queries=40, dim=16))
+        tensors[place][0, 0, 30] = math.inf
+        assert bool(nf.attention(*tensors).isnan().all())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eps_is_honoured(family: str, causal: bool) -> None:
@@ -161,8 +168,7 @@ def test_several_looks_make_an_audit_claim_less() -> None:
     assert once.confidence == four.confidence == 0.95
 
 
-def test_stopping_at_the_first_audit_that_passes_keeps_its_confidence() -> None:
-    """Half of the rows are bad at every budget but the last: the chance that one of four audits misses them all is as claimed."""
+def test_as_many_rows_are_audited_as_several_looks_take() -> None:
     rows = nf.audit_rows(auto.QUANTILE, 1 - (1 - auto.CONFIDENCE) / auto.STEPS)
     assert auto.STEPS * auto.QUANTILE**rows <= 1 - auto.CONFIDENCE
     assert auto.STEPS * auto.QUANTILE ** (rows - 1) > 1 - auto.CONFIDENCE
@@ -170,27 +176,41 @@ def test_stopping_at_the_first_audit_that_passes_keeps_its_confidence() -> None:
 
 def test_shipped_lengths() -> None:
     for causal in (False, True):
-        for training in (False, True):
-            assert 4096 <= crossover.length(CPU, torch.float32, causal, training) <= 131_072
-    assert crossover.length(CPU, torch.float64, False, False) == math.inf, "nobody has measured it"
+        assert 4096 <= crossover.length(CPU, torch.float32, causal) <= 131_072
+    assert crossover.length(CPU, torch.float64, False) == math.inf, "nobody has measured it"
 
 
 def test_measured_lengths_are_kept_and_preferred(own_cache: Path) -> None:
-    crossover.keep(CPU, torch.float32, {"forward": 5000.0})
-    assert crossover.length(CPU, torch.float32, False, False) == 5000
-    shipped = crossover._shipped()["cpu"]["float32"]["training"]
-    assert crossover.length(CPU, torch.float32, False, True) == shipped
-    crossover.keep(CPU, torch.float64, {"forward": 70.0})
+    crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 6000.0})
+    assert crossover.length(CPU, torch.float32, False) == 6000, "one length with and without gradients"
+    assert crossover.length(CPU, torch.float32, True) == math.inf, "a machine that has measured is not told by another"
+    crossover.keep(CPU, torch.float64, {"forward": 70.0, "training": 70.0})
     assert json.loads(own_cache.read_text())["lengths"]["cpu"].keys() == {"float32", "float64"}
     q, k, v = inputs(1, 1, queries=100, dim=8, dtype=torch.float64)
     assert "Cells" in nf.estimate(q, k, v).info["chosen"]
 
 
+def test_the_choice_does_not_depend_on_recording_gradients() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(1, 1, queries=100, dim=8, dtype=torch.float64))
+    crossover.keep(CPU, torch.float64, {"forward": 200.0, "training": 50.0})
+    with torch.no_grad():
+        still = nf.attention(q, k, v)
+    assert torch.equal(still, nf.attention(q, k, v))
+
+
+def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossover, "cache_file", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert crossover.length(CPU, torch.float32, False) < math.inf
+
+
 def test_a_broken_cache_says_which_file(own_cache: Path) -> None:
-    own_cache.write_text("{")
-    crossover._lengths.cache_clear()
-    with pytest.raises(ValueError, match=r"crossover\.json.*calibrate"):
-        crossover.length(CPU, torch.float32, False, False)
+    for text in ("{", "[]", '{"lengths": []}', '{"lengths": {"cpu": 5}}', '{"lengths": {"cpu": {"float32": {"forward": "x"}}}}'):
+        own_cache.write_text(text)
+        crossover._lengths.cache_clear()
+        with pytest.raises(ValueError, match=r"crossover\.json.*calibrate"):
+            crossover.length(CPU, torch.float32, False)
+    crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 5000.0})
+    assert crossover.length(CPU, torch.float32, False) == 5000, "a new measurement mends it"
 
 
 def test_an_interrupted_calibration_leaves_the_old_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +231,10 @@ def test_calibrate_finds_the_first_length_at_which_cells_win(own_cache: Path, mo
     monkeypatch.setattr(calibrate, "_seconds", seconds)
     result = CliRunner().invoke(app, ["bench", "--calibrate"])
     assert result.exit_code == 0, result.output
-    assert json.loads(own_cache.read_text())["lengths"]["cpu"]["float32"] == {"forward": 32768}
+    kept = json.loads(own_cache.read_text())["lengths"]["cpu"]["float32"]
+    assert kept["forward"] == 32768
+    assert all(kept[kind] == math.inf for kind in crossover.KINDS[1:]), "cells never won there"
     assert ("forward", 65536) not in seen
-    assert crossover.length(CPU, torch.float32, False, False) == 32768
 
 
 def test_bench_compares_one_length() -> None:

@@ -70,6 +70,7 @@ class Head:
         budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 2))
         # Two accumulators, and the pairs with what sorting them takes.
         per_row = 8 * wide + 40 * settings.probes + settings.unfold * (40 + 4 * settings.branching)
+        per_row += settings.samples * (16 * wide + 64)
         for found in row_blocks_of(self.pieces, max(64, budget // (per_row * settings.group))):
             yield Block(self, found)
 
@@ -161,11 +162,13 @@ def local_runs(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor 
         return
     seen = head.seen[piece.start : piece.stop]
     last = int(seen[-1])
-    if torch.equal(seen, torch.arange(piece.start + 1, piece.stop + 1, device=device)):
-        before = torch.cat([always, torch.arange(piece.closed, piece.start, device=device)])
+    first = int(seen[0]) - 1
+    if first >= piece.closed and torch.equal(seen, torch.arange(first + 1, first + 1 + len(seen), device=device)):
+        # Row r of the piece sees the keys up to first + r, whatever padding came before.
+        before = torch.cat([always, torch.arange(piece.closed, first, device=device)])
         if len(before):
             yield before, False, None
-        yield torch.arange(piece.start, last, device=device), True, None
+        yield torch.arange(first, last, device=device), True, None
     else:
         if len(always):
             yield always, False, None

@@ -8,7 +8,7 @@ from torch import Tensor
 from nearfield.kernels.cells_head import Block, Head
 from nearfield.kernels.tiles import Stack, products, rows_of_a_tile, stacks
 
-HEADROOM = 60.0
+HEADROOM = 30.0
 """How far a logit may exceed a row's reference (in powers of e) before its sums are formed again around a better one."""
 LARGE = 1e5
 """References beyond this are rounded to more than a few hundredths."""

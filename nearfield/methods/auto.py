@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from nearfield import crossover
 from nearfield.audit import CONFIDENCE, run_audit
 from nearfield.budgets import audit_rows
@@ -29,7 +27,7 @@ QUANTILE = 0.95
 class Auto:
     """Exact attention where that is fastest, `Cells` where they are; with `eps`, a result that is known to be within it.
 
-    Without `eps`: torch's SDPA up to a crossover length that was measured for the device, the dtype and the kind of call
+    Without `eps`: torch's SDPA up to a crossover length that was measured for the device and the dtype, with and without a mask
     (`nearfield bench --calibrate` measures it on your machine), `Cells()` beyond. Masks other than key padding, and `gradient=`,
     always get exact attention.
 
@@ -101,13 +99,11 @@ def _named(method: Method, problem: Problem, call: Call) -> Outcome:
     outcome = method.run(problem, call)
     if not call.diagnostics:
         return outcome
-    return replace(outcome, info={**outcome.info, "chosen": repr(method)})
+    return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": [], "audit": None})
 
 
 def _measured(problem: Problem) -> float:
-    inputs = (problem.query, problem.key, problem.value)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return crossover.length(problem.query.device, problem.query.dtype, problem.is_causal, training)
+    return crossover.length(problem.query.device, problem.query.dtype, problem.is_causal)
 
 
 def _near_share(method: Cells, problem: Problem) -> float:

@@ -20,6 +20,7 @@ from nearfield.problem import Problem
 
 TWO_LEVELS = 1 << 21
 """From so many keys on two levels pay."""
+UNFOLD = 32
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Cells:
     the segments before that through their cells; no number that it uses depends on a later key or query.
 
     Args:
-        cell_size: keys per cell; None: by the number of keys, about sqrt of it.
+        cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k).
         probes: cells opened per row; None: by the number of keys.
         samples: far keys drawn per row: 0, or at least 2.
         window: causal only: latest keys that are always near, rounded up to whole segments beyond a row's own.
@@ -47,7 +48,7 @@ class Cells:
         partition: `KMeans()`, `Blocks()` or `HashBuckets()`.
         segment: causal only: keys per segment; None: by the number of keys.
         branching: fine cells per coarse cell for two levels, 0 for one level; None: two levels from two million keys on.
-        unfold: with two levels, coarse cells per row whose fine cells are scored; None: by the number of keys.
+        unfold: with two levels, coarse cells per row whose fine cells are scored; None: 32.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
     are the exact gradients of the estimator, what was opened and drawn held fixed.
@@ -110,8 +111,8 @@ class Cells:
         segments = length // segment if causal else 1
         return sizes._replace(
             window=-(-(self.window or 0) // segment) if causal else 0,
-            probes=max(1, min(self.probes or default_probes(length, causal), segments * fine)),
-            unfold=max(1, min(self.unfold or default_unfold(length), segments * coarse)) if branching else 0,
+            probes=max(1, min(self.probes or default_probes(length, cell_size), segments * fine)),
+            unfold=max(1, min(self.unfold or UNFOLD, segments * coarse)) if branching else 0,
         )
 
 
@@ -125,9 +126,9 @@ def default_cell_size(length: int, causal: bool = False) -> int:
     return max(64, size // 2) if causal and size > 64 else size
 
 
-def default_probes(length: int, causal: bool = False) -> int:
+def default_probes(length: int, cell_size: int) -> int:
     """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8."""
-    return max(8, round(54 * length**0.25 / default_cell_size(length, causal)))
+    return max(8, round(54 * length**0.25 / cell_size))
 
 
 def default_segment(length: int) -> int:
@@ -137,10 +138,6 @@ def default_segment(length: int) -> int:
 
 def default_branching(length: int) -> int:
     return 16 if length >= TWO_LEVELS else 0
-
-
-def default_unfold(length: int) -> int:
-    return 32
 
 
 def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings) -> float:

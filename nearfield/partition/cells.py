@@ -80,9 +80,9 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, cells: int, per_segm
     centroid.mul_(share)
     value.mul_(share)
     for segment, part in table.passes():
-        key, near = deviations(table, keys, values, part)
-        variance.index_add_(0, cell[part], key.square())
-        cross[segment + 1].addmm_(near.T, key)
+        off_key, off_value = deviations(table, keys, values, part)
+        variance.index_add_(0, cell[part], off_key.square())
+        cross[segment + 1].addmm_(off_value.T, off_key)
     # Infinite, it would turn a zero query into NaN.
     variance.mul_(share).clamp_(max=MOST_VARIANCE)
     # One segment after the other, so that no sum knows of later ones.
