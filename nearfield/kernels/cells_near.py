@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels.cells_head import Block, Head
+from nearfield.kernels.dense import LARGE
 from nearfield.kernels.tiles import Stack, products, rows_of_a_tile, stacks
 
 HEADROOM = 30.0
 """How far a logit may exceed a row's reference (in powers of e) before its sums are formed again around a better one."""
-LARGE = 1e5
-"""References beyond this are rounded to more than a few hundredths."""
 
 
 def near(head: Head, block: Block, opened: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:

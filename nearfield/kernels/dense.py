@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearfield.kernels.reference import weighted_softmax
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+LARGE = 1e5
+"""Logits beyond this are rounded to more than a few hundredths."""
 
 
 def attend(
@@ -20,7 +25,7 @@ def attend(
         shape = (1, len(queries), -1, -1)
         output, lse = _flash(queries[None], keys.expand(shape), values.expand(shape), 0.0, causal, scale=1.0)
         return output[0], lse.view(queries.shape[:2])
-    weight, lse = _weights(queries, keys, causal, seen)
+    weight, lse = weighted_softmax(_logits(queries, keys, causal, seen), None)
     return (weight if keep is None else weight * keep) @ values, lse
 
 
@@ -68,7 +73,7 @@ def attend_backward(
 
 def is_extreme(lse: Tensor) -> bool:
     """Whether a logit is rounded to more than a few hundredths, so that e^(z - lse) might exceed 1 by much, or overflow."""
-    return bool(((lse.abs() > 1e5) & lse.isfinite()).any())
+    return bool(((lse.abs() > LARGE) & lse.isfinite()).any())
 
 
 def _fused(keys: Tensor, values: Tensor, keep: Tensor | None, seen: Tensor | None) -> bool:
@@ -81,11 +86,3 @@ def _logits(queries: Tensor, keys: Tensor, causal: bool, seen: Tensor | None) ->
     if causal:
         seen = torch.ones(logits.shape[1:], dtype=torch.bool, device=keys.device).tril()
     return logits if seen is None else logits.masked_fill(~seen, -torch.inf)
-
-
-def _weights(queries: Tensor, keys: Tensor, causal: bool, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    logits = _logits(queries, keys, causal, seen)
-    if logits.shape[-1] == 0:
-        return logits, logits.new_full(logits.shape[:2], -torch.inf)
-    lse = logits.logsumexp(-1)
-    return (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp(), lse

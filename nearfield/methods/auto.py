@@ -79,14 +79,14 @@ class Auto:
 
     def _within_eps(self, problem: Problem, call: Call) -> Outcome:
         assert self.eps is not None
+        # One of several audits may be the one that passes: each gets its share of the 5%.
+        rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
         steps: list[dict[str, Any]] = []
         method: Cells | Exact = Cells()
         while True:
             if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
                 method = Exact()
             outcome = method.run(problem, call)
-            # One of several audits may be the one that passes: each gets its share of the 5%.
-            rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
             seed = call.seeds.generator(-2 - len(steps))
             audit = run_audit(problem, problem.finish(outcome.output), rows, seed, looks=STEPS)
             steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
