@@ -1,11 +1,14 @@
-"""Which key lives in which cell, segment by segment."""
+"""Which key lives in which cell, span by span."""
 
 from __future__ import annotations
+
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_plan import CellSettings, closed_keys
+from nearfield.kernels.cells_plan import CellSettings, Spans, closed_keys
 from nearfield.partition.base import Partition
 from nearfield.partition.lloyd import lloyd, means
 
@@ -13,34 +16,49 @@ COARSE_ITERATIONS = 3
 
 
 def assign(keys: Tensor, visible: Tensor, settings: CellSettings, partition: Partition) -> tuple[Tensor, Tensor]:
-    """The fine and the coarse cell of each key of a head `[n, dim]`, -1 for those in none; no coarse ones with one level.
+    """The fine and the coarse cells of each key of a head `[n, dim]`: `[heights, n]`, -1 where it is in none.
 
-    Keys are grouped per segment that some row sees closed, each segment by itself: nothing about a cell depends on later keys.
-    Coarse cells group the centroids of fine ones, and fine cells are numbered coarse cell by coarse cell.
+    Keys are grouped span by span, of those that some row sees: nothing about a cell depends on later keys. Coarse cells group the
+    centroids of fine ones, and fine cells are numbered coarse cell by coarse cell; no coarse ones with one level.
     """
-    length, dim = keys.shape
-    fine_of = torch.full((length,), -1, dtype=torch.int64, device=keys.device)
-    coarse_of = fine_of.clone() if settings.branching else fine_of[:0]
+    length = len(keys)
+    fine_of = torch.full((settings.heights(length), length), -1, dtype=torch.int64, device=keys.device)
+    coarse_of = fine_of.clone() if settings.branching else fine_of[:, :0]
     closed = int(closed_keys(visible, settings).max()) if len(visible) else 0
     if closed == 0:
         return fine_of, coarse_of
     size = settings.segment or closed
-    fine, coarse = settings.per_segment(size)
-    parts = keys[:closed].to(torch.promote_types(keys.dtype, torch.float32)).view(closed // size, size, dim)
-    assigned = partition.build(parts, fine)
-    segment = torch.arange(len(parts), device=keys.device)[:, None]
-    if coarse:
-        centroid, _ = means(parts, assigned, parts.new_zeros(len(parts), fine, dim))
-        parent = lloyd(centroid, -(-fine // settings.branching), COARSE_ITERATIONS, fine)
-        order = parent.argsort(dim=1, stable=True)
-        rank = order.argsort(dim=1)
-        group = _runs(parent.gather(1, order), 2 * settings.branching)
-        assigned = rank.gather(1, assigned)
-        coarse_of[:closed] = (group.gather(1, assigned) + segment * coarse).view(-1)
-        coarse_of[: settings.sinks] = -1
-    fine_of[:closed] = (assigned + segment * fine).view(-1)
-    fine_of[: settings.sinks] = -1
+    spans = Spans(closed // size)
+    per_fine, per_coarse = settings.per_segment(size)
+    first_fine, first_coarse = spans.edges(per_fine), spans.edges(per_coarse)
+    compute = torch.promote_types(keys.dtype, torch.float32)
+    for height, group in groupby(spans.all, key=attrgetter("height")):
+        own = list(group)
+        places = [slice(span.first * size, (span.first + span.segments) * size) for span in own]
+        parts = torch.stack([keys[place].to(compute) for place in places])
+        fine, coarse = group_keys(parts, per_fine << height, settings.branching, partition)
+        for span, place, cell in zip(own, places, fine, strict=True):
+            fine_of[height, place] = cell + first_fine[span.number]
+        if coarse is not None:
+            for span, place, cell in zip(own, places, coarse, strict=True):
+                coarse_of[height, place] = cell + first_coarse[span.number]
+    fine_of[:, : settings.sinks] = -1
+    coarse_of[:, : settings.sinks] = -1
     return fine_of, coarse_of
+
+
+def group_keys(parts: Tensor, cells: int, branching: int, partition: Partition) -> tuple[Tensor, Tensor | None]:
+    """The fine and coarse cells of the keys of some spans `[spans, length, dim]`, counted from 0 in each span."""
+    assigned = partition.build(parts, cells)
+    if not branching:
+        return assigned, None
+    centroid, _ = means(parts, assigned, parts.new_zeros(len(parts), cells, parts.shape[2]))
+    parent = lloyd(centroid, -(-cells // branching), COARSE_ITERATIONS, cells)
+    order = parent.argsort(dim=1, stable=True)
+    rank = order.argsort(dim=1)
+    group = _runs(parent.gather(1, order), 2 * branching)
+    assigned = rank.gather(1, assigned)
+    return assigned, group.gather(1, assigned)
 
 
 def _runs(labels: Tensor, most: int) -> Tensor:

@@ -18,7 +18,7 @@ from nearfield.kernels.cells_head import Block, Head, local_runs, pair_kernels
 from nearfield.kernels.cells_near import tile_members
 from nearfield.kernels.cells_plan import MOST_SPREAD, CellPlan
 from nearfield.kernels.tiles import Stack, products, stacks
-from nearfield.partition.cells import CellTable, TableGradient
+from nearfield.partition.cells import SeenCells, TableGradient
 
 
 @dataclass(frozen=True)
@@ -104,36 +104,38 @@ def _with_results(block: Block, plan: CellPlan, output: Tensor, lse: Tensor, out
 def _dense_cells(part: BackwardBlock, sums: Sums) -> None:
     """Cells that were summed up, at the level at which every row looks at all of them."""
     head, samples = part.block.head, part.block.head.settings.samples
-    table, taken, home, into = head.fine, part.plan.opened, head.cell_of, sums.fine
+    table, taken, cell_of, into = head.fine, part.plan.opened, head.cell_of, sums.fine
     if head.coarse is not None and sums.coarse is not None:
-        table, taken, home, into = head.coarse, part.plan.unfolded, head.coarse_of, sums.coarse
+        table, taken, cell_of, into = head.coarse, part.plan.unfolded, head.coarse_of, sums.coarse
     for piece, own in part.block.far_pieces():
-        cells = slice(0, piece.segments * table.per_segment)
-        matrix = table.cross[piece.segments]
-        for rows in row_parts(own, cells.stop, head.scores_per_pass):
+        seen = head.seen_by(piece, table)
+        found = TableGradient.zeros_like(seen)
+        home = head.homes(piece, cell_of) if samples else None
+        for rows in row_parts(own, len(seen), head.scores_per_pass):
             queries, grad = part.block.scaled(rows), part.grad[rows]
-            first, spread = moments(queries, table, cells)
-            weight, top = masses(first, spread, taken[rows], table.size[cells])
+            first, spread = moments(queries, seen)
+            weight, top = masses(first, spread, seen.columns(taken[rows]), seen.size)
             weight.mul_((top - part.lse[rows]).exp_()[:, None])
-            if samples:
-                weight.mul_(_left(part.plan.drawn[rows], part.plan.log_factor[rows], home, table, cells.stop))
-            keep = cell_keep(head, part.block, rows, table, torch.arange(cells.stop, device=weight.device))
+            if home is not None:
+                weight.mul_(_left(part.plan.drawn[rows], part.plan.log_factor[rows], home, seen))
+            keep = cell_keep(head, part.block, rows, table, seen.ids)
             kept = weight if keep is None else weight * keep
-            into.value[cells].addmm_(kept.T, grad)
+            found.value.addmm_(kept.T, grad)
             tilt_grad = kept.sum(1, keepdim=True) * grad
-            into.cross[piece.segments].addmm_(tilt_grad.T, queries)
-            query_grad = tilt_grad @ matrix
-            weight_grad = grad @ table.value[cells].T
-            weight_grad += (grad * (queries @ matrix.T)).sum(1, keepdim=True)
+            found.cross.addmm_(tilt_grad.T, queries)
+            query_grad = tilt_grad @ seen.cross
+            weight_grad = grad @ seen.value.T
+            weight_grad += (grad * (queries @ seen.cross.T)).sum(1, keepdim=True)
             if keep is not None:
                 weight_grad.mul_(keep)
             logit_grad = weight_grad.sub_(part.delta[rows, None]).mul_(weight)
-            query_grad.addmm_(logit_grad, table.centroid[cells])
-            into.centroid[cells].addmm_(logit_grad.T, queries)
+            query_grad.addmm_(logit_grad, seen.centroid)
+            found.centroid.addmm_(logit_grad.T, queries)
             spread_grad = _through_boost(logit_grad, spread)
-            query_grad.addcmul_(queries, spread_grad @ table.variance[cells], value=2.0)
-            into.variance[cells].addmm_(spread_grad.T, squares(queries))
+            query_grad.addcmul_(queries, spread_grad @ seen.variance, value=2.0)
+            found.variance.addmm_(spread_grad.T, squares(queries))
             part.query_grad[rows] += query_grad
+        into.add_(seen, found)
 
 
 def _through_boost(logit_grad: Tensor, spread: Tensor) -> Tensor:
@@ -142,18 +144,18 @@ def _through_boost(logit_grad: Tensor, spread: Tensor) -> Tensor:
     return grad.masked_fill_(spread >= MOST_SPREAD, 0.0) if bool(spread.amax() >= MOST_SPREAD) else grad
 
 
-def _left(drawn: Tensor, log_factor: Tensor, home: Tensor, table: CellTable, cells: int) -> Tensor:
+def _left(drawn: Tensor, log_factor: Tensor, home: Tensor, seen: SeenCells) -> Tensor:
     """`[rows, cells]`: what drawn keys leave of their cells, 1 - (factors of the keys drawn there) / n_c; may be negative."""
-    place = home[drawn.clamp(min=0)]
-    # A key that stands for a cell of the other level, or for none, goes to a column that is thrown away.
-    place = torch.where((drawn < 0) | (place < 0) | (place >= cells), cells, place)
-    used = log_factor.new_zeros(len(drawn), cells + 1).scatter_add_(1, place, _per_key(log_factor, table, place))
-    return 1.0 - used[:, :cells]
+    place = seen.columns(home[drawn.clamp(min=0)])
+    # A slot without a key, or with one that is in no cell, goes to a column that is thrown away.
+    place = torch.where((drawn < 0) | (place < 0), len(seen), place)
+    used = log_factor.new_zeros(len(drawn), len(seen) + 1).scatter_add_(1, place, _per_key(log_factor, seen.size, place))
+    return 1.0 - used[:, :-1]
 
 
-def _per_key(log_factor: Tensor, table: CellTable, cell: Tensor) -> Tensor:
+def _per_key(log_factor: Tensor, size: Tensor, cell: Tensor) -> Tensor:
     """What a drawn key takes of its cell: its factor over the number of keys there."""
-    return log_factor.exp() / table.size[cell.clamp(max=table.cells - 1)].clamp(min=1)
+    return log_factor.exp() / size[cell.clamp(max=len(size) - 1)].clamp(min=1)
 
 
 def _children(part: BackwardBlock, sums: Sums) -> None:
@@ -168,12 +170,15 @@ def _children(part: BackwardBlock, sums: Sums) -> None:
     columns.put_(gone, part.plan.opened, torch.ones_like(part.plan.opened, dtype=torch.bool))
     left = None
     if head.settings.samples:
-        cell = torch.where(part.plan.drawn < 0, -1, head.cell_of[part.plan.drawn.clamp(min=0)])
+        cell = torch.full_like(part.plan.drawn, -1)
+        for piece, own in part.block.far_pieces():
+            drawn = part.plan.drawn[own]
+            cell[own] = torch.where(drawn < 0, -1, head.homes(piece, head.cell_of)[drawn.clamp(min=0)])
         left = columns.zeros(part.lse.dtype).add_(1.0)
-        columns.put_(left, cell, -_per_key(part.plan.log_factor, table, cell.clamp(min=0)))
+        columns.put_(left, cell, -_per_key(part.plan.log_factor, table.size, cell.clamp(min=0)))
     tilt = torch.zeros_like(part.grad)
     for piece, own in part.block.far_pieces():
-        tilt[own] = part.block.scaled(own) @ table.cross[piece.segments].T
+        tilt[own] = part.block.scaled(own) @ head.seen_by(piece, table).cross.T
     along_tilt = (part.grad * tilt).sum(1)
     mass = torch.zeros_like(along_tilt)
     for stack in stacks(unfolded, edges, head.keys.shape[1], page_size=max(1, table.cells), with_pairs=True):
@@ -202,9 +207,10 @@ def _children(part: BackwardBlock, sums: Sums) -> None:
         into.variance.index_add_(0, member, torch.bmm(spread_grad.transpose(1, 2), squares(queries)).flatten(0, 1))
         part.query_grad.index_add_(0, row, query_grad.flatten(0, 1))
     for piece, own in part.block.far_pieces():
+        seen = head.seen_by(piece, table)
         tilt_grad = mass[own, None] * part.grad[own]
-        into.cross[piece.segments].addmm_(tilt_grad.T, part.block.scaled(own))
-        part.query_grad[own] += tilt_grad @ table.cross[piece.segments]
+        into.add_cross_(seen, tilt_grad.T @ part.block.scaled(own))
+        part.query_grad[own] += tilt_grad @ seen.cross
 
 
 class _Columns:

@@ -22,8 +22,8 @@ def empty_results(queries: Tensor, keys: Tensor, values: Tensor, settings: CellS
         values.new_empty((batch, rows, values.shape[2]), dtype=compute),
         queries.new_empty((batch, rows), dtype=compute),
         queries.new_empty((batch, rows), dtype=compute),
-        keys.new_empty((batch, length), dtype=torch.int32),
-        keys.new_empty((batch, length if settings.branching else 0), dtype=torch.int32),
+        keys.new_empty((batch, settings.heights(length), length), dtype=torch.int32),
+        keys.new_empty((batch, settings.heights(length), length if settings.branching else 0), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.probes), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.unfold), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.samples), dtype=torch.int32),
@@ -145,7 +145,8 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
     plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values()))
     closed = closed_keys(head.visible, head.settings)
     cells = (head.fine.cells, head.coarse.cells if head.coarse is not None else 0)
-    return cells_reference.attend(scaled, keys.to(head.compute), values.to(head.compute), head.visible, closed, plan, cells, keep)
+    keys, values = keys.to(head.compute), values.to(head.compute)
+    return cells_reference.attend(scaled, keys, values, head.visible, closed, head.settings.segment, plan, cells, keep)
 
 
 def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tuple[Tensor, ...]:

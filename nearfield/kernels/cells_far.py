@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels.cells_head import Block, Head, Partial, pair_kernels
-from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS, Piece
+from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS
 from nearfield.kernels.tiles import Stack, products, stacks
-from nearfield.partition.cells import CellTable
+from nearfield.partition.cells import CellTable, SeenCells
 from nearfield.sampling import hashed_uniform
 
 GROUP = 8
@@ -33,21 +33,23 @@ class Strata:
     """`[rows]`"""
     tilt: Tensor
     """`[rows, value_dim]`: what X q adds to every value"""
-    ids: Tensor | None = None
-    """`[rows, cells]`: their numbers; None: 0, 1, 2, ..."""
-    keep: Tensor | None = None
+    ids: Tensor
+    """`[rows, cells]`: their numbers; `[cells]` where they are the same for all rows"""
+    keep: Tensor | None
+    value: Tensor | None = None
+    """`[cells, value_dim]`: their values, where they are the same for all rows"""
 
     def sums(self, weight: Tensor) -> Tensor:
         """Sum of weight times value over the cells of a row, `[rows, value_dim]`."""
         weight = weight if self.keep is None else weight * self.keep
         tilt = weight.sum(1, keepdim=True) * self.tilt
-        if self.ids is None:
-            return tilt.addmm_(weight, self.table.value[: weight.shape[1]])
+        if self.value is not None:
+            return tilt.addmm_(weight, self.value)
         return tilt.add_(pair_kernels(weight.device).pair_sums(weight, self.table.value, self.ids))
 
     def number(self, place: Tensor) -> Tensor:
         """The numbers of the cells at some columns."""
-        return place if self.ids is None else self.ids.gather(1, place)
+        return self.ids[place] if self.ids.dim() == 1 else self.ids.gather(1, place)
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Far:
         for piece, part in self.block.far_pieces():
             table, taken = (self.head.coarse, self.unfolded) if two_levels else (self.head.fine, self.opened)
             assert table is not None
-            for rows in row_parts(part, piece.segments * table.per_segment, self.head.scores_per_pass):
-                cells = self._dense(piece, rows, table, taken, ref)
+            seen = self.head.seen_by(piece, table)
+            for rows in row_parts(part, len(seen), self.head.scores_per_pass):
+                cells = self._dense(seen, rows, table, taken, ref)
                 # Draws need the strata of both levels side by side.
                 if self.draws is None or not two_levels:
                     self._sum_up(rows, [cells])
@@ -79,30 +82,32 @@ class Far:
             assert self.head.coarse is not None
             edges = child_edges(self.head)
             for piece, part in self.block.far_pieces():
+                seen, fine = self.head.seen_by(piece, self.head.coarse), self.head.seen_by(piece, self.head.fine)
                 # Of the cells that this piece sees: a later one must not change the width of its tables.
-                most = max(1, int(edges[: piece.segments * self.head.coarse.per_segment + 1].diff().max()))
+                most = max(1, int(edges.diff()[seen.ids].max()))
                 for rows in row_parts(part, self.unfolded.shape[1] * most, CHILDREN_PER_PASS):
                     children = Children.score(self.head, self.block.rows[rows], self.unfolded[rows], edges, most)
-                    strata = [self._fine(piece, rows, children, ref)]
+                    strata = [self._fine(fine, rows, children, ref)]
                     if self.draws is not None:
-                        strata.append(self._dense(piece, rows, self.head.coarse, self.unfolded, None))
+                        strata.append(self._dense(seen, rows, self.head.coarse, self.unfolded, None))
                     self._sum_up(rows, strata)
         return ref
 
-    def _dense(self, piece: Piece, rows: slice, table: CellTable, taken: Tensor, ref: Tensor | None) -> Strata:
+    def _dense(self, seen: SeenCells, rows: slice, table: CellTable, taken: Tensor, ref: Tensor | None) -> Strata:
         """All cells that a piece sees. Chooses which of them to take, unless `ref` is None: then they are already taken."""
-        cells = piece.segments * table.per_segment
         queries = self.block.scaled(rows)
-        first, spread = moments(queries, table, slice(0, cells))
+        first, spread = moments(queries, seen)
         if ref is not None:
             best = choose(first, spread, taken.shape[1])
-            taken[rows, : best.shape[1]] = best
+            taken[rows, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
             ref[rows] = largest(first, best)
-        weight, top = masses(first, spread, taken[rows], table.size[:cells])
-        keep = cell_keep(self.head, self.block, rows, table, torch.arange(cells, device=weight.device))
-        return Strata(table, weight, top, queries @ table.cross[piece.segments].T, keep=keep)
+        else:
+            best = seen.columns(taken[rows])
+        weight, top = masses(first, spread, best, seen.size)
+        keep = cell_keep(self.head, self.block, rows, table, seen.ids)
+        return Strata(table, weight, top, queries @ seen.cross.T, seen.ids, keep, seen.value)
 
-    def _fine(self, piece: Piece, rows: slice, children: Children, ref: Tensor) -> Strata:
+    def _fine(self, seen: SeenCells, rows: slice, children: Children, ref: Tensor) -> Strata:
         """The fine cells of what was unfolded; opens the best of them."""
         first, spread, ids = children.first, children.spread, children.ids
         table = self.head.fine
@@ -112,7 +117,7 @@ class Far:
         ref[rows] = largest(first, best)
         keep = cell_keep(self.head, self.block, rows, table, ids)
         weight, top = masses(first, spread, best, table.size[ids])
-        return Strata(table, weight, top, self.block.scaled(rows) @ table.cross[piece.segments].T, ids, keep)
+        return Strata(table, weight, top, self.block.scaled(rows) @ seen.cross.T, ids, keep)
 
     def _sum_up(self, rows: slice, strata: list[Strata]) -> None:
         if self.draws is not None:
@@ -239,8 +244,12 @@ class Children:
 
 def child_edges(head: Head) -> Tensor:
     """`[coarse cells + 1]`: the fine cells of each coarse one. Both tables list the keys in an order in which they nest."""
-    assert head.coarse is not None
-    return torch.searchsorted(head.fine.starts[:-1].contiguous(), head.coarse.starts)
+    fine, coarse = head.fine, head.coarse
+    assert coarse is not None
+    edges = torch.searchsorted(fine.starts[:-1].contiguous(), coarse.starts)
+    # Empty cells at the end of a span are its own: the next one in this order may be an earlier one in time.
+    edges[coarse.spans] = torch.tensor(fine.spans, device=edges.device)
+    return edges
 
 
 def child_moments(head: Head, numbers: Tensor, stack: Stack) -> tuple[Tensor, Tensor]:
@@ -260,10 +269,10 @@ def row_parts(part: slice, cost: int, budget: int) -> Iterator[slice]:
         yield slice(start, min(start + step, part.stop))
 
 
-def moments(queries: Tensor, table: CellTable, cells: slice) -> tuple[Tensor, Tensor]:
-    """q.mu_c (-inf for empty cells) and u_c = sum_i q_i^2 var_{c,i} for a range of cells, `[rows, cells]` each."""
-    first = torch.addmm(table.void[cells], queries, table.centroid[cells].T)
-    return first, _cut(squares(queries) @ table.variance[cells].T)
+def moments(queries: Tensor, seen: SeenCells) -> tuple[Tensor, Tensor]:
+    """q.mu_c (-inf for empty cells) and u_c = sum_i q_i^2 var_{c,i} for the cells that rows see, `[rows, cells]` each."""
+    first = torch.addmm(seen.void, queries, seen.centroid.T)
+    return first, _cut(squares(queries) @ seen.variance.T)
 
 
 def squares(queries: Tensor) -> Tensor:

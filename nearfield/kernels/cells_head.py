@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels import cpu, reference
-from nearfield.kernels.cells_plan import CellSettings, Piece, pieces, row_blocks_of
-from nearfield.partition.cells import CellTable, tabulate
+from nearfield.kernels.cells_plan import CellSettings, Piece, Spans, pieces, row_blocks_of
+from nearfield.partition.cells import CellTable, SeenCells, tabulate
 from nearfield.sampling import hashed_uniform
 
 LEAST_BLOCK_BYTES = 8 << 20
@@ -31,6 +31,7 @@ class Head:
     visible: Tensor
     """`[group * length]`: the same for every member of the group"""
     cell_of: Tensor
+    """as `coarse_of` in the `CellPlan`"""
     coarse_of: Tensor
     settings: CellSettings
     scale: float
@@ -45,12 +46,22 @@ class Head:
     def __post_init__(self) -> None:
         self.seen = self.visible[: self.length]
         self.pieces = pieces(self.seen, self.settings)
-        segments = max((piece.segments for piece in self.pieces), default=0)
+        self.spans = Spans(max((piece.segments for piece in self.pieces), default=0))
         per_fine, per_coarse = self.settings.per_segment(self.segment_length)
-        self.fine = tabulate(self.keys, self.values, self.cell_of, segments * per_fine, per_fine)
+        self.fine = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(per_fine))
         self.coarse = None
         if per_coarse:
-            self.coarse = tabulate(self.keys, self.values, self.coarse_of, segments * per_coarse, per_coarse)
+            self.coarse = tabulate(self.keys, self.values, self.coarse_of, self.spans.edges(per_coarse))
+
+    def seen_by(self, piece: Piece, table: CellTable) -> SeenCells:
+        """The cells that a piece sees."""
+        return table.seen([span.number for span in self.spans.seen(piece.segments)])
+
+    def homes(self, piece: Piece, cell_of: Tensor) -> Tensor:
+        """`[closed]`: the cell through which a piece sees each key; -1: none."""
+        size = piece.closed // max(1, piece.segments)
+        spans = self.spans.seen(piece.segments)[::-1]
+        return torch.cat([cell_of[span.height, span.first * size : (span.first + span.segments) * size] for span in spans])
 
     @property
     def length(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor
@@ -45,18 +46,24 @@ class CellSettings(NamedTuple):
     def per_segment(self, length: int) -> tuple[int, int]:
         """Fine and coarse cells of a segment of `length` keys (no coarse ones where there is one level)."""
         fine = max(1, round(length / self.cell_size))
+        if not self.branching:
+            return fine, 0
         # A coarse cell has at most twice its share of fine ones; those that would have more are split.
-        return fine, -(-fine // self.branching) + fine // (2 * self.branching) if self.branching else 0
+        return fine, -(-fine // self.branching) - (-fine // (2 * self.branching))
+
+    def heights(self, length: int) -> int:
+        """Of how many different lengths the spans of `length` keys can be."""
+        return max(1, (length // self.segment).bit_length()) if self.segment else 1
 
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What one head decided before any attention arithmetic. Cells are numbered segment by segment."""
+    """What one head decided before any attention arithmetic. Cells are numbered span by span, see `Spans`."""
 
     cell_of: Tensor
-    """`[n]`: the (fine) cell of each key; -1: none (a sink, or not in a closed segment)"""
+    """`[heights, n]`: the (fine) cell of each key in its span of each height; -1: none (a sink, or not in such a span)"""
     coarse_of: Tensor
-    """`[n]`: its coarse cell, where there are two levels; else empty"""
+    """`[heights, n]`: its coarse cells, where there are two levels; else `[heights, 0]`"""
     opened: Tensor
     """`[rows, probes]`: (fine) cells whose keys are near; -1: nothing"""
     unfolded: Tensor
@@ -65,6 +72,49 @@ class CellPlan:
     """`[rows, samples]`: positions of drawn keys; -1: nothing"""
     log_factor: Tensor
     """`[rows, samples]`: log of F / (l g_c), what one drawn key counts for"""
+
+
+class Span(NamedTuple):
+    """Consecutive closed segments, 2^height of them, whose keys are grouped into cells together."""
+
+    number: int
+    """in the order in which cells are numbered"""
+    height: int
+    first: int
+    """its first segment"""
+
+    @property
+    def segments(self) -> int:
+        return 1 << self.height
+
+
+class Spans:
+    """The spans of a number of closed segments: whatever the rows between two segments see, in as few parts as there are bits.
+
+    s closed segments are seen as one span for each bit of s, the longest first: 13 segments are 8, 4 and 1. So a cell may have
+    members from all of the past, and a key that has just been closed touches short spans only. A span that follows another one
+    of its length is never seen by itself (both together are a longer one), so those are not made: span i of height h begins at
+    segment 2 i 2^h. A key lies in at most one span of each height.
+
+    Cells are numbered height by height and span by span, in proportion to the length of a span.
+    """
+
+    def __init__(self, segments: int) -> None:
+        self.all: list[Span] = []
+        self._base = []
+        for height in range(segments.bit_length()):
+            self._base.append(len(self.all))
+            for index in range(((segments >> height) + 1) // 2):
+                self.all.append(Span(len(self.all), height, index << height + 1))
+
+    def seen(self, segments: int) -> list[Span]:
+        """The spans that make up the first `segments` segments, shortest (and latest) first."""
+        bits = (height for height in range(segments.bit_length()) if segments >> height & 1)
+        return [self.all[self._base[height] + (segments >> height + 1)] for height in bits]
+
+    def edges(self, per_segment: int) -> list[int]:
+        """The first cell of each span where a segment has `per_segment` of them; one more at the end."""
+        return [0, *accumulate(span.segments * per_segment for span in self.all)]
 
 
 class Piece(NamedTuple):

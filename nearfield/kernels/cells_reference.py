@@ -28,43 +28,49 @@ def attend(
     values: Tensor,
     visible: Tensor,
     closed: Tensor,
+    segment: int,
     plan: CellPlan,
     cells: tuple[int, int],
     keep: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output `[rows, value_dim]` and log-normaliser `[rows]` of queries (times scale) `[rows, dim]`.
 
-    Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells.
+    Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells: of s closed segments those of the spans
+    that the bits of s name, so a key of segment g through its cell at the height of the first bit in which g and s differ.
     `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell) `[rows, cells + coarse cells]`.
     `cells`: how many fine and coarse cells there are.
     """
     rows, length = len(queries), len(keys)
     position = torch.arange(length, device=keys.device)
-    inside = (plan.cell_of >= 0) & (position < closed[:, None])
-    opened = _any_equal(plan.cell_of, plan.opened)
-    near = (position < visible[:, None]) & (~inside | opened)
+    spans = _through(position, closed, segment, len(plan.cell_of))
+    inside = spans & (plan.cell_of >= 0)
+    opened = spans & _any_equal(plan.cell_of.reshape(-1), plan.opened).view(rows, *plan.cell_of.shape)
+    near = (position < visible[:, None]) & (~inside.any(1) | opened.any(1))
     logit = (queries @ keys.T).masked_fill(~near, -torch.inf)
 
     levels = [(plan.cell_of, plan.opened)]
     if plan.unfolded.shape[1]:
         levels.append((plan.coarse_of, plan.unfolded))
     logits, tables, tilts, factors = [logit], [], [], []
-    for level, (cell_of, taken) in enumerate(levels):
+    # A key is there once for each height.
+    each_key, each_value = keys.repeat(len(plan.cell_of), 1), values.repeat(len(plan.cell_of), 1)
+    sees = spans.flatten(1)
+    for level, (of_height, taken) in enumerate(levels):
         if cells[level] == 0:
             continue
         cell = torch.arange(cells[level], device=keys.device)
+        cell_of = of_height.reshape(-1)
         member = (cell_of[:, None] == cell).to(keys.dtype)
         size = member.sum(0)
         share = member / size.clamp(min=1)
-        centroid, value = share.T @ keys, share.T @ values
-        off_key, off_value = keys - member @ centroid, values - member @ value
+        centroid, value = share.T @ each_key, share.T @ each_value
+        off_key, off_value = each_key - member @ centroid, each_value - member @ value
         variance = (share.T @ off_key.square()).clamp(max=MOST_SQUARE)
-        seen = (member.bool() & (position < closed[:, None])[..., None]).any(1)
-        mask = seen & ~_any_equal(cell, taken)
+        mask = (sees.to(keys.dtype) @ member > 0) & ~_any_equal(cell, taken)
         if len(levels) == 2 and level == 0:
             # Only the fine cells of unfolded coarse ones stand for themselves.
             parent = torch.full((len(cell),), -1, device=keys.device).scatter_reduce(
-                0, cell_of.clamp(min=0), plan.coarse_of, "amax"
+                0, cell_of.clamp(min=0), plan.coarse_of.reshape(-1), "amax"
             )
             mask = mask & _any_equal(parent, plan.unfolded)
         spread = (queries.square().clamp(max=MOST_SQUARE) @ variance.T).clamp(max=MOST_SPREAD)
@@ -73,13 +79,13 @@ def attend(
         tables.append(value)
         tilt = torch.zeros(rows, values.shape[1], dtype=values.dtype, device=values.device)
         for edge in closed.unique().tolist():
-            pooled = (position < edge) & (cell_of >= 0)
+            pooled = sees[closed == edge][0] & (cell_of >= 0)
             matrix = (off_value * pooled[:, None]).T @ off_key / pooled.sum().clamp(min=1)
             tilt = torch.where((closed == edge)[:, None], queries @ matrix.T, tilt)
         tilts.append(tilt)
         # A drawn key takes its factor away from the cell it stands for.
-        stands = plan.drawn >= 0
-        home = torch.where(stands, cell_of[plan.drawn.clamp(min=0)], -1)
+        home = torch.where(spans, of_height, -1).amax(1).gather(1, plan.drawn.clamp(min=0))
+        stands = (plan.drawn >= 0) & (home >= 0)
         share_of = plan.log_factor.exp() * stands / size.clamp(min=1)[home.clamp(min=0)]
         used = torch.zeros(rows, len(cell), dtype=keys.dtype, device=keys.device).scatter_add(1, home.clamp(min=0), share_of)
         factors.append(1 - used * mask)
@@ -108,6 +114,16 @@ def attend(
     for part, value, tilt in zip(parts[1:], tables, tilts, strict=True):
         output = output + part @ value + part.sum(1, keepdim=True) * tilt
     return output, lse
+
+
+def _through(position: Tensor, closed: Tensor, segment: int, heights: int) -> Tensor:
+    """`[rows, heights, n]`: whether a row sees a key through its cell at a height."""
+    before = position < closed[:, None]
+    if not segment:
+        return before[:, None]
+    differ = (position // segment) ^ (closed[:, None] // segment)
+    height = torch.frexp(differ.double()).exponent - 1
+    return before[:, None] & (height[:, None] == torch.arange(heights, device=position.device)[:, None])
 
 
 def _any_equal(ids: Tensor, chosen: Tensor) -> Tensor:

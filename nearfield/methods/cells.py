@@ -144,7 +144,7 @@ def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings
     """Keys that are near, plus those drawn, averaged over the rows."""
     near = 0.0
     for entry in range(len(visible)):
-        cell_of = result.cell_of[entry].long()
+        cell_of = result.cell_of[entry].flatten().long()
         opened = result.opened[entry].long()
         size = torch.bincount(cell_of + 1, minlength=max(2, int(opened.max()) + 2) if opened.numel() else 2)[1:]
         inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
