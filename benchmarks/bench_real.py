@@ -13,7 +13,6 @@ Five minutes on two cores for SmolLM2-135M (`make smollm2`), and two more to run
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from record import FIGURES, each, read, show, table, write
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.operators import Recipe, cells_attention
-from nearfield.problem import check
 
 SEGMENT, SINKS = 1024, 16
+LONGEST = 128
+"""segments that are grouped into cells together at most"""
 SETTINGS = ((16, 41), (16, 75), (8, 79), (8, 144))
 """(keys per cell, cells opened): on SmolLM2 about 650 and 1,200 keys of the past."""
 ROUTED = SETTINGS[0]
@@ -81,33 +80,31 @@ def topk_errors(group: Group, counts: list[int]) -> Tensor:
     return group.errors(group.logits.masked_fill(~near, -torch.inf).softmax(-1) @ group.values)
 
 
-def keys_opened(method: nf.Cells, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-    """Keys in the cells that the rows at `positions` open, averaged per head: `[heads]`; from the operator's plan."""
-    problem = check(query, key, value, is_causal=True, enable_gqa=True)
-    settings = method.settings(problem)
-    options = dataclasses.astuple(method.partition)
-    recipe = Recipe(settings, problem.scale, 0.0, type(method.partition).__name__, options, "torch")
-    queries = query[0, :, positions].unflatten(0, (key.shape[1], -1)).flatten(1, 2)
-    visible = (positions + 1).repeat(settings.group).expand(len(queries), -1)
-    plan = cells_attention(queries, key[0], value[0], visible, torch.zeros((), dtype=torch.int64), recipe)
-    counts = []
-    for cell_of, opened in zip(plan.cell_of.long(), plan.opened.long(), strict=True):
-        size = torch.bincount(cell_of + 1)[1:]
-        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
-        counts.append(inside.view(settings.group, -1).double().mean(1))
-    return torch.cat(counts)
+def cells_of_the_past(group: Group, cell_size: int) -> tuple[Tensor, int]:
+    """The cell of each key before the last segment `[past]`, and how many cells there are.
+
+    Closed segments are grouped in spans of 1, 2, 4, ... of them, the longest first: 7 are 4, 2 and 1.
+    """
+    parts, cells, done = [], 0, 0
+    while done < group.past:
+        length = min(LONGEST, 1 << (((group.past - done) // SEGMENT).bit_length() - 1)) * SEGMENT
+        own = length // cell_size
+        parts.append(nf.KMeans().build(group.keys[None, done : done + length], own)[0] + cells)
+        done, cells = done + length, cells + own
+    return torch.cat(parts), cells
 
 
-def routed(group: Group, cell_size: int, probes: int, together: bool) -> tuple[Tensor, Tensor]:
+def routed(group: Group, cell_size: int, probes: int, together: bool = False) -> tuple[Tensor, Tensor]:
     """Errors and opened keys per head of the cells engine, written again in plain dense torch.
 
-    Cells are chosen for each query head, or `together` for all heads of the group, by the largest score among them.
+    The library tells how many keys its rows read on average; which cells a row of a head opens it keeps to itself. A test holds
+    this copy to the library. Cells are chosen for each query head, or `together` for all heads of the group, by the largest
+    score among them.
     """
-    segments, per_segment = group.past // SEGMENT, SEGMENT // cell_size
-    parts = group.keys[: group.past].view(segments, SEGMENT, -1)
-    cell = (nf.KMeans().build(parts, per_segment) + torch.arange(segments)[:, None] * per_segment).flatten()[SINKS:]
+    cell, cells = cells_of_the_past(group, cell_size)
+    cell = cell[SINKS:]
     keys, values = group.keys[SINKS : group.past], group.values[SINKS : group.past]
-    member = torch.nn.functional.one_hot(cell, segments * per_segment).to(keys.dtype)
+    member = torch.nn.functional.one_hot(cell, cells).to(keys.dtype)
     size = member.sum(0)
     share = (member / size.clamp(min=1)).T
     centroid, mean = share @ keys, share @ values
@@ -117,7 +114,7 @@ def routed(group: Group, cell_size: int, probes: int, together: bool) -> tuple[T
     route = (score + 1.5 * spread.sqrt()).masked_fill(size == 0, -torch.inf)
     if together:
         route = route.view(group.heads, -1, len(size)).amax(0).repeat(group.heads, 1)
-    opened = torch.zeros_like(route, dtype=torch.bool).scatter_(1, route.topk(probes).indices, True)
+    opened = torch.zeros_like(route, dtype=torch.bool).scatter_(1, route.topk(min(probes, cells)).indices, True)
     near = torch.ones_like(group.logits, dtype=torch.bool)
     near[:, SINKS : group.past] = opened[:, cell]
     far = (size.log() + score + 2 * torch.log1p(spread / 4)).masked_fill(opened, -torch.inf)
@@ -144,7 +141,7 @@ def measure(layers: Collection[tuple[int, Tensor, Tensor, Tensor]], rows: int) -
             method = nf.Cells(cell_size=cell_size, probes=probes, segment=SEGMENT, sinks=SINKS)
             output = nf.estimate(query, key, value, is_causal=True, enable_gqa=True, method=method).output[0, :, positions]
             chosen = output.unflatten(0, (key.shape[1], -1)).flatten(1, 2)
-            counts = keys_opened(method, query, key, value, positions)
+            counts = torch.cat([routed(group, cell_size, probes)[1] for group in parts])
             ours = torch.cat([group.errors(x) for group, x in zip(parts, chosen, strict=True)])
             found[cell_size, probes].append({"cells": ours, "topk": _topk(parts, counts), "keys": counts})
         for name, route in routes.items():

@@ -25,10 +25,16 @@ MARGIN = 1.05
 """Cells have to be faster by this factor, so that noise does not make `Auto` slower than SDPA."""
 
 
+def usual_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What people compute attention in on a device."""
+    both = (torch.float32, torch.bfloat16)
+    return (*both, torch.float16) if device.type == "cuda" else both
+
+
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: int = 3) -> dict[str, float]:
     """The crossover length of every kind of call, measured with one head of 64; prints a table and keeps it in the cache."""
     console = _console()
-    table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=f"{device}, {dtype}")
+    table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=_title(device, dtype))
     lengths: dict[str, float] = {}
     with Progress(console=console) as progress:
         bar = progress.add_task("", total=len(crossover.KINDS) * len(LENGTHS))
@@ -51,9 +57,8 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: 
 def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float32, rounds: int = 3) -> None:
     """Every kind of call at one length: exact attention and cells side by side, with the audited error of cells."""
     console = _console()
-    table = Table(
-        "kind", "SDPA, s", "Cells, s", "SDPA / Cells", "error", "from", box=SIMPLE_HEAD, title=f"{length:,} keys, {device}"
-    )
+    title = f"{length:,} keys, {_title(device, dtype)}"
+    table = Table("kind", "SDPA, s", "Cells, s", "SDPA / Cells", "error", "from", box=SIMPLE_HEAD, title=title)
     with Progress(console=console) as progress:
         for kind in progress.track(crossover.KINDS, description=f"{length:,} keys"):
             causal = kind.endswith("causal")
@@ -96,6 +101,10 @@ def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, r
     timed(cells)
     pairs = [(timed(exact), timed(cells)) for _ in range(rounds)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+def _title(device: torch.device, dtype: torch.dtype) -> str:
+    return f"{crossover.place(device)}, {crossover.dtype_name(dtype)}"
 
 
 def _console() -> Console:

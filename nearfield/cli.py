@@ -60,22 +60,32 @@ def demo(
 def bench(
     calibrate: bool = typer.Option(False, "--calibrate", help="Keep the result, so that the default method uses it from now on."),
     device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
+    dtype: list[str] = typer.Option(
+        [], help="float32, bfloat16, float16 or float64; may be repeated. Default: float32 and bfloat16, on CUDA float16 as well."
+    ),
     length: int = typer.Option(16384, min=1, help="Queries and keys, where nothing is calibrated."),
 ) -> None:
     """Time cells against exact attention on this machine; with --calibrate, find the length from which on they win."""
     import torch
 
     from nearfield import calibrate as measurement
+    from nearfield.crossover import dtype_name
+    from nearfield.problem import DTYPES
 
+    known = {dtype_name(x): x for x in DTYPES}
+    for name in dtype:
+        if name not in known:
+            raise typer.BadParameter(f"--dtype must be one of {', '.join(known)}, got {name}")
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
         raise typer.BadParameter(f"{device}: {error}") from error
-    if calibrate:
-        measurement.calibrate(place)
-    else:
-        measurement.compare(place, length)
+    for chosen in [known[name] for name in dict.fromkeys(dtype)] or measurement.usual_dtypes(place):
+        if calibrate:
+            measurement.calibrate(place, chosen)
+        else:
+            measurement.compare(place, length, chosen)
 
 
 def main() -> None:

@@ -1,14 +1,17 @@
 """From which length on cells beat exact attention: measured per device, dtype and kind of call, shipped as data.
 
-`nearfield bench --calibrate` measures again and keeps the result in the user's cache folder, where it is preferred.
+`nearfield bench --calibrate` measures again and keeps the result in the user's cache folder. There it is filed under the machine
+and its number of threads, and preferred where both are the same.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
+import platform
 import sys
 import tempfile
 from importlib import resources
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 KINDS = ("forward", "forward, causal", "training", "training, causal")
 
@@ -25,24 +30,49 @@ def kind(causal: bool, training: bool) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What measurements are filed under: `cpu`, or the name of the card."""
+    """What shipped measurements are filed under: `cpu`, or the name of the card."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-@torch.compiler.assume_constant_result
+def place(device: torch.device) -> str:
+    """What the user's measurements are filed under: what was measured, in words, and on a CPU with how many threads."""
+    if device.type == "cuda":
+        return f"cuda, {device_name(device)}"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {_processor()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
 def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     """Keys from which on cells are faster, with and without a backward pass; infinity where nobody has measured it.
 
     One number for both: a call has to mean the same whether or not gradients are being recorded, or a model would compute
     something else when it is evaluated, and checkpointing would differentiate another function than it ran.
     """
-    known = _lengths(device_name(device), str(dtype).removeprefix("torch."))
+    known = _lengths(place(device), device_name(device), dtype_name(dtype))
     return max(known.get(kind(causal, training), math.inf) for training in (False, True))
 
 
+# What torch.compiler.assume_constant_result sets. That would import the compiler, and Triton with it, for everybody.
+length.__dict__["_dynamo_marked_constant"] = True
+
+
 @functools.cache
-def _lengths(device: str, dtype: str) -> dict[str, float]:
-    measured = _measured().get(device, {}).get(dtype)
+def _lengths(here: str, device: str, dtype: str) -> dict[str, float]:
+    measured = _measured().get(here, {}).get(dtype)
     return measured if measured is not None else _shipped().get(device, {}).get(dtype, {})
 
 
@@ -51,19 +81,22 @@ def _shipped() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    """What the user's machine has measured; nothing where there is no such file, or no place for one."""
+    """What the user's machine has measured. Nothing where there is no such file, no place for one, or another thing in it."""
     try:
         path = cache_file()
-        text = path.read_text()
+        text = path.read_bytes()
     except (OSError, RuntimeError):
         return {}
     try:
         table = json.loads(text)["lengths"]
-        valid = all(isinstance(x, int | float) for dtypes in table.values() for kinds in dtypes.values() for x in kinds.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = [x for dtypes in table.values() for kinds in dtypes.values() for x in kinds.values()]
+        valid = all(isinstance(x, int | float) and float(x) > 0 for x in found)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         valid = False
     if not valid:
-        raise ValueError(f"{path} is not a table of crossover lengths; remove it, or run `nearfield bench --calibrate`")
+        # Not warnings.warn, which a filter can turn into an error: a bad file is no reason to refuse a call.
+        _log.warning("%s is not a table of crossover lengths and is ignored; `nearfield bench --calibrate` writes one", path)
+        return {}
     return table
 
 
@@ -81,13 +114,10 @@ def cache_file() -> Path:
 
 
 def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) -> Path:
-    """File measured lengths in the cache, beside what is there for other devices. A crash leaves the old file whole."""
+    """File measured lengths in the cache, beside what is there for other places. A crash leaves the old file whole."""
     path = cache_file()
-    try:
-        table = _measured()
-    except ValueError:  # a broken file is what a new measurement replaces
-        table = {}
-    table.setdefault(device_name(device), {})[str(dtype).removeprefix("torch.")] = lengths
+    table = _measured()
+    table.setdefault(place(device), {})[dtype_name(dtype)] = lengths
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder) / path.name

@@ -163,10 +163,19 @@ class Seeds:
     def tensor(self) -> Tensor:
         """`base` before anybody has looked at it: while torch.compile traces, its number is drawn when the program runs."""
         if self._drawn is None:
+            self.check_traceable()
             device = self._generator.device if self._generator is not None else "cpu"
             high = torch.iinfo(torch.int64).max
             self._drawn = torch.randint(high, (), generator=self._generator, device=device).cpu()
         return self._drawn
+
+    def check_traceable(self) -> None:
+        """Raise where a generator would be ignored: no traced program can draw from one (torch.compile may then run eagerly)."""
+        if self._generator is not None and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "generator= cannot be traced by torch.compile; without fullgraph=True the call runs eagerly and honours it, "
+                "with generator=None a compiled program draws from torch's default generator"
+            )
 
     @property
     def base(self) -> int:

@@ -1,12 +1,17 @@
-"""One hypothesis profile for all tests, poisoned memory, and the rule for tests that need a GPU."""
+"""One hypothesis profile for all tests, patient threads, poisoned memory, and the rule for tests that need a GPU."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+# Read when torch is loaded. Threads that spin while they wait would keep the cores from the other test processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
 
 # Derandomised: a failure here is a change in the code, never the luck of the draw.
 settings.register_profile(

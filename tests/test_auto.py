@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def test_measured_lengths_are_kept_and_preferred(own_cache: Path) -> None:
     assert crossover.length(CPU, torch.float32, False) == 6000, "one length with and without gradients"
     assert crossover.length(CPU, torch.float32, True) == math.inf, "a machine that has measured is not told by another"
     crossover.keep(CPU, torch.float64, {"forward": 70.0, "training": 70.0})
-    assert json.loads(own_cache.read_text())["lengths"]["cpu"].keys() == {"float32", "float64"}
+    assert json.loads(own_cache.read_text())["lengths"][crossover.place(CPU)].keys() == {"float32", "float64"}
     q, k, v = inputs(1, 1, queries=100, dim=8, dtype=torch.float64)
     assert "Cells" in nf.estimate(q, k, v).info["chosen"]
 
@@ -203,14 +204,106 @@ def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crossover.length(CPU, torch.float32, False) < math.inf
 
 
-def test_a_broken_cache_says_which_file(own_cache: Path) -> None:
-    for text in ("{", "[]", '{"lengths": []}', '{"lengths": {"cpu": 5}}', '{"lengths": {"cpu": {"float32": {"forward": "x"}}}}'):
-        own_cache.write_text(text)
-        crossover._lengths.cache_clear()
-        with pytest.raises(ValueError, match=r"crossover\.json.*calibrate"):
-            crossover.length(CPU, torch.float32, False)
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads, which a test gives back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_measured_lengths_hold_for_the_number_of_threads(threads: Callable[[int], None], own_cache: Path) -> None:
+    shipped = crossover.length(CPU, torch.float32, False)
+    for count, measured in ((1, 5000.0), (2, 7000.0)):
+        threads(count)
+        assert crossover.length(CPU, torch.float32, False) == shipped, "measured with another number of threads"
+        crossover.keep(CPU, torch.float32, {"forward": measured, "training": measured})
+        assert crossover.length(CPU, torch.float32, False) == measured
+    threads(1)
+    assert crossover.length(CPU, torch.float32, False) == 5000
+    threads(3)
+    assert crossover.length(CPU, torch.float32, False) == shipped
+    assert len(json.loads(own_cache.read_text())["lengths"]) == 2
+
+
+def test_measured_lengths_hold_for_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = crossover.length(CPU, torch.float32, False)
+    crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 5000.0})
+    monkeypatch.setattr(crossover, "_processor", lambda: "another one")
+    assert crossover.length(CPU, torch.float32, False) == shipped
+
+
+def test_places_are_told_in_words(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]) -> None:
+    assert crossover._processor()
+    monkeypatch.setattr(crossover, "_processor", lambda: "Abacus 3")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    threads(1)
+    assert crossover.place(CPU) == "cpu, Abacus 3, 1 thread"
+    threads(2)
+    assert crossover.place(CPU) == "cpu, Abacus 3, 2 threads"
+    assert crossover.place(torch.device("cuda:1")) == "cuda, card 1", "the card does the work"
+
+
+def test_shipped_lengths_are_for_any_cpu_and_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(crossover, "_shipped", lambda: {"a card": {"float16": {"forward": 90, "training": 80}}})
+    assert crossover.length(torch.device("cuda"), torch.float16, False) == 90
+    assert crossover.length(torch.device("cuda"), torch.bfloat16, False) == math.inf
+    crossover.keep(torch.device("cuda"), torch.float16, {"forward": 70.0, "training": 60.0})
+    assert crossover.length(torch.device("cuda"), torch.float16, False) == 70
+
+
+BROKEN = {
+    "empty": b"",
+    "cut": b'{"lengths": {"cpu',
+    "not text": b"\xff\xfe\x00",
+    "a list": b"[]",
+    "a number": b"5",
+    "another table": b'{"sizes": {}}',
+    "lengths in a list": b'{"lengths": []}',
+    "no dtypes": b'{"lengths": {"HERE": 5}}',
+    "no kinds": b'{"lengths": {"HERE": {"float32": 5}}}',
+    "a word": b'{"lengths": {"HERE": {"float32": {"forward": "5000", "training": "5000"}}}}',
+    "nothing": b'{"lengths": {"HERE": {"float32": {"forward": null}}}}',
+    "not a number": b'{"lengths": {"HERE": {"float32": {"forward": NaN, "training": NaN}}}}',
+    "negative": b'{"lengths": {"HERE": {"float32": {"forward": -1, "training": -1}}}}',
+    "too large": b'{"lengths": {"HERE": {"float32": {"forward": 1' + b"0" * 400 + b"}}}}",
+    "too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.filterwarnings("error")
+def test_a_broken_cache_is_ignored_and_named(case: str, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shipped = crossover.length(CPU, torch.float32, False)
+    own_cache.write_bytes(BROKEN[case].replace(b"HERE", crossover.place(CPU).encode()))
+    crossover._lengths.cache_clear()
+    for _ in range(2):
+        assert crossover.length(CPU, torch.float32, False) == shipped
+    (said,) = caplog.messages
+    assert str(own_cache) in said
+    assert "calibrate" in said
+    q, k, v = inputs(1, 1, queries=100, dim=8)
+    assert torch.equal(nf.attention(q, k, v, method=nf.Auto()), F.scaled_dot_product_attention(q, k, v))
     crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 5000.0})
     assert crossover.length(CPU, torch.float32, False) == 5000, "a new measurement mends it"
+
+
+def test_a_cache_that_names_no_threads_is_not_used(own_cache: Path) -> None:
+    """What earlier versions wrote, filed under the device alone, is left in peace."""
+    shipped = crossover.length(CPU, torch.float32, False)
+    older = {"cpu": {"float32": {"forward": 70.0, "training": 70.0}}}
+    own_cache.write_text(json.dumps({"lengths": older}))
+    crossover._lengths.cache_clear()
+    assert crossover.length(CPU, torch.float32, False) == shipped
+    crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 5000.0})
+    assert crossover.length(CPU, torch.float32, False) == 5000
+    assert json.loads(own_cache.read_text())["lengths"]["cpu"] == older["cpu"]
+
+
+def test_a_folder_in_place_of_the_cache_is_no_error(own_cache: Path) -> None:
+    own_cache.mkdir()
+    assert crossover.length(CPU, torch.float32, False) < math.inf
 
 
 def test_an_interrupted_calibration_leaves_the_old_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +311,7 @@ def test_an_interrupted_calibration_leaves_the_old_file(own_cache: Path, monkeyp
     monkeypatch.setattr(json, "dump", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         crossover.keep(CPU, torch.float32, {"forward": 1.0})
-    assert json.loads(own_cache.read_text())["lengths"]["cpu"]["float32"] == {"forward": 5000.0}
+    assert json.loads(own_cache.read_text())["lengths"][crossover.place(CPU)]["float32"] == {"forward": 5000.0}
 
 
 def test_calibrate_finds_the_first_length_at_which_cells_win(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,24 +322,64 @@ def test_calibrate_finds_the_first_length_at_which_cells_win(own_cache: Path, mo
         return (length / 16384 if kind == "forward" else 0.01), 1.0
 
     monkeypatch.setattr(calibrate, "_seconds", seconds)
-    result = CliRunner().invoke(app, ["bench", "--calibrate"])
+    result = CliRunner().invoke(app, ["bench", "--calibrate", "--dtype", "float32"])
     assert result.exit_code == 0, result.output
-    kept = json.loads(own_cache.read_text())["lengths"]["cpu"]["float32"]
+    kept = json.loads(own_cache.read_text())["lengths"][crossover.place(CPU)]["float32"]
     assert kept["forward"] == 32768
     assert all(kept[kind] == math.inf for kind in crossover.KINDS[1:]), "cells never won there"
     assert ("forward", 65536) not in seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "measured"),
+    [
+        ((), ("float32", "bfloat16")),
+        (("float16",), ("float16",)),
+        (("float64", "float32", "float64"), ("float64", "float32")),
+    ],
+)
+def test_calibrate_measures_what_it_is_asked_for(
+    asked: tuple[str, ...], measured: tuple[str, ...], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
+        seen.append(dtype)
+        return 2.0, 1.0
+
+    monkeypatch.setattr(calibrate, "_seconds", seconds)
+    result = CliRunner().invoke(app, ["bench", "--calibrate", *(x for name in asked for x in ("--dtype", name))])
+    assert result.exit_code == 0, result.output
+    assert seen == [getattr(torch, name) for name in measured for _ in crossover.KINDS]
+    kept = json.loads(own_cache.read_text())["lengths"][crossover.place(CPU)]
+    assert kept.keys() == {*measured}
+    for name in measured:
+        assert f"{crossover.place(CPU)}, {name}" in result.output
+        assert crossover.length(CPU, getattr(torch, name), True) == calibrate.LENGTHS[0]
+
+
+def test_a_card_is_measured_in_both_halves() -> None:
+    assert calibrate.usual_dtypes(torch.device("cuda")) == (torch.float32, torch.bfloat16, torch.float16)
 
 
 def test_bench_compares_one_length() -> None:
     result = CliRunner().invoke(app, ["bench", "--length", "300"])
     assert result.exit_code == 0, result.output
     assert all(kind in result.output for kind in crossover.KINDS)
+    assert all(f"{name}\n" in result.output.replace(" ", "") for name in ("float32", "bfloat16"))
 
 
 def test_bench_refuses_a_device_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "warp"])
     assert result.exit_code == 2
     assert "warp" in result.output
+
+
+def test_bench_refuses_a_dtype_that_it_does_not_know() -> None:
+    result = CliRunner().invoke(app, ["bench", "--dtype", "float32", "--dtype", "int8"])
+    assert result.exit_code == 2
+    assert "int8" in result.output
+    assert "bfloat16" in result.output
 
 
 def test_auto_is_a_value() -> None:

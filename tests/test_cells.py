@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_hand import QKV, attention64, gradients, inputs, logits64, seeded
+from cells_cases import LEVELS, PADDED, heights_at_most, method_of, problem
 from torch import Tensor
 
 import nearfield as nf
@@ -17,9 +18,6 @@ from nearfield.kernels import cells_cpu_backward, cells_far, cells_head, cells_n
 from nearfield.partition import cells as cell_tables
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-PADDED = {"batch": 3, "kv_heads": 2}
-"""Entries of different length, the second one without any key."""
-LEVELS = {"cell_size": 2, "branching": 3, "unfold": 3}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -86,45 +84,35 @@ CASES: dict[str, dict[str, Any]] = {
     "sharp-levels": {"spread": 8.0, **LEVELS},
     "scale": {"scale": 1.3, "causal": True},
     "negative-scale": {"scale": -0.7},
+    "many-spans": {"causal": True, "segment": 7, "cell_size": 3},
+    "many-spans-levels": {"causal": True, "segment": 7, "group": 2, **LEVELS},
+    "many-spans-empty-cells": {"kind": "few-places", "causal": True, "segment": 7, "sinks": 9, **LEVELS},
+    "many-spans-duplicates": {"kind": "duplicates", "causal": True, "segment": 9, "samples": 2, "sinks": 12, **LEVELS},
+    "spans-of-one": {"causal": True, "segment": 7, "heights": 1},
+    "spans-of-two": {"causal": True, "segment": 7, "heights": 2, "group": 2},
+    "spans-of-two-levels": {"causal": True, "segment": 7, "heights": 2, **LEVELS},
+    "spans-of-two-samples": {"causal": True, "segment": 7, "heights": 2, "samples": 3, "window": 5},
+    "spans-of-four-dropout": {"causal": True, "segment": 5, "heights": 3, "dropout_p": 0.3, "samples": 2, **LEVELS},
+    "spans-of-four-padding": {"causal": True, "segment": 5, "heights": 3, "mask": "left", **PADDED},
     "everything": {
         "mask": "anywhere", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "window": 5, **PADDED, **LEVELS,
     },
+    "everything-many-spans": {
+        "mask": "left", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "segment": 6, "heights": 3,
+        **PADDED, **LEVELS,
+    },
 }  # fmt: skip
-FIELDS = {field.name for field in dataclasses.fields(nf.Cells)}
-
-
-def problem(case: dict[str, Any], dtype: torch.dtype) -> tuple[QKV, Tensor | None]:
-    batch, kv_heads, keys = case.get("batch", 1), case.get("kv_heads", 1), case.get("keys") or case.get("queries", 100)
-    q, k, v = inputs(
-        batch, kv_heads * case.get("group", 1), queries=case.get("queries", 100), keys=keys, dim=case.get("dim", 8),
-        value_dim=case.get("value_dim"), kv_heads=kv_heads, dtype=dtype, seed=4,
-    )  # fmt: skip
-    if "kind" in case:
-        places = {"few-places": 3, "duplicates": keys // 4, "identical": 1}[case["kind"]]
-        k = k[:, :, torch.randint(places, (keys,), generator=seeded(1))]
-    lengths = torch.tensor([keys - 9, 0, keys // 2])[:, None, None, None]
-    position = torch.arange(keys)
-    masks = {
-        "right": (position < lengths),
-        "left": (position >= keys - lengths),
-        "anywhere": (torch.rand(3, 1, 1, keys, generator=seeded(2)) < 0.6) & (lengths > 0),
-    }
-    return (q * case.get("spread", 1.0), k, v), masks.get(case.get("mask", ""))
-
-
-def method_of(case: dict[str, Any]) -> nf.Cells:
-    options = {"cell_size": 8, "probes": 2, "segment": 16, "sinks": 3} | {x: y for x, y in case.items() if x in FIELDS}
-    return nf.Cells(**options)
 
 
 def results(case: dict[str, Any], dtype: torch.dtype, backend: str = "auto") -> dict[str, Tensor]:
     """Output, log-normaliser and gradients."""
     tensors, mask = problem(case, dtype)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    est = nf.estimate(
-        *leaves, mask, case.get("dropout_p", 0.0), case.get("causal", False), case.get("scale"), True,
-        method=method_of(case), generator=seeded(3), backend=backend,
-    )  # fmt: skip
+    with heights_at_most(case.get("heights")):
+        est = nf.estimate(
+            *leaves, mask, case.get("dropout_p", 0.0), case.get("causal", False), case.get("scale"), True,
+            method=method_of(case), generator=seeded(3), backend=backend,
+        )  # fmt: skip
     upstream = torch.randn(est.output.shape, generator=seeded(5), dtype=torch.float64).to(dtype)
     grads = torch.autograd.grad(est.output, leaves, upstream)
     return {"output": est.output.detach(), "lse": est.lse, **dict(zip("qkv", grads, strict=True))}
@@ -258,80 +246,6 @@ def test_rows_whose_reference_was_too_low(
         assert_as_good_as_torch(tensors, nf.Cells(cell_size=size, probes=99, segment=60, sinks=0), causal, spread)
         assert again
         assert again[0] < 240, "only those rows"
-
-
-# No future
-
-
-FUTURES: dict[str, dict[str, Any]] = {
-    "one-level": {},
-    "levels": LEVELS,
-    "levels-many-children": {"cell_size": 1, "branching": 8, "unfold": 2, "segment": 64},
-    "groups": {"group": 3},
-    "groups-levels": {"group": 2, **LEVELS},
-    "window": {"window": 20},
-    "samples": {"samples": 3},
-    "samples-levels": {"samples": 3, **LEVELS},
-    "dropout": {"dropout_p": 0.3, "group": 3},
-    "dropout-levels": {"dropout_p": 0.3, "samples": 2, **LEVELS},
-    "odd-dims": {"dim": 5, "group": 3, "segment": 32},
-    "odd-dims-wide-values": {"dim": 3, "value_dim": 11, "group": 3, "segment": 32},
-    "odd-dims-levels": {"dim": 7, **LEVELS},
-    "head-dim": {"dim": 80, "segment": 50, "probes": 4},
-    "no-sinks": {"sinks": 0, "segment": 4, "cell_size": 2, "probes": 9},
-    "many-sinks": {"sinks": 70},
-    "blocks": {"partition": nf.Blocks(), "segment": 32},
-    "hash": {"partition": nf.HashBuckets(), "segment": 32},
-    "cross-attention": {"keys": 150},
-    "cross-attention-levels": {"queries": 150, "keys": 200, **LEVELS},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", FUTURES)
-def test_the_future_has_no_influence_on_any_bit(name: str, dtype: torch.dtype) -> None:
-    case = {"queries": 200, "causal": True} | FUTURES[name]
-    tensors, _ = problem(case, dtype)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        est = nf.estimate(
-            q, k, v, None, case.get("dropout_p", 0.0), True, enable_gqa=True, method=method_of(case), generator=seeded(3)
-        )
-        return est.output, est.lse
-
-    before = run(*tensors)
-    generator = seeded(7)
-    for number in range(12):
-        row = int(torch.randint(120, (), generator=generator)) + 20
-        which = ("q", "k", "v", "qkv", "qk")[number % 5]
-        size = (1.0, 0.01, 1e4, 1e18, torch.finfo(dtype).max / 100)[number % 4 if number < 8 else 4]
-        changed = [x.clone() for x in tensors]
-        for letter, x in zip("qkv", changed, strict=True):
-            if letter in which:
-                # One of them alone, or all that follow.
-                last = row + 2 if number % 3 == 0 else None
-                # The square of a query has to be finite.
-                times = min(size, 1e18) if letter == "q" else size
-                noise = times * torch.randn(x.shape, generator=generator, dtype=torch.float64)
-                x[:, :, row + 1 : last] = noise[:, :, row + 1 : last].to(dtype)
-        for x, y in zip(before, run(changed[0], changed[1], changed[2]), strict=True):
-            assert torch.equal(x[:, :, : row + 1], y[:, :, : row + 1]), f"{which} after {row}, {size:g}"
-
-
-def test_a_later_query_whose_square_overflows() -> None:
-    q, k, v = inputs(1, 1, queries=64, dim=8)
-    q, k[:, :, :8] = 1e5 * q, 0.0  # u_c of some 10^10, which is cut off; and cells without any spread
-    later = q.clone()
-    later[:, :, 62] = 1e20
-    method = nf.Cells(cell_size=4, probes=1, segment=32, sinks=0, partition=nf.Blocks())
-    before, after = (nf.attention(x, k, v, is_causal=True, method=method)[:, :, :62] for x in (q, later))
-    assert torch.equal(before, after)
-
-
-def test_a_query_whose_square_overflows() -> None:
-    q, k, v = torch.full((1, 1, 1, 8), 1e20), torch.ones(1, 1, 20, 8), torch.ones(1, 1, 20, 8)
-    est = nf.estimate(q, k, v, method=nf.Cells(cell_size=4, probes=2, sinks=0))
-    torch.testing.assert_close(est.output, torch.ones(1, 1, 1, 8))
 
 
 # Properties

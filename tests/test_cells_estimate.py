@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import QKV, attention64, inputs, logits64, seeded, softmax64
+from by_hand import QKV, attention64, inputs, logits64, seeded, softmax64, spans_seen
 from laws import assert_frequencies, assert_mean
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from nearfield import synthetic
 from nearfield.kernels import cells_head
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.methods import cells as cells_module
-from nearfield.operators import CellsResult, Recipe
+from nearfield.operators import CellsResult, Recipe, cells_attention
 from nearfield.problem import check
 
 
@@ -46,7 +46,8 @@ class Cells:
     values: Tensor
     visible: Tensor
     closed: Tensor
-    cell_of: Tensor
+    home: Tensor
+    """`[rows, keys]`: the cell through which a row sees a key; -1: none"""
     opened: Tensor
     members: list[Tensor]
     centroid: Tensor
@@ -57,11 +58,18 @@ class Cells:
     def of(tensors: QKV, result: CellsResult, sizes: CellSettings, causal: bool, rows: slice = slice(None)) -> Cells:
         query, keys, values = (x[0, 0].double() for x in tensors)
         cell_of = result.cell_of[0].long()
-        members = [(cell_of == cell).nonzero()[:, 0] for cell in range(int(cell_of.max()) + 1)]
+        members = [(cell_of == cell).any(0).nonzero()[:, 0] for cell in range(int(cell_of.max()) + 1)]
         visible = torch.arange(1, len(query) + 1) if causal else torch.full((len(query),), len(keys))
         own = [(keys[m], values[m]) if len(m) else (keys[:1] * 0, values[:1] * 0) for m in members]
+        closed = closed_keys(visible, sizes)[rows]
+        size = sizes.segment or len(keys)
+        home = torch.full((len(closed), len(keys)), -1)
+        for row, edge in enumerate(closed.tolist()):
+            for height, first in spans_seen(edge // size, sizes.heights):
+                place = slice(first * size, (first + 2**height) * size)
+                home[row, place] = cell_of[height, place]
         return Cells(
-            (query / query.shape[1] ** 0.5)[rows], keys, values, visible[rows], closed_keys(visible, sizes)[rows], cell_of,
+            (query / query.shape[1] ** 0.5)[rows], keys, values, visible[rows], closed, home,
             result.opened[0, rows].long(), members, torch.stack([k.mean(0) for k, _ in own]),
             torch.stack([k.var(0, correction=0) for k, _ in own]), torch.stack([v.mean(0) for _, v in own]),
         )  # fmt: skip
@@ -80,9 +88,9 @@ class Cells:
 
     @property
     def seen(self) -> Tensor:
-        """`[rows, cells]`: cells with keys, all of them before the closed edge."""
-        last = torch.tensor([int(own.max()) if len(own) else 2**40 for own in self.members])
-        return last < self.closed[:, None]
+        """`[rows, cells]`: cells through which a row sees some key."""
+        found = torch.zeros(len(self.home), len(self.members) + 1, dtype=torch.bool)
+        return found.scatter_(1, torch.where(self.home < 0, len(self.members), self.home), True)[:, :-1]
 
     @property
     def far(self) -> Tensor:
@@ -91,9 +99,8 @@ class Cells:
     @property
     def near(self) -> Tensor:
         """`[rows, keys]`"""
-        hidden = torch.cat([self.far, torch.zeros(len(self.queries), 1, dtype=torch.bool)], 1)[:, self.cell_of]
-        inside = hidden & (torch.arange(len(self.keys)) < self.closed[:, None])
-        return (torch.arange(len(self.keys)) < self.visible[:, None]) & ~inside
+        hidden = self.far.gather(1, self.home.clamp(min=0)) & (self.home >= 0)
+        return (torch.arange(len(self.keys)) < self.visible[:, None]) & ~hidden
 
     def mass(self, boost: bool = True) -> Tensor:
         """log n_c e^{q.mu_c} (1 + u_c/4)^2, -inf where a cell does not count."""
@@ -103,10 +110,10 @@ class Cells:
     def tilt(self) -> Tensor:
         out = torch.zeros(len(self.queries), self.values.shape[1], dtype=torch.float64)
         for edge in self.closed.unique().tolist():
-            pool = [own for own in self.members if len(own) and int(own.max()) < edge]
+            rows = self.closed == edge
+            pool = [own for own, seen in zip(self.members, self.seen[rows][0].tolist(), strict=True) if seen]
             if pool:
                 matrix = sum((self.values[m] - self.values[m].mean(0)).T @ (self.keys[m] - self.keys[m].mean(0)) for m in pool)
-                rows = self.closed == edge
                 out[rows] = self.queries[rows] @ (matrix / sum(len(own) for own in pool)).T
         return out
 
@@ -181,6 +188,23 @@ def test_the_far_field_earns_its_keep(family: str, dim: int, size: int, causal: 
     assert whole < 0.95 * min(plain, no_boost, no_tilt)
 
 
+def test_joined_segments_pay() -> None:
+    """Cells that have members from all of the past are tighter than those of each segment by itself, for as many keys read."""
+    tensors = synthetic.make("clustered", 1, 1, 4096, 32)
+    problem = check(*tensors, None, 0.0, True, None, False)
+    sizes = nf.Cells(segment=128, cell_size=16).settings(problem)
+    assert sizes.heights == 6
+    rows = problem.grouped
+    exact = attention64(*tensors, causal=True)[0, 0]
+    errors = []
+    for heights in (1, 3, sizes.heights):
+        recipe = Recipe(sizes._replace(heights=heights), problem.scale, 0.0, "KMeans", dataclasses.astuple(nf.KMeans()), "torch")
+        output = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, torch.tensor(0), recipe).output[0]
+        errors.append(float((output.double() - exact)[1024:].norm(dim=-1).mean()))
+    assert errors[1] < 0.4 * errors[0]
+    assert errors[2] < 0.7 * errors[1]
+
+
 def test_most_rows_are_better_than_top_k_even_without_clusters() -> None:
     tensors = synthetic.make("mixture_of_scales", 1, 1, 4096, 32, seed=2)
     est = nf.estimate(*tensors, method=nf.Cells(cell_size=16, probes=32, sinks=0))
@@ -230,8 +254,7 @@ def test_keys_are_drawn_by_the_mass_of_their_cells(calls: list[Any]) -> None:
     drawn = result.drawn[0].unflatten(0, (4000, 3)).long()
     factor = result.log_factor[0].unflatten(0, (4000, 3))
     by_hand = Cells.of(problem, result, sizes, causal=False, rows=slice(0, 3))
-    per_key = torch.cat([by_hand.mass() - by_hand.size.log(), torch.full((3, 1), -torch.inf, dtype=torch.float64)], 1)
-    log_g = per_key[:, by_hand.cell_of]
+    log_g = (by_hand.mass() - by_hand.size.log()).gather(1, by_hand.home.clamp(min=0)).masked_fill(by_hand.home < 0, -torch.inf)
     for row in range(3):
         assert_frequencies(torch.bincount(drawn[:, row].reshape(-1), minlength=60), log_g[row].exp())
         expected = log_g[row].logsumexp(0) - log_g[row, drawn[:, row]] - torch.tensor(4.0).log()
@@ -399,7 +422,8 @@ def test_sizes_are_held_to_what_there_is() -> None:
     """Tables have as many columns as there are cells, however many a caller would open."""
     problem = check(*inputs(1, 1, queries=100), None, 0.0, False, None, False)
     sizes = nf.Cells(cell_size=10, probes=10**12, branching=2, unfold=10**12).settings(problem)
-    assert (sizes.probes, sizes.unfold) == (10, 7)
+    # Five groups of two, and as many more as it takes to split those of more than four.
+    assert (sizes.probes, sizes.unfold) == (10, 8)
     assert nf.Cells(cell_size=10, probes=10**12, branching=0).settings(problem).unfold == 0
     causal = check(*inputs(1, 1, queries=100), None, 0.0, True, None, False)
     assert nf.Cells(cell_size=10, probes=10**12, segment=30).settings(causal).probes == 9

@@ -33,6 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
     "segments-of-one": {"causal": True, "segment": 1, "cell_size": 1},
     "few-queries": {"queries": 3, "causal": True, "segment": 1, "cell_size": 1},
     "few-keys": {"queries": 9, "keys": 6, "causal": True, "segment": 2, "cell_size": 1},
+    "many-spans": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15},
+    "many-spans-window": {"causal": True, "segment": 2, "cell_size": 1, "keys": 15, "window": 1, "group": 2},
+    "spans-of-one": {"causal": True, "heights": 1},
+    "spans-of-two": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15, "heights": 2},
+    "spans-of-two-samples": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15, "heights": 2, "samples": 3},
+    "spans-of-two-levels": {**CAUSAL_LEVELS, "segment": 2, "keys": 15, "heights": 2},
+    "spans-of-four-levels-samples": {**CAUSAL_LEVELS, "segment": 2, "cell_size": 2, "keys": 16, "heights": 3, "samples": 2},
     "levels": LEVELS,
     "levels-two-keys-per-cell": {**LEVELS, "cell_size": 2, "keys": 14, "queries": 4},
     "levels-all-unfolded": {**LEVELS, "unfold": 9},
@@ -100,7 +107,8 @@ def setting(case: dict[str, Any]) -> Setting:
     segment = case.get("segment", 3) if causal else 0
     sizes = CellSettings(group, segment, case.get("window", 0), case.get("sinks", 1), case.get("cell_size", 3), 0, 1, 0, 0)
     sizes = sizes._replace(branching=case.get("branching", 0), unfold=case.get("unfold", 0), samples=case.get("samples", 0))
-    sizes = sizes._replace(probes=case.get("probes", 1))
+    heights = case.get("heights", max(1, (keys // segment).bit_length()) if causal else 1)
+    sizes = sizes._replace(probes=case.get("probes", 1), heights=heights)
     partition = case.get("partition", nf.KMeans())
     named = type(partition).__name__, tuple(vars(partition).values())
     recipe = Recipe(sizes, case.get("scale", 0.7), case.get("dropout_p", 0.0), *named, "torch")
@@ -135,7 +143,9 @@ def test_gradcheck_with_the_plan_frozen(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: Frozen.apply(*x, frozen), leaves(frozen.tensors))
 
 
-@pytest.mark.parametrize("name", ["near-keys", "variances-and-tilt", "causal", "levels", "dropout-levels", "padded"])
+@pytest.mark.parametrize(
+    "name", ["near-keys", "variances-and-tilt", "causal", "levels", "dropout-levels", "padded", "spans-of-two"]
+)
 def test_gradcheck_of_the_engine(name: str) -> None:
     """Finite differences of the engine itself, where the plan stays what it is."""
     frozen = setting(CASES[name])
@@ -188,6 +198,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "samples-levels": {"samples": 4, "cell_size": 2, "branching": 3, "unfold": 3},
     "dropout": {"dropout_p": 0.3, "causal": True},
     "groups": {"group": 3, "causal": True},
+    "spans-of-two": {"causal": True, "heights": 2, "samples": 3, "cell_size": 2, "branching": 3, "unfold": 3},
 }
 
 

@@ -196,3 +196,26 @@ def test_default_dtype_does_not_matter(method: Any) -> None:
 def inputs_like(dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, 2, 70, 8, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["exact", "cells"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_a_compiled_call_honours_its_generator_or_refuses_it(name: str, dropout_p: float) -> None:
+    generator = torch.Generator()
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return nf.attention(*tensors, dropout_p=dropout_p, is_causal=True, method=METHODS[name], generator=generator)
+
+    def seeded(function: Any) -> torch.Tensor:
+        torch.compiler.reset()
+        generator.manual_seed(1)
+        return function(*inputs())
+
+    want = seeded(run)
+    assert torch.equal(seeded(torch.compile(run, backend="aot_eager")), want)
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    if dropout_p:
+        with pytest.raises(RuntimeError, match="generator= cannot be traced"):
+            seeded(whole)
+    else:
+        assert torch.equal(seeded(whole), want), "nothing is drawn"

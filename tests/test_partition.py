@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from by_hand import seeded
+from partitions import PARTITIONS, normal
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.kernels.cells_assign import assign
-from nearfield.kernels.cells_plan import CellSettings, closed_keys, pieces, row_blocks_of
 from nearfield.partition import BY_NAME, cells, kmeans, lloyd
-from nearfield.partition.cells import CellTable, TableGradient, tabulate
+from nearfield.partition.cells import TableGradient, tabulate
 
-PARTITIONS: dict[str, Any] = {
-    "kmeans": nf.KMeans(),
-    "kmeans-first-guess": nf.KMeans(iterations=0, seed=3),
-    "blocks": nf.Blocks(),
-    "hash": nf.HashBuckets(),
-    "hash-one-bit": nf.HashBuckets(bits=1, seed=5),
-}
 BALANCED = ("blocks", "hash", "hash-one-bit")
 SHAPES = {  # batch, length, dim, cells
     "one-key": (1, 1, 1, 1),
@@ -38,10 +31,6 @@ SHAPES = {  # batch, length, dim, cells
 
 partitions = pytest.mark.parametrize("name", PARTITIONS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
 def sizes_of(assigned: Tensor, count: int) -> list[Tensor]:
@@ -190,37 +179,38 @@ def test_wrong_arguments(wrong: Any) -> None:
 
 # Tables
 
-PER_SEGMENT, SEGMENTS, LENGTH = 4, 3, 60
+LENGTH = 60
+SPANS = [0, 4, 8, 16]
+"""Three segments of 20 keys in spans: the first, the third, and the first two together."""
 
 
 def ragged() -> Tensor:
-    """Cells of 60 keys in three segments of 20: some keys in none, cells 2 and 5 and all of the third segment but one empty."""
-    cell_of = torch.randint(PER_SEGMENT, (LENGTH,), generator=seeded(3)) + torch.arange(LENGTH) // 20 * PER_SEGMENT
-    cell_of[torch.isin(cell_of, torch.tensor([2, 5]))] += 1
-    cell_of[40:] = 9
-    cell_of[::7] = -1
+    """Cells of 60 keys at two heights: some keys in none, cells 2, 5 and 9 and all of the second span but one empty."""
+    cell_of = torch.full((2, LENGTH), -1)
+    cell_of[0, :20] = torch.randint(4, (20,), generator=seeded(3))
+    cell_of[0, 40:] = 6
+    cell_of[1, :40] = torch.randint(8, 16, (40,), generator=seeded(4))
+    cell_of[torch.isin(cell_of, torch.tensor([2, 9]))] += 1
+    cell_of[:, ::7] = -1
     return cell_of
 
 
 def moments(keys: Tensor, values: Tensor, cell_of: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Centroids, variances, mean values and pooled covariances, cell by cell; differentiable."""
-    centroid, variance, value, cross = [], [], [], [torch.zeros(values.shape[1], keys.shape[1], dtype=keys.dtype)]
-    pool, pooled = torch.zeros_like(cross[0]), 0
-    for cell in range(SEGMENTS * PER_SEGMENT):
-        k, v = keys[cell_of == cell], values[cell_of == cell]
-        one = k.mean(0) if len(k) else torch.zeros_like(keys[0])
-        mean = v.mean(0) if len(k) else torch.zeros_like(values[0])
-        centroid.append(one)
-        value.append(mean)
-        variance.append((k - one).square().mean(0) if len(k) else torch.zeros_like(one))
-        pool, pooled = pool + (v - mean).T @ (k - one), pooled + len(k)
-        if (cell + 1) % PER_SEGMENT == 0:
-            cross.append(pool / max(1, pooled))
+    """Centroids, variances, mean values, cell by cell, and products of deviations, summed over each span; differentiable."""
+    centroid, variance, value, cross = [], [], [], []
+    for first, last in pairwise(SPANS):
+        total = torch.zeros(values.shape[1], keys.shape[1], dtype=keys.dtype)
+        for cell in range(first, last):
+            own = (cell_of == cell).any(0)
+            k, v = keys[own], values[own]
+            one = k.mean(0) if len(k) else torch.zeros_like(keys[0])
+            mean = v.mean(0) if len(k) else torch.zeros_like(values[0])
+            centroid.append(one)
+            value.append(mean)
+            variance.append((k - one).square().mean(0) if len(k) else torch.zeros_like(one))
+            total = total + (v - mean).T @ (k - one)
+        cross.append(total)
     return torch.stack(centroid), torch.stack(variance), torch.stack(value), torch.stack(cross)
-
-
-def table_of(keys: Tensor, values: Tensor, cell_of: Tensor) -> CellTable:
-    return tabulate(keys, values, cell_of, SEGMENTS * PER_SEGMENT, PER_SEGMENT)
 
 
 @pytest.fixture(params=[1 << 14, 7], ids=["whole", "in-passes"])
@@ -232,32 +222,39 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_moments(dtype: torch.dtype) -> None:
     keys, values, cell_of = normal(LENGTH, 5, dtype=dtype), normal(LENGTH, 3, seed=1, dtype=dtype), ragged()
-    table = table_of(keys, values, cell_of)
+    table = tabulate(keys, values, cell_of, SPANS)
     expected = moments(keys.double(), values.double(), cell_of)
     tolerance = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}
-    for found, true in zip((table.centroid, table.variance, table.value, table.cross), expected, strict=True):
+    per_key = table.members[:, None, None]
+    found_moments = (table.centroid, table.variance, table.value, table.cross / per_key)
+    for found, true in zip(found_moments, (*expected[:3], expected[3] / per_key), strict=True):
         assert found.dtype == torch.promote_types(dtype, torch.float32)
         torch.testing.assert_close(found.double(), true, **tolerance)
-    assert table.cells == SEGMENTS * PER_SEGMENT
-    assert table.members_before.tolist() == [int((cell_of[cell_of >= 0] < PER_SEGMENT * s).sum()) for s in range(SEGMENTS + 1)]
+    assert table.cells == 16
+    assert table.members.tolist() == [int(((cell_of >= a) & (cell_of < b)).sum()) for a, b in pairwise(SPANS)]
     for cell in range(table.cells):
         own = table.order[table.starts[cell] : table.starts[cell + 1]]
-        assert own.tolist() == (cell_of == cell).nonzero()[:, 0].tolist()
+        assert own.tolist() == (cell_of == cell).any(0).nonzero()[:, 0].tolist()
         assert bool((table.cell[table.starts[cell] : table.starts[cell + 1]] == cell).all())
         assert float(table.size[cell]) == len(own)
         assert float(table.void[cell]) == (0.0 if len(own) else -torch.inf)
     covered = torch.cat([torch.arange(part.start, part.stop) for _, part in table.passes()])
     assert covered.tolist() == list(range(len(table.order)))
-    assert all(bool((table.cell[part] // PER_SEGMENT == segment).all()) for segment, part in table.passes())
+    for span, part in table.passes():
+        assert bool(((table.cell[part] >= SPANS[span]) & (table.cell[part] < SPANS[span + 1])).all())
 
 
-def test_moments_know_nothing_of_later_segments() -> None:
+@pytest.mark.parametrize(("known", "spans"), [(20, [0]), (40, [0, 2])], ids=["first-segment", "first-two"])
+def test_moments_know_nothing_of_later_segments(known: int, spans: list[int]) -> None:
     keys, values, cell_of = normal(LENGTH, 8), normal(LENGTH, 8, seed=1), ragged()
-    early = table_of(keys, values, cell_of)
-    keys[20:], values[20:] = 1e6 * normal(40, 8, seed=2), 1e6 * normal(40, 8, seed=3)
-    later = table_of(keys, values, cell_of)
-    for name, stop in (("centroid", PER_SEGMENT), ("variance", PER_SEGMENT), ("value", PER_SEGMENT), ("cross", 2)):
-        assert torch.equal(getattr(early, name)[:stop], getattr(later, name)[:stop]), name
+    early = tabulate(keys, values, cell_of, SPANS)
+    keys[known:], values[known:] = 1e6 * normal(LENGTH - known, 8, seed=2), 1e6 * normal(LENGTH - known, 8, seed=3)
+    later = tabulate(keys, values, cell_of, SPANS)
+    for span in spans:
+        own = slice(SPANS[span], SPANS[span + 1])
+        for name in ("centroid", "variance", "value"):
+            assert torch.equal(getattr(early, name)[own], getattr(later, name)[own]), name
+        assert torch.equal(early.cross[span], later.cross[span])
 
 
 @pytest.mark.usefixtures("passes")
@@ -266,7 +263,7 @@ def test_gradients_of_moments_reach_the_keys(which: str) -> None:
     keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
     leaves = keys.clone().requires_grad_(), values.clone().requires_grad_()
     wanted = moments(*leaves, cell_of)
-    table = table_of(keys, values, cell_of)
+    table = tabulate(keys, values, cell_of, SPANS)
     gradient = TableGradient.zeros_like(table)
     into = (gradient.centroid, gradient.variance, gradient.value, gradient.cross)
     for number, (name, place) in enumerate(zip(("centroid", "variance", "value", "cross"), into, strict=True)):
@@ -280,76 +277,71 @@ def test_gradients_of_moments_reach_the_keys(which: str) -> None:
         torch.testing.assert_close(x - start, true)
 
 
-# Which key lives in which cell
+# What some rows see of a table
+
+SEEN = ([0], [2], [2, 1], [0, 1, 2])
 
 
-@pytest.mark.parametrize("branching", [0, 1, 3])
-@pytest.mark.parametrize("sinks", [0, 3, 20])
-@pytest.mark.parametrize("window", [0, 1])
-@pytest.mark.parametrize("segment", [0, 16])
-@partitions
-def test_cells_of_keys(name: str, segment: int, window: int, sinks: int, branching: int) -> None:
-    length = 70
-    settings = CellSettings(1, segment, window if segment else 0, sinks, 3, branching, 1, 1, 0)
-    keys = normal(length, 4)
-    visible = torch.arange(1, length + 1) if segment else torch.full((length,), length)
-    fine, coarse = assign(keys, visible, settings, PARTITIONS[name])
-    closed = (length - 1) // segment * segment - settings.window * segment if segment else length
-    assert fine.tolist()[:sinks] == [-1] * sinks
-    assert bool((fine[closed:] == -1).all()), "keys that no row sees closed"
-    assert bool((fine[sinks:closed] >= 0).all())
-    own = torch.arange(closed) // segment if segment else torch.zeros(closed, dtype=torch.long)
-    per_fine, per_coarse = settings.per_segment(segment or length)
-    assert torch.equal((fine[:closed] // per_fine)[sinks:], own[sinks:]), "numbered segment by segment"
-    if not branching:
-        assert len(coarse) == 0
-        return
-    assert torch.equal((coarse[:closed] // per_coarse)[sinks:], own[sinks:])
-    assert torch.equal(coarse < 0, fine < 0)
-    order = fine.argsort(stable=True)[int((fine < 0).sum()) :]
-    assert bool((coarse[order].diff() >= 0).all()), "a coarse cell is a run of fine ones"
-    for cell in fine[fine >= 0].unique():
-        assert len(coarse[fine == cell].unique()) == 1, "a fine cell has one parent"
-    for cell in coarse[coarse >= 0].unique():
-        assert len(fine[coarse == cell].unique()) <= 2 * branching
+def columns_of(spans: list[int]) -> list[int]:
+    return [cell for span in spans for cell in range(SPANS[span], SPANS[span + 1])]
 
 
-@pytest.mark.parametrize("branching", [0, 2])
-@partitions
-def test_cells_know_nothing_of_later_segments(name: str, branching: int) -> None:
-    settings = CellSettings(1, 16, 0, 2, 2, branching, 1, 1, 0)
-    keys, visible = normal(100, 8, dtype=torch.float32), torch.arange(1, 101)
-    early = assign(keys, visible, settings, PARTITIONS[name])
-    for size in (1.0, 1e6, 1e18):
-        keys[48:] = size * normal(52, 8, seed=1, dtype=torch.float32)
-        for x, y in zip(early, assign(keys, visible, settings, PARTITIONS[name]), strict=True):
-            assert torch.equal(x[:48], y[:48])
+def seen_moments(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The moments of the cells of some spans, with their covariance per key."""
+    centroid, variance, value, cross = moments(keys, values, cell_of)
+    columns = columns_of(spans)
+    members = sum(int((cell_of == cell).sum()) for cell in columns)
+    return centroid[columns], variance[columns], value[columns], sum(cross[span] for span in spans) / members
 
 
-def closed_by_hand(seen: int, settings: CellSettings) -> int:
-    """Whole segments among the first `seen` keys that do not hold the last of them, less the window."""
-    if not settings.segment:
-        return seen
-    return max(0, max(0, seen - 1) // settings.segment - settings.window) * settings.segment
+@pytest.mark.parametrize("spans", SEEN, ids=str)
+def test_what_some_rows_see(spans: list[int]) -> None:
+    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    table = tabulate(keys, values, cell_of, SPANS)
+    seen = table.seen(spans)
+    columns = columns_of(spans)
+    for found, true in zip(
+        (seen.centroid, seen.variance, seen.value, seen.cross), seen_moments(keys, values, cell_of, spans), strict=True
+    ):
+        torch.testing.assert_close(found, true)
+    assert len(seen) == len(columns)
+    assert seen.ids.tolist() == columns
+    assert seen.size.tolist() == [int((cell_of == cell).sum()) for cell in columns]
+    assert torch.equal(seen.void, torch.where(seen.size == 0, -torch.inf, 0.0).double())
+    assert seen.pooled == int(seen.size.sum())
+    assert seen.columns(torch.arange(-1, 16)).tolist() == [columns.index(x) if x in columns else -1 for x in range(-1, 16)]
 
 
-@pytest.mark.parametrize(("segment", "window"), [(0, 0), (4, 0), (4, 1), (5, 2), (1, 0), (100, 0)])
-@pytest.mark.parametrize("kind", ["causal", "padded", "short", "all", "none"])
-def test_pieces_and_blocks_of_rows(kind: str, segment: int, window: int) -> None:
-    """Every position once and in order, with the segments that it sees closed."""
-    settings = CellSettings(1, segment, window, 0, 2, 0, 1, 0, 0)
-    every = torch.arange(1, 24)
-    kinds = {"padded": (every - 5).clamp(min=0), "short": every.clamp(max=9), "all": every * 0 + 23, "none": every * 0}
-    visible = kinds.get(kind, every)
-    found = pieces(visible, settings)
-    assert [row for piece in found for row in range(piece.start, piece.stop)] == list(range(23))
-    for piece in found:
-        for row in range(piece.start, piece.stop):
-            assert piece.closed == closed_by_hand(int(visible[row]), settings) == int(closed_keys(visible[row], settings))
-        assert piece.segments == (piece.closed // segment if segment else int(piece.closed > 0))
-    for rows in (1, 3, 7, 100):
-        blocks = list(row_blocks_of(found, rows))
-        assert [row for block in blocks for piece in block for row in range(piece.start, piece.stop)] == list(range(23))
-        assert all(sum(piece.length for piece in block) == rows for block in blocks[:-1])
-        assert 0 < sum(piece.length for piece in blocks[-1]) <= rows
-    assert pieces(visible[:0], settings) == list(row_blocks_of([], 3)) == []
+@pytest.mark.usefixtures("passes")
+def test_gradients_of_what_rows_see_reach_the_keys() -> None:
+    """Rows that see different spans, one after the other, into the gradient of one table."""
+    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    leaves = keys.clone().requires_grad_(), values.clone().requires_grad_()
+    table = tabulate(keys, values, cell_of, SPANS)
+    gradient = TableGradient.zeros_like(table)
+    expected = [torch.zeros_like(x) for x in leaves]
+    for number, spans in enumerate(SEEN):
+        seen = table.seen(spans)
+        own = TableGradient.zeros_like(seen)
+        into = (own.centroid, own.variance, own.value, own.cross)
+        for moment, place in enumerate(into):
+            place.copy_(normal(*place.shape, seed=10 * number + moment))
+        for total, grad in zip(expected, torch.autograd.grad(seen_moments(*leaves, cell_of, spans), leaves, into), strict=True):
+            total += grad
+        gradient.add_(seen, own)
+    found = torch.zeros_like(keys), torch.zeros_like(values)
+    gradient.spread_(table, keys, values, *found)
+    torch.testing.assert_close(found, tuple(expected))
+
+
+def test_spans_without_members_have_no_covariance() -> None:
+    """Where all keys of a span are sinks."""
+    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    cell_of[0, :20] = -1
+    table = tabulate(keys, values, cell_of, SPANS)
+    seen = table.seen([0])
+    assert seen.pooled == 0
+    assert not bool(seen.cross.any())
+    gradient = TableGradient.zeros_like(table)
+    gradient.add_cross_(seen, torch.ones_like(seen.cross))
+    assert bool(gradient.cross.isfinite().all())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings, Spans, closed_keys
 from nearfield.partition.base import Partition
+from nearfield.partition.limit import limit_sizes
 from nearfield.partition.lloyd import lloyd, means
 
 COARSE_ITERATIONS = 3
@@ -22,13 +23,13 @@ def assign(keys: Tensor, visible: Tensor, settings: CellSettings, partition: Par
     centroids of fine ones, and fine cells are numbered coarse cell by coarse cell; no coarse ones with one level.
     """
     length = len(keys)
-    fine_of = torch.full((settings.heights(length), length), -1, dtype=torch.int64, device=keys.device)
+    fine_of = torch.full((settings.heights, length), -1, dtype=torch.int64, device=keys.device)
     coarse_of = fine_of.clone() if settings.branching else fine_of[:, :0]
     closed = int(closed_keys(visible, settings).max()) if len(visible) else 0
     if closed == 0:
         return fine_of, coarse_of
     size = settings.segment or closed
-    spans = Spans(closed // size)
+    spans = Spans(closed // size, settings.heights)
     per_fine, per_coarse = settings.per_segment(size)
     first_fine, first_coarse = spans.edges(per_fine), spans.edges(per_coarse)
     compute = torch.promote_types(keys.dtype, torch.float32)
@@ -49,7 +50,7 @@ def assign(keys: Tensor, visible: Tensor, settings: CellSettings, partition: Par
 
 def group_keys(parts: Tensor, cells: int, branching: int, partition: Partition) -> tuple[Tensor, Tensor | None]:
     """The fine and coarse cells of the keys of some spans `[spans, length, dim]`, counted from 0 in each span."""
-    assigned = partition.build(parts, cells)
+    assigned = limit_sizes(parts, partition.build(parts, cells), cells)
     if not branching:
         return assigned, None
     centroid, _ = means(parts, assigned, parts.new_zeros(len(parts), cells, parts.shape[2]))

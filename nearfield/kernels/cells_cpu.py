@@ -42,11 +42,8 @@ def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellP
 
 def _local(head: Head, block: Block, total: Partial) -> None:
     """The sinks and the keys after the last closed segment, one by one."""
-    group = head.settings.group
-    for piece, part in zip(block.pieces, block.ranges, strict=True):
-        for own, causal, seen in local_runs(head, piece):
-            keys, values = head.members(own)
-            keep = head.keep(block.rows[part].view(group, -1, 1), own)
-            queries = block.scaled(part).view(group, piece.length, -1)
-            output, lse = attend(queries, keys, values, causal, keep, seen)
-            total.add(part, output.flatten(0, 1), lse.reshape(-1))
+    for run in local_runs(block):
+        keys, values = head.members(run.own)
+        keep = head.keep(block.rows[run.rows].view(run.shape), run.own)
+        output, lse = attend(block.scaled(run.rows).view(run.shape), keys, values, run.causal, keep, run.seen)
+        total.add(run.rows, output.flatten(0, 1), lse.reshape(-1))

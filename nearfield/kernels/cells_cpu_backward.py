@@ -270,28 +270,25 @@ def _drawn(part: BackwardBlock, sums: Sums) -> None:
 
 
 def _local(part: BackwardBlock, sums: Sums) -> None:
-    """Keys that a piece sees one by one."""
+    """Keys that rows see one by one."""
     head = part.block.head
-    group = head.settings.group
-    for piece, own in zip(part.block.pieces, part.block.ranges, strict=True):
-        shape = (group, piece.length, -1)
-        for position, causal, seen in local_runs(head, piece):
-            keys, values = head.members(position)
-            keep = head.keep(part.block.rows[own].view(shape), position)
-            query_grad, key_grad, value_grad = dense.attend_backward(
-                part.grad[own].view(shape),
-                part.block.scaled(own).view(shape),
-                keys,
-                values,
-                part.output[own].view(shape),
-                part.lse[own].view(shape[:2]),
-                causal,
-                keep,
-                seen,
-            )
-            part.query_grad[own] += query_grad.flatten(0, 1)
-            sums.keys.index_add_(0, position, key_grad)
-            sums.values.index_add_(0, position, value_grad)
+    for run in local_runs(part.block):
+        keys, values = head.members(run.own)
+        keep = head.keep(part.block.rows[run.rows].view(run.shape), run.own)
+        query_grad, key_grad, value_grad = dense.attend_backward(
+            part.grad[run.rows].view(run.shape),
+            part.block.scaled(run.rows).view(run.shape),
+            keys,
+            values,
+            part.output[run.rows].view(run.shape),
+            part.lse[run.rows].view(run.shape[:2]),
+            run.causal,
+            keep,
+            run.seen,
+        )
+        part.query_grad[run.rows] += query_grad.flatten(0, 1)
+        sums.keys.index_add_(0, run.own, key_grad)
+        sums.values.index_add_(0, run.own, value_grad)
 
 
 def _near(part: BackwardBlock, sums: Sums) -> None:

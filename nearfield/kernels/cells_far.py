@@ -187,7 +187,7 @@ class Draws:
 
         log_mass = mass.log().to(top.dtype) + top
         log_key = (weight.gather(1, place) / size.clamp(min=1)).log() + top[:, None]
-        z = pair_kernels(queries.device).pair_scores(queries, head.keys.to(head.compute), drawn)
+        z = torch.einsum("rd,rtd->rt", queries, head.keys[drawn].to(head.compute))
         log_factor = (log_mass[:, None] - log_key - math.log(samples)).masked_fill(~some, -torch.inf)
         log_share = z + log_factor
         value = head.values[drawn].to(head.compute)
@@ -249,7 +249,8 @@ def child_edges(head: Head) -> Tensor:
     edges = torch.searchsorted(fine.starts[:-1].contiguous(), coarse.starts)
     # Empty cells at the end of a span are its own: the next one in this order may be an earlier one in time.
     edges[coarse.spans] = torch.tensor(fine.spans, device=edges.device)
-    return edges
+    # Empty coarse cells at the beginning of a span have found those as well.
+    return edges.cummax(0).values
 
 
 def child_moments(head: Head, numbers: Tensor, stack: Stack) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nearfield.blocks import row_blocks
 from nearfield.kernels import cpu, reference
 from nearfield.kernels.cells_plan import CellSettings, Piece, Spans, pieces, row_blocks_of
 from nearfield.partition.cells import CellTable, SeenCells, tabulate
@@ -18,6 +20,8 @@ LEAST_BLOCK_BYTES = 8 << 20
 MOST_BLOCK_BYTES = 256 << 20
 LEAST_SCORES = 1 << 18
 MOST_SCORES = 1 << 20
+BYTES_PER_LOCAL_WEIGHT = 32
+"""Of a weight that torch's own kernel does not serve, with all that is computed on the way: draws take 8 bytes each."""
 
 
 @dataclass
@@ -46,7 +50,7 @@ class Head:
     def __post_init__(self) -> None:
         self.seen = self.visible[: self.length]
         self.pieces = pieces(self.seen, self.settings)
-        self.spans = Spans(max((piece.segments for piece in self.pieces), default=0))
+        self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.settings.heights)
         per_fine, per_coarse = self.settings.per_segment(self.segment_length)
         self.fine = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(per_fine))
         self.coarse = None
@@ -60,7 +64,7 @@ class Head:
     def homes(self, piece: Piece, cell_of: Tensor) -> Tensor:
         """`[closed]`: the cell through which a piece sees each key; -1: none."""
         size = piece.closed // max(1, piece.segments)
-        spans = self.spans.seen(piece.segments)[::-1]
+        spans = self.spans.seen(piece.segments)
         return torch.cat([cell_of[span.height, span.first * size : (span.first + span.segments) * size] for span in spans])
 
     @property
@@ -89,6 +93,11 @@ class Head:
     def scores_per_pass(self) -> int:
         """Entries of one block of the (row, cell) score table: 1 to 4 MB in float32, several of which are needed at a time."""
         return min(MOST_SCORES, max(LEAST_SCORES, self.queries.numel() // 8))
+
+    @property
+    def serves_fused(self) -> bool:
+        """Whether torch's own attention kernel can do what is seen key by key."""
+        return self.dropout_p == 0.0 and self.keys.shape[1] == self.values.shape[1] and self.keys.device.type == "cpu"
 
     def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at some positions, in the dtype of arithmetic."""
@@ -126,7 +135,7 @@ class Block:
         self.numbers = torch.cat([self.rows, self.rows.new_zeros(1)])
         """`[rows + 1]`: with one more, any, for tiles to fill up with"""
 
-    def scaled(self, part: slice) -> Tensor:
+    def scaled(self, part: slice | Tensor) -> Tensor:
         """Queries of some rows `[..., dim]`, times scale."""
         return self.head.scaled(self.rows[part])
 
@@ -146,7 +155,7 @@ class Partial:
         self.mass = like.new_zeros(rows)
         self.ref = like.new_full((rows,), -torch.inf)
 
-    def add(self, rows: slice, numerator: Tensor, ref: Tensor, mass: Tensor | None = None) -> None:
+    def add(self, rows: slice | Tensor, numerator: Tensor, ref: Tensor, mass: Tensor | None = None) -> None:
         """`mass` None: 1, that is the numerator is an output and `ref` its log-normaliser."""
         old = self.ref[rows]
         new = torch.maximum(old, ref)
@@ -163,8 +172,42 @@ class Partial:
         return output.masked_fill(blind[:, None], 0.0), (self.mass.log() + self.ref).masked_fill(blind, -torch.inf)
 
 
-def local_runs(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor | None]]:
-    """What a piece sees key by key: key positions, whether the rows see them causally, or a table of who sees which."""
+class LocalRun(NamedTuple):
+    """Some positions of a piece, for all members of the group, and a run of keys that they see one by one."""
+
+    rows: slice | Tensor
+    """of the block"""
+    shape: tuple[int, int, int]
+    """(members of the group, positions, -1): what to view them as"""
+    own: Tensor
+    """`[keys]`: key positions"""
+    causal: bool
+    """whether position r sees the keys 0..r only"""
+    seen: Tensor | None
+    """`[positions, keys]`: or who sees which"""
+
+
+def local_runs(block: Block) -> Iterator[LocalRun]:
+    """What the rows of a block see key by key: the sinks, and the keys after their last closed segment."""
+    head, group = block.head, block.head.settings.group
+    for piece, part in zip(block.pieces, block.ranges, strict=True):
+        whole = (group, piece.length, -1)
+        for own, causal, seen in _local_keys(head, piece):
+            if seen is None and head.serves_fused:
+                yield LocalRun(part, whole, own, causal, None)
+                continue
+            # Torch's kernel does not serve; the table of all weights may be large.
+            for some in row_blocks((group, piece.length), BYTES_PER_LOCAL_WEIGHT * len(own)):
+                numbers = torch.arange(part.start, part.stop, device=own.device).view(whole[:2])[:, some].reshape(-1)
+                table = None if seen is None else seen[some]
+                if causal:
+                    reach = torch.arange(some.start, some.stop, device=own.device)[:, None]
+                    table = torch.arange(len(own), device=own.device) <= reach
+                yield LocalRun(numbers, (group, some.stop - some.start, -1), own, False, table)
+
+
+def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor | None]]:
+    """Key positions, whether the rows of the piece see them causally, or a table of who sees which."""
     device = head.keys.device
     always = torch.arange(min(head.settings.sinks, piece.closed), device=device)
     if not head.settings.segment:

@@ -42,6 +42,8 @@ class CellSettings(NamedTuple):
     """coarse cells unfolded per row; 0 where there is one level"""
     samples: int
     """far keys drawn per row"""
+    heights: int = 1
+    """causal: of how many different lengths spans may be"""
 
     def per_segment(self, length: int) -> tuple[int, int]:
         """Fine and coarse cells of a segment of `length` keys (no coarse ones where there is one level)."""
@@ -50,10 +52,6 @@ class CellSettings(NamedTuple):
             return fine, 0
         # A coarse cell has at most twice its share of fine ones; those that would have more are split.
         return fine, -(-fine // self.branching) - (-fine // (2 * self.branching))
-
-    def heights(self, length: int) -> int:
-        """Of how many different lengths the spans of `length` keys can be."""
-        return max(1, (length // self.segment).bit_length()) if self.segment else 1
 
 
 @dataclass(frozen=True)
@@ -89,28 +87,38 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """The spans of a number of closed segments: whatever the rows between two segments see, in as few parts as there are bits.
+    """The spans of a number of closed segments: what a row sees of the past, in as few parts as there are bits.
 
-    s closed segments are seen as one span for each bit of s, the longest first: 13 segments are 8, 4 and 1. So a cell may have
-    members from all of the past, and a key that has just been closed touches short spans only. A span that follows another one
-    of its length is never seen by itself (both together are a longer one), so those are not made: span i of height h begins at
-    segment 2 i 2^h. A key lies in at most one span of each height.
+    s closed segments are seen as one span for each bit of s, the longest first: 13 segments are 8, 4 and 1. So most cells have
+    members from far and wide, and a segment that has just been closed is in a short span by itself. Spans have 2^height segments;
+    those of the largest height follow each other without gaps. A shorter one that follows another one of its length is never seen
+    by itself (both together are a longer one), so it is not made. A key lies in at most one span of each height.
 
     Cells are numbered height by height and span by span, in proportion to the length of a span.
     """
 
-    def __init__(self, segments: int) -> None:
+    def __init__(self, segments: int, heights: int) -> None:
         self.all: list[Span] = []
+        self.tallest = heights - 1
         self._base = []
-        for height in range(segments.bit_length()):
+        for height in range(min(heights, segments.bit_length())):
             self._base.append(len(self.all))
-            for index in range(((segments >> height) + 1) // 2):
-                self.all.append(Span(len(self.all), height, index << height + 1))
+            stride = self._stride(height)
+            for first in range(0, segments - (1 << height) + 1, stride):
+                self.all.append(Span(len(self.all), height, first))
+
+    def _stride(self, height: int) -> int:
+        """From the first segment of a span to that of the next one of its height."""
+        return 1 << height if height == self.tallest else 2 << height
 
     def seen(self, segments: int) -> list[Span]:
-        """The spans that make up the first `segments` segments, shortest (and latest) first."""
-        bits = (height for height in range(segments.bit_length()) if segments >> height & 1)
-        return [self.all[self._base[height] + (segments >> height + 1)] for height in bits]
+        """The spans that make up the first `segments` segments, from the first to the last."""
+        found, done = [], 0
+        for height in reversed(range(len(self._base))):
+            while segments - done >= 1 << height:
+                found.append(self.all[self._base[height] + done // self._stride(height)])
+                done += 1 << height
+        return found
 
     def edges(self, per_segment: int) -> list[int]:
         """The first cell of each span where a segment has `per_segment` of them; one more at the end."""

@@ -36,7 +36,8 @@ def attend(
     """Output `[rows, value_dim]` and log-normaliser `[rows]` of queries (times scale) `[rows, dim]`.
 
     Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells: of s closed segments those of the spans
-    that the bits of s name, so a key of segment g through its cell at the height of the first bit in which g and s differ.
+    that the bits of s name, so a key of segment g through its cell at the height of the first bit in which g and s differ, or the
+    largest height there is.
     `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell) `[rows, cells + coarse cells]`.
     `cells`: how many fine and coarse cells there are.
     """
@@ -122,7 +123,7 @@ def _through(position: Tensor, closed: Tensor, segment: int, heights: int) -> Te
     if not segment:
         return before[:, None]
     differ = (position // segment) ^ (closed[:, None] // segment)
-    height = torch.frexp(differ.double()).exponent - 1
+    height = (torch.frexp(differ.double()).exponent - 1).clamp(max=heights - 1)
     return before[:, None] & (height[:, None] == torch.arange(heights, device=position.device)[:, None])
 
 

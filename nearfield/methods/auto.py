@@ -34,7 +34,8 @@ class Auto:
     With `eps`: run `Cells`, recompute random rows exactly, and open more cells until all of them are within eps of exact
     attention (in units of the rms norm of the values); if no budget that could be faster than exact attention does it, the result
     *is* exact attention. Each audit looks at fresh rows, and as many as it takes that the promise holds whichever of them was the
-    one to pass: with confidence 95%, at least 95% of all rows are within eps. The audits are in `estimate(...).info`.
+    one to pass: with confidence 95%, at least 95% of all rows are within eps. Those of all heads count together: what misses eps
+    may lie in one head. The audits are in `estimate(...).info`.
 
     Args:
         eps: tolerance, between 0 and 1; None: whatever `Cells()` gives.

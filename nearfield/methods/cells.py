@@ -16,11 +16,13 @@ from nearfield.operators import CellsResult, Recipe, cells_attention
 from nearfield.partition import BY_NAME
 from nearfield.partition.base import Partition
 from nearfield.partition.kmeans import KMeans
-from nearfield.problem import Problem
+from nearfield.problem import Problem, is_traced
 
 TWO_LEVELS = 1 << 21
 """From so many keys on two levels pay."""
 UNFOLD = 32
+MOST_HEIGHTS = 8
+"""Causal: closed segments are joined into spans of at most 2^7."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Cells:
     3. optionally `samples` far keys per row are drawn, with the far field as control variate: numerator and denominator become
        unbiased, and their spread is a standard error.
 
-    Causal: keys are grouped in segments of consecutive keys. A row sees its own segment (and a window before it) key by key, and
-    the segments before that through their cells; no number that it uses depends on a later key or query.
+    Causal: keys come in segments of consecutive keys. A row sees its own segment (and a window before it) key by key, and the
+    segments before that through the cells of 1, 2, 4, 8, ... of them that are grouped together (13 closed segments are 8, 4 and
+    1), so that cells are as good as without a mask; no number that it uses depends on a later key or query.
 
     Args:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k).
@@ -113,6 +116,7 @@ class Cells:
             window=-(-(self.window or 0) // segment) if causal else 0,
             probes=max(1, min(self.probes or default_probes(length, cell_size), segments * fine)),
             unfold=max(1, min(self.unfold or UNFOLD, segments * coarse)) if branching else 0,
+            heights=_heights(length, segment) if causal else 1,
         )
 
 
@@ -134,6 +138,11 @@ def default_probes(length: int, cell_size: int) -> int:
 def default_segment(length: int) -> int:
     """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k."""
     return 2 ** max(6, round(math.log2(11 * math.sqrt(max(1, length)))))
+
+
+def _heights(length: int, segment: int) -> int:
+    """As many as it takes to have one span of all segments. A traced program should serve all lengths, so it has them all."""
+    return MOST_HEIGHTS if is_traced() else max(1, min(MOST_HEIGHTS, (length // segment).bit_length()))
 
 
 def default_branching(length: int) -> int:

@@ -101,7 +101,11 @@ _default_generator = threading.Lock()
 @contextmanager
 def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
     """SDPA draws its dropout from torch's default generator: lend it our seed and give the generator back as it was."""
-    if problem.dropout_p == 0.0 or torch.compiler.is_compiling():
+    if problem.dropout_p == 0.0:
+        yield
+        return
+    if torch.compiler.is_compiling():
+        seeds.check_traceable()
         yield
         return
     device = problem.query.device

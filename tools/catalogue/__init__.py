@@ -1,0 +1,10 @@
+"""The known ways to break the package, area by area."""
+
+from __future__ import annotations
+
+from catalogue import cells, methods
+from catalogue.mutant import Mutant
+
+MUTANTS = methods.MUTANTS + cells.MUTANTS
+
+__all__ = ["MUTANTS", "Mutant"]
