@@ -13,7 +13,7 @@ import real
 import torch
 import torch.nn.functional as F
 from cells_speed import DIM, settings
-from record import each, median_ratio, peak_memory, side_by_side, table
+from record import each, median_ratio, peak_allocated, side_by_side, table
 from rich.table import Table
 from torch import Tensor
 
@@ -44,15 +44,6 @@ def auto_task(name: str, n: int, training: bool = False) -> Callable[[], object]
     return call
 
 
-def warmed_task(name: str, n: int, training: bool = False) -> Callable[[], object]:
-    """`auto_task` in a process where the code of either method has run once: what it loads is not the memory of a call."""
-    tiny = tuple(x.requires_grad_(training) for x in make("clustered", 1, 1, 1024, DIM))
-    for method in (nf.Exact(), nf.Cells()):
-        output = nf.attention(*tiny, is_causal=training, method=method)
-        _ = torch.autograd.grad(output.sum(), tiny) if training else output
-    return auto_task(name, n, training)
-
-
 def auto(quick: bool) -> dict[str, Any]:
     """nf.attention with its default method over SDPA: time, and memory with inputs and output counted."""
     plan = [(n, False) for n in ((64, 512) if quick else LENGTHS)] + [(n, True) for n in ((512,) if quick else TRAINED)]
@@ -76,7 +67,7 @@ def auto(quick: bool) -> dict[str, Any]:
         megabytes = None
         if n >= 1024 and not quick and (not training or n < LENGTHS[-1]):
             held = sum(x.nbytes for x in inputs) / 2**20
-            megabytes = {name: held + peak_memory(warmed_task, name, n, training) for name in calls}
+            megabytes = {name: held + peak_allocated(call) for name, call in calls.items()}
         rows.append(
             {
                 "n": n,

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from torch.profiler import ProfilerActivity, profile
 
 import nearfield
 
@@ -161,6 +163,18 @@ def exponent(sizes: list[int], seconds: list[float]) -> float:
 def peak_memory(task: Callable[..., Callable[[], object]], *arguments: object) -> float:
     """Megabytes that `task(*arguments)()` needs beyond what `task(*arguments)` (its inputs) already holds, in a fresh process."""
     return in_fresh_process(_peak_of, task, *arguments)
+
+
+def peak_allocated(call: Callable[[], object]) -> float:
+    """Megabytes that torch's tensors took up at most while `call()` ran, its result with them: exact, not what a heap keeps."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = call()
+    assert recorded.profiler is not None
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    del result
+    return max(accumulate((event.nbytes() for event in changes), initial=0)) / 2**20
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:

@@ -54,7 +54,7 @@ def attention(
         generator: source of all randomness; None: torch's default generator. One number is drawn from it, and only if the call
             is random. The same generator state gives the same result.
         backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`).
-        check_finite: raise ValueError on NaN or inf. Otherwise the rows that see one come out NaN, all others untouched. It
+        check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN, all others untouched. It
             never raises under torch.compile or inside a transform of torch.func, where values cannot be looked at.
 
     Returns:
@@ -128,27 +128,21 @@ SHORT = 2048
 
 def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor | None:
     """SDPA straight away for plain short inputs, where checking them would take longer than attending; None for all others."""
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or scale is not None:
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or scale is not None or is_traced():
         return None
-    shape = key.shape
-    if query.dim() != 4 or len(shape) != 4 or not 0 < shape[2] <= SHORT or query.shape != shape or value.shape != shape:
+    shape, dtype = key.shape, key.dtype
+    if len(shape) != 4 or not 0 < shape[2] <= SHORT or query.shape != shape or value.shape != shape or 0 in shape:
         return None
-    if query.dtype != key.dtype or key.dtype != value.dtype or query.dtype not in DTYPES or 0 in shape:
+    if query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
         return None
-    if (
-        query.device.type != "cpu"
-        or key.device != query.device
-        or value.device != query.device
-        or torch.is_autocast_enabled("cpu")
-    ):
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
         return None
-    if is_traced():
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    # Torch multiplies hidden values by zero, so that a later NaN or inf would reach earlier rows. The last row sees them all:
+    # where it is not finite, go the long way.
+    if is_causal and not math.isfinite(float(output.detach()[:, :, -1].sum())):
         return None
-    # A NaN or inf goes the long way: torch multiplies hidden values by zero, and a later NaN would reach earlier rows. Only a
-    # query's own row sees it, and comes out NaN by itself.
-    if not math.isfinite(float(key.detach().sum() + value.detach().sum())):
-        return None
-    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    return output
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""One hypothesis profile for all tests, patient threads, poisoned memory, and the rule for tests that need a GPU."""
+"""One hypothesis profile for all tests, patient threads, poisoned memory, and the rules for kernels and tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+
+# Read when kernels are defined. Without a GPU they run, slowly, in Triton's interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Derandomised: a failure here is a change in the code, never the luck of the draw.
 settings.register_profile(

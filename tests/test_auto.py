@@ -82,11 +82,23 @@ def test_a_later_nan_does_not_reach_earlier_rows_on_the_short_way() -> None:
         spoiled[0, 1, 30] = kept
 
 
-def test_inf_on_the_short_way_is_nan_as_everywhere() -> None:
+def test_inf_on_the_short_way_shows_and_does_not_reach_earlier_rows() -> None:
     for place in (1, 2):
         tensors = list(inputs(1, 1, queries=40, dim=16))
+        clean = nf.attention(*tensors, is_causal=True)
         tensors[place][0, 0, 30] = math.inf
-        assert bool(nf.attention(*tensors).isnan().all())
+        assert not bool(nf.attention(*tensors).isfinite().any())
+        causal = nf.attention(*tensors, is_causal=True)
+        torch.testing.assert_close(causal[:, :, :30], clean[:, :, :30])
+        assert not bool(causal[:, :, 30:].isfinite().any())
+
+
+def test_nan_on_the_short_way_is_nan_in_every_row_that_sees_it() -> None:
+    for place in (1, 2):
+        tensors = list(inputs(1, 1, queries=40, dim=16))
+        tensors[place][0, 0, 30, 3] = math.nan
+        hit = nf.attention(*tensors).isnan()
+        assert bool(hit.all() if place == 1 else hit[..., 3].all())
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -132,6 +132,18 @@ def test_peak_memory_counts_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -
     assert 60 < needed < 80
 
 
+def test_peak_allocated_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load("record", monkeypatch)
+
+    def call() -> torch.Tensor:
+        first = torch.ones(1 << 18)  # 1 MB
+        second = torch.cat([first, first])  # 2 MB
+        del first
+        return second[:4] + 1
+
+    assert record.peak_allocated(call) == pytest.approx(3.0, abs=0.01)
+
+
 def test_crossover_and_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
     speed, record = load("cells_speed", monkeypatch), load("record", monkeypatch)
     rows = [{"n": n, "sdpa_over_cells": n / 3000} for n in (1024, 2048, 4096, 8192)]

@@ -213,7 +213,7 @@ def moments(keys: Tensor, values: Tensor, cell_of: Tensor) -> tuple[Tensor, Tens
     return torch.stack(centroid), torch.stack(variance), torch.stack(value), torch.stack(cross)
 
 
-@pytest.fixture(params=[1 << 14, 7], ids=["whole", "in-passes"])
+@pytest.fixture(params=[1 << 12, 7], ids=["whole", "in-passes"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "KEYS_PER_PASS", request.param)
 

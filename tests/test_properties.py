@@ -77,7 +77,7 @@ near_everything = st.sampled_from(
         nf.TopK(k=1, tail=50),
         nf.TopK(k=4, tail=50),
         nf.Cells(cell_size=2, probes=12, segment=3, sinks=1),
-        nf.Cells(cell_size=1, probes=12, segment=4, sinks=0, branching=2, unfold=6, samples=2),
+        nf.Cells(cell_size=1, probes=12, segment=4, sinks=0, branching=2, unfold=12, samples=2),
     ]
 )
 cells = st.builds(

@@ -36,7 +36,8 @@ def assign(keys: Tensor, visible: Tensor, settings: CellSettings, partition: Par
     for height, group in groupby(spans.all, key=attrgetter("height")):
         own = list(group)
         places = [slice(span.first * size, (span.first + span.segments) * size) for span in own]
-        parts = torch.stack([keys[place].to(compute) for place in places])
+        copies = [keys[place].to(compute)[None] for place in places]
+        parts = copies[0] if len(copies) == 1 else torch.cat(copies)  # not a copy where it need not be one
         fine, coarse = group_keys(parts, per_fine << height, settings.branching, partition)
         for span, place, cell in zip(own, places, fine, strict=True):
             fine_of[height, place] = cell + first_fine[span.number]

@@ -16,7 +16,7 @@ from nearfield.kernels.cells_plan import CellSettings, Piece, Spans, pieces, row
 from nearfield.partition.cells import CellTable, SeenCells, tabulate
 from nearfield.sampling import hashed_uniform
 
-LEAST_BLOCK_BYTES = 8 << 20
+LEAST_BLOCK_BYTES = 4 << 20
 MOST_BLOCK_BYTES = 256 << 20
 LEAST_SCORES = 1 << 18
 MOST_SCORES = 1 << 20

@@ -18,8 +18,8 @@ PAGE = 256
 """Cells with more members are met in pages of so many."""
 GRAIN = 8
 """Columns of a tile are filled up to a multiple of this."""
-SCALARS_PER_PASS = 1 << 20
-"""What one stack of tiles holds of scores and gathered rows: 4 MB in float32."""
+SCALARS_PER_PASS = 1 << 19
+"""What one stack of tiles holds of scores and gathered rows: 2 MB in float32."""
 
 
 @dataclass(frozen=True)

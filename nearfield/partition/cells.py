@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-KEYS_PER_PASS = 1 << 14
+KEYS_PER_PASS = 1 << 12
 
 MOST_VARIANCE = 1e30
 

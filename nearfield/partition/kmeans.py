@@ -11,7 +11,7 @@ from torch import Tensor
 from nearfield.checks import check_positive, check_seed
 from nearfield.partition.lloyd import lloyd
 
-DIRECT_CELLS = 128
+DIRECT_CELLS = 256
 """Up to so many cells k-means runs directly; more are made in two steps, large cells first and then their parts."""
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from nearfield.blocks import row_chunks
 
-SCORES_PER_PASS = 1 << 21
-"""Entries of one block of the (key, centroid) score table, with the keys themselves: 8 MB in float32."""
+SCORES_PER_PASS = 1 << 19
+"""Entries of one block of the (key, centroid) score table, with the keys themselves: 2 MB in float32."""
 
 
 def lloyd(

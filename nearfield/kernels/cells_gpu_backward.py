@@ -1,0 +1,139 @@
+"""The gradient of the cells engine on a GPU: what to launch, on what, in which order. Not chosen by any method yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nearfield.kernels.cells_gpu import row_parts
+from nearfield.kernels.cells_plan import CellSettings, closed_keys
+from nearfield.kernels.triton.far_backward import far_cells, far_queries, tilt
+from nearfield.kernels.triton.layout import Layout, layout_of
+from nearfield.kernels.triton.local_backward import local_keys, spread
+from nearfield.kernels.triton.mark import mark
+from nearfield.kernels.triton.near import group
+from nearfield.kernels.triton.near_backward import near_keys, near_queries
+from nearfield.kernels.triton.rows import Rows, rows_of
+from nearfield.kernels.triton.tables import Tables, moments_of, tabulate
+from nearfield.kernels.triton.tuning import blocks_for
+
+LEAST_BYTES = 256 << 20
+SPLITS = 8
+"""Shares of the rows that kernels per cell are given to: enough programs to fill a card."""
+
+
+def backward(
+    output_grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cell_of: Tensor,
+    opened: Tensor,
+    settings: CellSettings,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, the plan held fixed."""
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
+    for part in _entries(queries, keys, values, opened):
+        rows = rows_of(queries[part], visible[part], output[part], lse[part], output_grad[part])
+        into = tuple(x[part] for x in grads)
+        _some_entries(rows, keys[part], values[part], cell_of[part], opened[part], settings, scale, into)
+    return grads
+
+
+def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor) -> Iterator[slice]:
+    """Entries of the batch whose float32 sums and sorted pairs fit into memory about as large as the inputs."""
+    inputs = sum(x.numel() * x.element_size() for x in (queries, keys, values))
+    per_entry = 4 * (keys[0].numel() + values[0].numel()) + 24 * opened[0].numel()
+    step = max(1, max(LEAST_BYTES, inputs // 2) // per_entry)
+    for start in range(0, len(queries), step):
+        yield slice(start, min(start + step, len(queries)))
+
+
+def _some_entries(
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    cell_of: Tensor,
+    opened: Tensor,
+    settings: CellSettings,
+    scale: float,
+    into: tuple[Tensor, ...],
+) -> None:
+    """Fills in the gradients of some entries of the batch."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    layout = layout_of(keys.shape[1], settings, keys.device)
+    moments = moments_of(keys, values, cell_of, layout)
+    tables = tabulate(keys, values, moments, layout)
+    row_starts = _row_starts(rows.visible, layout, settings)
+    key_grad, value_grad = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
+    far_mass, along = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
+    marks = _queries(rows, keys, values, tables, layout, settings, scale, opened, into[0], far_mass, along)
+    tables_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
+    del marks
+    covariance_grad = tilt(rows, layout, settings, scale, far_mass, row_starts) / tables.pooled[:, 1:, None, None]
+    cross_grad = torch.matmul(layout.seen[1:].T, covariance_grad.flatten(2)).unflatten(2, covariance_grad.shape[2:])
+    spread(keys, values, moments, layout, *tables_grad, cross_grad.contiguous(), key_grad, value_grad, deterministic)
+    local_keys(rows, keys, values, layout, settings, scale, row_starts, key_grad, value_grad, deterministic)
+    blocks = blocks_for("near_keys", max(keys.shape[2], values.shape[2]), keys.dtype)
+    groups = group(opened, layout.cells, blocks.rows)
+    heights = layout.heights if deterministic else [(0, layout.cells)]
+    near_keys(rows, keys, values, tables, groups, layout.cells, opened.shape[2], scale, key_grad, value_grad, heights)
+    into[1].copy_(key_grad)
+    into[2].copy_(value_grad)
+
+
+def _row_starts(visible: Tensor, layout: Layout, settings: CellSettings) -> Tensor:
+    """`[entries, segments + 2]`: the first position with at least 0, 1, 2, ... closed segments."""
+    positions = visible.shape[1] // settings.group
+    sees = visible[:, :positions]
+    closed = closed_keys(sees, settings) // layout.segment if settings.segment else (sees > 0).to(visible.dtype)
+    numbers = torch.arange(layout.segments + 2, device=visible.device, dtype=closed.dtype)
+    return torch.searchsorted(closed.contiguous(), numbers.expand(len(visible), -1).contiguous()).int()
+
+
+def _queries(
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    layout: Layout,
+    settings: CellSettings,
+    scale: float,
+    opened: Tensor,
+    query_grad: Tensor,
+    far_mass: Tensor,
+    along: Tensor,
+) -> Tensor:
+    """Fills in the gradient of queries part by part; returns the marks of all rows."""
+    entries, _, slots = opened.shape
+    dim = keys.shape[2]
+    marks = mark(opened, rows.visible, layout, settings)
+    blocks = blocks_for("near_queries", max(dim, values.shape[2]), keys.dtype)
+    per_row = entries * slots * (dim * keys.element_size() + 24)
+    for part in row_parts(rows.count, per_row, (rows.queries, keys, values)):
+        some, found = rows.part(part), opened[:, part]
+        pieces = keys.new_empty((entries, some.count, slots, dim))
+        groups = group(found, layout.cells, blocks.rows)
+        near_queries(some, keys, values, tables, groups, layout.cells, slots, scale, pieces)
+        far_queries(
+            some,
+            keys,
+            values,
+            tables,
+            layout,
+            settings,
+            scale,
+            found,
+            marks[:, part].contiguous(),
+            pieces,
+            query_grad[:, part],
+            far_mass[:, part],
+            along[:, part],
+        )
+    return marks

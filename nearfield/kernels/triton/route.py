@@ -1,0 +1,166 @@
+"""Which cells a row may open: a threshold on their scores, found without a [rows, cells] table in memory.
+
+One sweep over the cells keeps the two best scores of each of `COLUMNS` classes (the cells that meet in the same column of a
+tile); the P-th best of these is a threshold that at least P cells reach, and hardly ever more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels.cells_plan import MOST_SQUARE, ROUTE_SPREADS, CellSettings
+from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.layout import COLUMNS, Layout
+from nearfield.kernels.triton.tables import Tables
+from nearfield.kernels.triton.tuning import blocks_for
+
+BISECTIONS = 20
+
+
+@triton.jit
+def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
+    """How many segments a row that sees `visible` keys sees through cells."""
+    if CAUSAL:
+        own = (visible - 1) // segment
+        return tl.where(visible > 0, tl.minimum(tl.maximum(own - window, 0), segments), 0)
+    else:
+        return tl.where(visible > 0, 1, 0)
+
+
+@triton.jit
+def squares_of(query, scale, SPREADS: tl.constexpr, MOST_SQ: tl.constexpr, DT: tl.constexpr):
+    """(spreads * scale * q)^2: its product with variances is the square of what a score adds to q.mu."""
+    scaled = query.to(tl.float32) * (scale * SPREADS)
+    return tl.minimum(scaled * scaled, MOST_SQ).to(DT)
+
+
+@triton.jit
+def cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP: tl.constexpr):
+    """q.mu and the squared spread of a tile of cells."""
+    load = (cell < stop)[None, :] & wide[:, None]
+    mean = tl.load(centroid + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
+    spread = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
+    return tl.dot(query, mean, input_precision=IP), tl.dot(square, spread, input_precision=IP)
+
+
+@triton.jit
+def _threshold(
+    queries,
+    visible,
+    centroid,
+    variance,
+    void,
+    tile_edges,
+    tile_cell,
+    tile_stop,
+    threshold,
+    rows,
+    cells,
+    dim,
+    query_entry,
+    query_row,
+    visible_entry,
+    scale,
+    segment,
+    window,
+    segments,
+    probes,
+    CAUSAL: tl.constexpr,
+    SPREADS: tl.constexpr,
+    MOST_SQ: tl.constexpr,
+    STEPS: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    entry = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    there = row < rows
+    queries += entry * query_entry
+    visible += entry * visible_entry
+    centroid += entry * cells * dim
+    variance += entry * cells * dim
+    void += entry * cells
+    column = tl.arange(0, BD)
+    wide = column < dim
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    square = squares_of(query, scale, SPREADS, MOST_SQ, DT)
+    sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    least = tl.min(tl.where(there, closed, segments), 0)
+    most = tl.max(closed, 0)
+    lane = tl.arange(0, BC)
+    best = tl.full([BM, BC], -float("inf"), tl.float32)
+    second = tl.full([BM, BC], -float("inf"), tl.float32)
+    for past in range(least, most + 1):
+        mine = (closed == past) & there
+        other = tl.where(mine, 0.0, -float("inf"))
+        # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
+        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1), 0)
+        for tile in range(tl.load(tile_edges + past), end):
+            cell = tl.load(tile_cell + tile) + lane
+            stop = tl.load(tile_stop + tile)
+            none = tl.load(void + cell, mask=cell < stop, other=-float("inf"))
+            first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
+            score = first * scale + tl.sqrt(spread) + (none[None, :] + other[:, None])
+            second = tl.maximum(second, tl.minimum(best, score))
+            best = tl.maximum(best, score)
+
+    # The largest number, up to bisection, that `probes` of the kept scores reach.
+    high = tl.max(best, 1)
+    low = tl.min(tl.where(best > -float("inf"), best, float("inf")), 1)
+    low = tl.minimum(low, tl.min(tl.where(second > -float("inf"), second, float("inf")), 1))
+    low = tl.minimum(low, high)
+    for _ in range(STEPS):
+        middle = 0.5 * (low + high)
+        reach = tl.sum((best >= middle[:, None]).to(tl.int32) + (second >= middle[:, None]).to(tl.int32), 1)
+        low = tl.where(reach >= probes, middle, low)
+        high = tl.where(reach >= probes, high, middle)
+    # Where there is no cell, none is opened.
+    tl.store(threshold + entry * rows + row, tl.where(high > -float("inf"), low, float("inf")), mask=there)
+
+
+def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout, settings: CellSettings, scale: float) -> Tensor:
+    """The score from which on queries `[entries, rows, dim]` open a cell: `[entries, rows]`."""
+    entries, rows, dim = queries.shape
+    threshold = torch.empty(entries, rows, device=queries.device)
+    blocks = blocks_for("route", dim, queries.dtype)
+    _threshold[(triton.cdiv(rows, blocks.rows), entries)](
+        queries,
+        visible,
+        tables.centroid,
+        tables.variance,
+        tables.void,
+        layout.tile_edges,
+        layout.tile_cell,
+        layout.tile_stop,
+        threshold,
+        rows,
+        layout.cells,
+        dim,
+        queries.stride(0),
+        queries.stride(1),
+        visible.stride(0),
+        scale,
+        layout.segment,
+        settings.window,
+        layout.segments,
+        settings.probes,
+        CAUSAL=settings.segment > 0,
+        SPREADS=ROUTE_SPREADS,
+        MOST_SQ=MOST_SQUARE,
+        STEPS=BISECTIONS,
+        BM=blocks.rows,
+        BC=COLUMNS,
+        BD=padded(dim),
+        DT=dot_type(queries.dtype),
+        IP=precision(queries.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    return threshold

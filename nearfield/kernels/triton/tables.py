@@ -1,0 +1,275 @@
+"""Moments of cells on a GPU: a program for every cell, which reads its keys where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
+from nearfield.kernels.triton.layout import Layout
+from nearfield.partition.cells import MOST_VARIANCE
+
+MEMBERS = 32
+"""Keys that a program reads at a time."""
+CHUNK = 1024
+"""Keys whose deviations one program multiplies."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The cells of all entries of a batch; see `partition.cells.CellTable`. Numbers of cells count on over the entries."""
+
+    order: Tensor
+    """`[members]`: key positions inside their entry, cell by cell"""
+    starts: Tensor
+    """`[entries * cells + 1]`: the range of each cell in `order`"""
+    size: Tensor
+    """`[entries, cells]`: how many keys, float32"""
+    void: Tensor
+    """`[entries, cells]`: -inf where a cell is empty, else 0"""
+    centroid: Tensor
+    """`[entries, cells, dim]`, in the dtype of the keys, as the values are"""
+    variance: Tensor
+    value: Tensor
+    cross: Tensor
+    """`[entries, segments + 1, value_dim, dim]`: the pooled covariance for rows with s closed segments, float32"""
+    pooled: Tensor
+    """`[entries, segments + 1]`: of how many keys"""
+
+
+@triton.jit
+def _moments(
+    keys,
+    values,
+    order,
+    starts,
+    centroid,
+    variance,
+    value,
+    cells,
+    dim,
+    value_dim,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    MOST: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Centroid, variance and mean value of one cell, in float32."""
+    cell = tl.program_id(0).to(tl.int64)
+    entry = cell // cells
+    first, last = tl.load(starts + cell), tl.load(starts + cell + 1)
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    lane = tl.arange(0, BM)
+    total = tl.zeros([BM, BD], tl.float32)
+    value_total = tl.zeros([BM, BV], tl.float32)
+    for start in range(first, last, BM):
+        there = start + lane < last
+        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
+        key = tl.load(
+            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        )
+        total += key.to(tl.float32)
+        val = tl.load(
+            values + entry * value_entry + own[:, None] * value_row + value_column[None, :],
+            mask=there[:, None] & value_wide[None, :],
+            other=0.0,
+        )
+        value_total += val.to(tl.float32)
+    share = 1.0 / tl.maximum((last - first).to(tl.float32), 1.0)
+    mean = tl.sum(total, 0) * share
+    tl.store(centroid + cell * dim + column, mean, mask=wide)
+    tl.store(value + cell * value_dim + value_column, tl.sum(value_total, 0) * share, mask=value_wide)
+    square = tl.zeros([BM, BD], tl.float32)
+    for start in range(first, last, BM):
+        there = start + lane < last
+        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
+        key = tl.load(
+            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        )
+        off = tl.where(there[:, None], key.to(tl.float32) - mean[None, :], 0.0)
+        square += off * off
+    tl.store(variance + cell * dim + column, tl.minimum(tl.sum(square, 0) * share, MOST), mask=wide)
+
+
+@triton.jit
+def _products(
+    keys,
+    values,
+    order,
+    starts,
+    cell_of_member,
+    span_cell,
+    chunk_span,
+    chunk_number,
+    centroid,
+    value,
+    found,
+    cells,
+    dim,
+    value_dim,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    chunks,
+    CHUNK: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Sum over some keys of one span of (value - mean of its cell) (key - mean of its cell)^T, for a block of value columns."""
+    chunk = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1).to(tl.int64)
+    span = tl.load(chunk_span + chunk)
+    first = tl.load(starts + entry * cells + tl.load(span_cell + span))
+    last = tl.load(starts + entry * cells + tl.load(span_cell + span + 1))
+    first = first + tl.load(chunk_number + chunk) * CHUNK
+    last = tl.minimum(last, first + CHUNK)
+    column = tl.arange(0, BD)
+    value_column = tl.program_id(2) * BV + tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    lane = tl.arange(0, BM)
+    total = tl.zeros([BV, BD], tl.float32)
+    for start in range(first, last, BM):
+        there = start + lane < last
+        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
+        cell = tl.load(cell_of_member + start + lane, mask=there, other=0).to(tl.int64)
+        key = tl.load(
+            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        )
+        mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        val = tl.load(
+            values + entry * value_entry + own[None, :] * value_row + value_column[:, None],
+            mask=there[None, :] & value_wide[:, None],
+            other=0.0,
+        )
+        middle = tl.load(
+            value + cell[None, :] * value_dim + value_column[:, None], mask=there[None, :] & value_wide[:, None], other=0.0
+        )
+        off_key = (key.to(tl.float32) - mean).to(DT)
+        off_value = (val.to(tl.float32) - middle).to(DT)
+        total += tl.dot(off_value, off_key, input_precision=IP)
+    place = found + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
+    tl.store(place, total, mask=value_wide[:, None] & wide[None, :])
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The same in float32, as the backward pass needs it."""
+
+    order: Tensor
+    starts: Tensor
+    cell_of_member: Tensor
+    """`[members]`: the cell of each entry of `order`, counted on over the entries"""
+    size: Tensor
+    centroid: Tensor
+    variance: Tensor
+    value: Tensor
+
+
+def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
+    """Of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, heights, n]`, -1 for none."""
+    entries, length, dim = keys.shape
+    value_dim, cells, device = values.shape[2], layout.cells, keys.device
+    last = entries * cells
+    number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
+    flat = torch.where(cell_of >= 0, cell_of + number, last).view(-1)
+    cell_of_member, order = flat.sort(stable=True)
+    order = (order % max(1, length)).int()
+    starts = torch.searchsorted(cell_of_member, torch.arange(last + 1, device=device, dtype=torch.int32)).int()
+    centroid = torch.empty(entries, cells, dim, device=device)
+    variance, value = torch.empty_like(centroid), torch.empty(entries, cells, value_dim, device=device)
+    if last:
+        _moments[(last,)](
+            keys,
+            values,
+            order,
+            starts,
+            centroid,
+            variance,
+            value,
+            cells,
+            dim,
+            value_dim,
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            MOST=MOST_VARIANCE,
+            BM=MEMBERS,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            num_warps=2,
+        )
+    size = starts.diff().view(entries, cells).float()
+    return Moments(order, starts, cell_of_member, size, centroid, variance, value)
+
+
+def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
+    """What kernels look up, in their dtypes."""
+    cross, pooled = _covariances(keys, values, moments, layout)
+    low = keys.dtype
+    return Tables(
+        moments.order,
+        moments.starts,
+        moments.size,
+        torch.zeros_like(moments.size).masked_fill_(moments.size == 0, -torch.inf),
+        moments.centroid.to(low),
+        moments.variance.to(dot_dtype(low)),
+        moments.value.to(low),
+        cross,
+        pooled,
+    )
+
+
+def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
+    """What each number of closed segments has in common, `[entries, segments + 1, value_dim, dim]`; of how many keys."""
+    entries, _, dim = keys.shape
+    value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
+    if not spans:
+        return torch.zeros(entries, 1, value_dim, dim, device=device), torch.ones(entries, 1, device=device)
+    span, number = layout.chunks(CHUNK)
+    found = torch.empty(entries, len(span), value_dim, dim, device=device)
+    block = min(64, padded(value_dim))
+    _products[(len(span), entries, triton.cdiv(value_dim, block))](
+        keys,
+        values,
+        moments.order,
+        moments.starts,
+        moments.cell_of_member,
+        layout.span_cell,
+        span,
+        number,
+        moments.centroid,
+        moments.value,
+        found,
+        layout.cells,
+        dim,
+        value_dim,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        len(span),
+        CHUNK=CHUNK,
+        BM=MEMBERS,
+        BD=padded(dim),
+        BV=block,
+        DT=dot_type(keys.dtype),
+        IP=precision(keys.dtype),
+        num_warps=4,
+    )
+    # What a row sees is a sum over chunks: one product with a table of zeros and ones.
+    sees = layout.seen[:, span.long()]
+    first = torch.arange(entries, device=device)[:, None] * layout.cells + layout.span_cell
+    members = moments.starts[first.long()].diff(dim=1).float()
+    pooled = (members @ layout.seen.T).clamp(min=1)
+    cross = torch.matmul(sees, found.flatten(2)).unflatten(2, (value_dim, dim))
+    return cross / pooled[..., None, None], pooled
