@@ -54,7 +54,8 @@ def attention(
         generator: source of all randomness; None: torch's default generator. One number is drawn from it, and only if the call
             is random. The same generator state gives the same result.
         backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`).
-        check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN, all others untouched. It
+        check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN (plain short
+            inputs without a mask: in its column), all others untouched. It
             never raises under torch.compile or inside a transform of torch.func, where values cannot be looked at.
 
     Returns:

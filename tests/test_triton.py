@@ -115,7 +115,7 @@ class Run:
         return torch.stack(outputs), torch.stack(ends), tuple(torch.stack(x) for x in zip(*grads, strict=True))
 
 
-def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Run:
+def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: float = 1.5) -> Run:
     from nearfield.kernels.cells_gpu import forward
 
     generator = seeded(seed)
@@ -124,7 +124,7 @@ def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Run:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
-    queries, keys = 1.5 * normal(case.entries, rows, case.dim), normal(case.entries, case.keys, case.dim)
+    queries, keys = stretch * normal(case.entries, rows, case.dim), normal(case.entries, case.keys, case.dim)
     values, upstream = normal(case.entries, case.keys, case.value_dim), normal(case.entries, rows, case.value_dim)
     # Poisoned: every entry has to be written.
     output = torch.full((case.entries, rows, case.value_dim), torch.nan, device=DEVICE, dtype=dtype)
@@ -178,19 +178,17 @@ def test_the_best_cells_are_opened(name: str) -> None:
     assert more <= case.length // 10
 
 
-def test_a_row_opens_no_more_cells_than_there_is_room_for() -> None:
-    """Equal keys make equal scores, all of them at the threshold."""
-    from nearfield.kernels.cells_gpu import forward
-
-    case = Case(keys=60, cell_size=2, probes=3, sinks=0)
-    query, value = torch.randn(1, 40, 16, generator=seeded(0)), torch.randn(1, 60, 16, generator=seeded(1))
-    key = torch.zeros(1, 60, 16)
-    output, lse = torch.empty(1, 40, 16, device=DEVICE), torch.empty(1, 40, device=DEVICE)
-    cell_of = torch.empty(1, 1, 60, dtype=torch.int32, device=DEVICE)
-    opened = torch.empty(1, 40, case.settings.slots, dtype=torch.int32, device=DEVICE)
-    inputs = (x.to(DEVICE) for x in (query, key, value))
-    forward(*inputs, case.visible(), case.settings, 0.25, 3, 0, output, lse, cell_of, opened)
-    torch.testing.assert_close(output.cpu(), value.mean(1, keepdim=True).expand(1, 40, 16), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_cells_for_which_there_is_no_room_stay_closed(name: str) -> None:
+    """A zero query has equal scores everywhere: all cells reach its threshold, and every key weighs the same."""
+    found = run(replace(CASES[name], cell_size=2, probes=2), stretch=0.0)
+    output, lse, grads = found.expected()
+    assert int((found.opened >= 0).sum(-1).max()) == found.case.settings.slots
+    torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(output[0, -1], found.values[0].double().mean(0), atol=1e-9, rtol=1e-9)
+    for mine, true in zip(found.gradients(), grads, strict=True):
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
 GRID: list[Any] = [
@@ -216,7 +214,7 @@ def test_every_dtype_and_dimension(dtype: torch.dtype, dim: int, segment: int) -
 
 
 @pytest.mark.gpu
-def test_deterministic_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_when_asked() -> None:
     found = run(Case(2, 2, 600, 900, 64, 64, 128, 1, 16, 16, 8, 3, padding=50))
     torch.use_deterministic_algorithms(True)
     try:

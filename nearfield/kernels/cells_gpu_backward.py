@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nearfield.kernels.cells_gpu import row_parts
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
-from nearfield.kernels.triton.far_backward import far_cells, far_queries, tilt
+from nearfield.kernels.triton.far_cells import far_cells, tilt
+from nearfield.kernels.triton.far_queries import far_queries
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.local_backward import local_keys, spread
 from nearfield.kernels.triton.mark import mark

@@ -40,7 +40,7 @@ class Cells:
 
     Causal: keys come in segments of consecutive keys. A row sees its own segment (and a window before it) key by key, and the
     segments before that through the cells of 1, 2, 4, 8, ... of them that are grouped together (13 closed segments are 8, 4 and
-    1), so that cells are as good as without a mask; no number that it uses depends on a later key or query.
+    1), so that cells are tighter than those of single segments; no number that it uses depends on a later key or query.
 
     Args:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k).

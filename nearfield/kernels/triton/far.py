@@ -150,6 +150,7 @@ def _far(
         begin = tl.load(tile_edges + past)
         end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1), 0)
         far = tl.zeros([BM], tl.float32)
+        filled = tl.zeros([BM], tl.int32)
         for tile in range(begin, end):
             cell = tl.load(tile_cell + tile) + lane
             stop = tl.load(tile_stop + tile)
@@ -159,6 +160,9 @@ def _far(
             first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
             hidden = none[None, :] + other[:, None]
             taken = first * scale + tl.sqrt(spread) + hidden >= least_score[:, None]
+            # The last slot is for what is not opened. Cells for which there is no room stay closed.
+            taken = taken & (filled[:, None] + tl.cumsum(taken.to(tl.int32), 1) < slots)
+            filled += tl.sum(taken.to(tl.int32), 1)
             boost = 1.0 + tl.minimum(spread, MOST * SPREADS * SPREADS) * (0.25 / (SPREADS * SPREADS))
             logit = tl.where(taken, -float("inf"), first * (scale * LOG2E) + hidden)
             value = tl.load(

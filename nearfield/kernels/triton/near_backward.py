@@ -203,9 +203,7 @@ def near_keys(
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("near_keys", max(dim, value_dim), keys.dtype)
-    edges, of_block = key_blocks(
-        tables.starts, entries * length * -(-tables.order.numel() // max(1, entries * length)), blocks.keys
-    )
+    edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
     for least, beyond in heights:
         _near_keys[(len(of_block),)](
             rows.queries,

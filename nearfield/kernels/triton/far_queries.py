@@ -1,0 +1,299 @@
+"""Gradients of queries on a GPU, row by row: through keys seen one by one, cells left closed, and what opened cells add."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
+from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.layout import COLUMNS, Layout
+from nearfield.kernels.triton.route import closed_segments, squares_of
+from nearfield.kernels.triton.rows import Rows
+from nearfield.kernels.triton.tables import Tables
+from nearfield.kernels.triton.tuning import blocks_for
+
+
+@triton.jit
+def _far_queries(
+    queries,
+    keys,
+    values,
+    visible,
+    grads,
+    lse,
+    delta,
+    centroid,
+    variance,
+    mean_value,
+    size,
+    void,
+    cross,
+    tile_edges,
+    tile_cell,
+    tile_stop,
+    opened,
+    marks,
+    parts,
+    query_grad,
+    far_mass,
+    along,
+    rows,
+    cells,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    visible_entry,
+    grad_entry,
+    grad_row,
+    row_entry,
+    opened_entry,
+    result_entry,
+    result_row,
+    slots,
+    words,
+    scale,
+    segment,
+    window,
+    segments,
+    sinks,
+    CAUSAL: tl.constexpr,
+    MOST: tl.constexpr,
+    MOST_SQ: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    entry = tl.program_id(1).to(tl.int64)
+    queries += entry * query_entry
+    keys += entry * key_entry
+    values += entry * value_entry
+    visible += entry * visible_entry
+    grads += entry * grad_entry
+    centroid += entry * cells * dim
+    variance += entry * cells * dim
+    mean_value += entry * cells * value_dim
+    size += entry * cells
+    void += entry * cells
+    cross += entry * (segments + 1) * value_dim * dim
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    there = row < rows
+    place = entry * rows + row
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    grad = tl.load(grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
+    ended = tl.load(lse + entry * row_entry + row, mask=there, other=float("inf"))
+    product = tl.load(delta + entry * row_entry + row, mask=there, other=0.0)
+    sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    total = tl.zeros([BM, BD], tl.float32)
+
+    # Keys seen one by one.
+    if CAUSAL:
+        local = tl.where(there & (sees > 0), closed * segment, 2147483647)
+    else:
+        local = sees
+    last = tl.max(sees, 0)
+    for start in range(0, tl.minimum(sinks, last), BN):
+        position = start + tl.arange(0, BN)
+        real = (position < sinks) & (position < last)
+        key = tl.load(
+            keys + position[:, None].to(tl.int64) * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
+        )
+        value = tl.load(
+            values + position[:, None].to(tl.int64) * value_row + value_column[None, :],
+            mask=real[:, None] & value_wide[None, :],
+            other=0.0,
+        )
+        seen = real[None, :] & (position[None, :] < sees[:, None]) & (position[None, :] < local[:, None])
+        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - ended[:, None]
+        weight = tl.where(seen, tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
+        total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
+    if CAUSAL:
+        for start in range(tl.min(local, 0), last, BN):
+            position = start + tl.arange(0, BN)
+            real = position < last
+            key = tl.load(
+                keys + position[:, None].to(tl.int64) * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
+            )
+            value = tl.load(
+                values + position[:, None].to(tl.int64) * value_row + value_column[None, :],
+                mask=real[:, None] & value_wide[None, :],
+                other=0.0,
+            )
+            seen = (position[None, :] < sees[:, None]) & (position[None, :] >= local[:, None])
+            logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - ended[:, None]
+            weight = tl.where(seen, tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+            slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
+            total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
+
+    # Cells left closed.
+    square = squares_of(query, scale, 1.0, MOST_SQ, DT)
+    stretched = tl.zeros([BM, BD], tl.float32)
+    tilted = tl.zeros([BM, BD], tl.float32)
+    far_all = tl.zeros([BM], tl.float32)
+    along_all = tl.zeros([BM], tl.float32)
+    least = tl.min(tl.where(there, closed, segments), 0)
+    most = tl.max(closed, 0)
+    lane = tl.arange(0, BC)
+    for past in range(least, most + 1):
+        mine = (closed == past) & there
+        other = tl.where(mine, 0.0, -float("inf"))
+        begin = tl.load(tile_edges + past)
+        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1), 0)
+        if end > begin:
+            # What X q has in common with the gradient, and X^T of the gradient.
+            back = tl.zeros([BM, BD], tl.float32)
+            for start in range(0, BV, BK):
+                some = start + tl.arange(0, BK)
+                narrow = some < value_dim
+                matrix = tl.load(
+                    cross + (past * value_dim + some[:, None]) * dim + column[None, :],
+                    mask=narrow[:, None] & wide[None, :],
+                    other=0.0,
+                )
+                piece = tl.load(grads + row[:, None] * grad_row + some[None, :], mask=there[:, None] & narrow[None, :], other=0.0)
+                back += tl.dot(piece.to(DT), matrix.to(DT), input_precision=IP)
+            tilt = tl.sum(back * query.to(tl.float32), 1) * scale
+            far = tl.zeros([BM], tl.float32)
+            for tile in range(begin, end):
+                cell = tl.load(tile_cell + tile) + lane
+                stop = tl.load(tile_stop + tile)
+                real = cell < stop
+                none = tl.load(void + cell, mask=real, other=-float("inf"))
+                count = tl.load(size + cell, mask=real, other=1.0)
+                load = real[:, None] & wide[None, :]
+                mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
+                spread = tl.load(variance + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
+                value = tl.load(
+                    mean_value + cell[:, None] * value_dim + value_column[None, :],
+                    mask=real[:, None] & value_wide[None, :],
+                    other=0.0,
+                )
+                first = tl.dot(query, tl.trans(mean), input_precision=IP)
+                second = tl.dot(square, tl.trans(spread), input_precision=IP)
+                boost = 1.0 + 0.25 * tl.minimum(second, MOST)
+                word = tl.zeros([BM, BC], tl.int32)
+                for i in tl.static_range(BC // 32):
+                    some = tl.load(marks + place * words + (tile - begin) * (BC // 32) + i, mask=there, other=0)
+                    word = tl.where((lane // 32 == i)[None, :], some[:, None], word)
+                taken = ((word >> (lane % 32)[None, :]) & 1) != 0
+                logit = first * scale - ended[:, None] + (none[None, :] + other[:, None])
+                weight = tl.where(taken, 0.0, tl.exp2(logit * LOG2E) * (boost * boost * count[None, :]))
+                far += tl.sum(weight, 1)
+                slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) + (tilt - product)[:, None])
+                total += tl.dot(slope.to(mean.dtype), mean, input_precision=IP)
+                bend = tl.where(second < MOST, slope / (2.0 * boost), 0.0)
+                stretched += tl.dot(bend.to(DT), spread, input_precision=IP)
+            tilted += far[:, None] * back
+            far_all += far
+            along_all = tl.where(mine, tilt, along_all)
+    total = total * scale + tilted * scale + stretched * (2.0 * scale * scale) * query.to(tl.float32)
+
+    # Cells that were opened.
+    for slot in range(slots):
+        cell = tl.load(opened + entry * opened_entry + row * slots + slot, mask=there, other=-1)
+        real = there & (cell >= 0)
+        part = tl.load(
+            parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
+        )
+        total += part.to(tl.float32)
+    tl.store(
+        query_grad + entry * result_entry + row[:, None] * result_row + column[None, :],
+        total.to(query_grad.dtype.element_ty),
+        mask=there[:, None] & wide[None, :],
+    )
+    tl.store(far_mass + entry * row_entry + row, far_all, mask=there)
+    tl.store(along + entry * row_entry + row, along_all, mask=there)
+
+
+def far_queries(
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    layout: Layout,
+    settings: CellSettings,
+    scale: float,
+    opened: Tensor,
+    marks: Tensor,
+    parts: Tensor,
+    query_grad: Tensor,
+    far_mass: Tensor,
+    along: Tensor,
+) -> None:
+    """Fills in the gradient of queries, and per row the mass of the closed cells and what X q has in common with the gradient."""
+    entries, count, dim = rows.queries.shape
+    value_dim = values.shape[2]
+    blocks = blocks_for("far_queries", max(dim, value_dim), keys.dtype)
+    assert far_mass.stride(0) == rows.lse.stride(0) == along.stride(0) == rows.delta.stride(0)
+    _far_queries[(triton.cdiv(count, blocks.rows), entries)](
+        rows.queries,
+        keys,
+        values,
+        rows.visible,
+        rows.grads,
+        rows.lse,
+        rows.delta,
+        tables.centroid,
+        tables.variance,
+        tables.value,
+        tables.size,
+        tables.void,
+        tables.cross,
+        layout.tile_edges,
+        layout.tile_cell,
+        layout.tile_stop,
+        opened,
+        marks,
+        parts,
+        query_grad,
+        far_mass,
+        along,
+        count,
+        layout.cells,
+        dim,
+        value_dim,
+        *rows.queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        rows.visible.stride(0),
+        *rows.grads.stride()[:2],
+        rows.lse.stride(0),
+        opened.stride(0),
+        *query_grad.stride()[:2],
+        opened.shape[2],
+        layout.words,
+        scale,
+        layout.segment,
+        settings.window,
+        layout.segments,
+        settings.sinks,
+        CAUSAL=settings.segment > 0,
+        MOST=MOST_SPREAD,
+        MOST_SQ=MOST_SQUARE,
+        BM=blocks.rows,
+        BN=blocks.keys,
+        BC=COLUMNS,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        BK=min(64, padded(value_dim)),
+        DT=dot_type(keys.dtype),
+        IP=precision(keys.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
