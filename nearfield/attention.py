@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +54,10 @@ def attention(
             `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper.
         generator: source of all randomness; None: torch's default generator. One number is drawn from it, and only if the call
             is random. The same generator state gives the same result.
-        backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`).
+        backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`, `"triton"`).
         check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN (plain short
-            inputs without a mask: in its column), all others untouched. It
-            never raises under torch.compile or inside a transform of torch.func, where values cannot be looked at.
+            inputs without a mask: in its column), all others untouched. On a GPU exact attention leaves non-finite inputs to
+            SDPA, which may spoil more rows of a head. It never raises under torch.compile or inside a transform of torch.func, where values cannot be looked at.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
@@ -69,9 +70,12 @@ def attention(
         output = _short(query, key, value, is_causal, scale)
         if output is not None:
             return output
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite)
+    method = method or Auto()
+    problem = check(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, _looks(method, query, value, dropout_p, backend, gradient)
+    )
     call = _call(problem, generator, backend, gradient)
-    return _finish(problem, _run(problem, method or Auto(), call))
+    return _finish(problem, _run(problem, method, call))
 
 
 def estimate(
@@ -108,8 +112,10 @@ def estimate(
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite)
     method = method or Auto()
+    problem = check(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, _looks(method, query, value, dropout_p, backend, gradient)
+    )
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     outcome = _run(problem, method, call)
     output = _finish(problem, outcome)
@@ -119,7 +125,7 @@ def estimate(
         lse=_spoil(problem, problem.unflatten(outcome.lse)),
         stderr=None if outcome.stderr is None else _spoil(problem, problem.unflatten(outcome.stderr)),
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
-        info={"method": repr(method), "backend": kernels.name(backend, query.device), **outcome.info},
+        info={"method": repr(method), "backend": outcome.backend or kernels.name(backend, query.device), **outcome.info},
     )
 
 
@@ -146,10 +152,20 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     return output
 
 
+def _looks(
+    method: Method, query: Tensor, value: Tensor, dropout_p: float, backend: str, gradient: Gradient | None
+) -> bool:
+    """Whether to look for non-finite inputs first. That would mean to wait for a GPU, and some methods do without."""
+    if gradient is not None or backend == "reference" or not (isinstance(query, Tensor) and isinstance(value, Tensor)):
+        return True
+    never_waits = getattr(method, "never_waits", None)
+    return never_waits is None or not never_waits(query, value, bool(dropout_p))
+
+
 def _call(
     problem: Problem, generator: torch.Generator | None, backend: str, gradient: Gradient | None, diagnostics: bool = False
 ) -> Call:
-    kernels.choose(backend, problem.query.device)  # raises on a backend that cannot serve
+    kernels.check(backend, problem.query.device)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if gradient is not None:
@@ -182,7 +198,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         with torch.no_grad():
             outcome = method.run(problem, call)
         output = with_gradient(outcome.output, rows, call.gradient, call.seeds)
-        return Outcome(output, outcome.lse, outcome.stderr, outcome.info)
+        return replace(outcome, output=output)
 
 
 def _nothing(problem: Problem) -> Outcome:

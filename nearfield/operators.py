@@ -7,7 +7,7 @@ Forward mode (torch.func.jvp) and second derivatives are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,16 +30,6 @@ _LIBRARY.define(
 )
 
 
-def _forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
-    return _results(cells_engine.forward(queries, keys, values, visible, seed, *settings), *settings)
-
-
-def _results(found: tuple[Tensor, ...], sizes: Sequence[int], *_: Any) -> tuple[Tensor, ...]:
-    """What the engine found. Without draws there is no standard error: no columns (NaN would not even be equal to itself)."""
-    output, lse, stderr, *plan = found
-    return output, lse, stderr if CellSettings(*sizes).samples else stderr.new_empty((stderr.shape[0], 0)), *plan
-
-
 def _implement(name: str, engine: Callable[..., tuple[Tensor, ...]]) -> None:
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         # Here and not around the call: a backward pass may be started under autocast, and an exported program, which has lost
@@ -50,7 +40,7 @@ def _implement(name: str, engine: Callable[..., tuple[Tensor, ...]]) -> None:
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
 
 
-_implement("cells", _forward)
+_implement("cells", cells_engine.forward)
 _implement("cells_backward", cells_engine.backward)
 
 
@@ -154,7 +144,8 @@ class _CellsBackward(torch.autograd.Function):
 
 @torch.library.register_fake("nearfield::cells")
 def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
-    return _results(cells_engine.empty_results(queries, keys, values, CellSettings(*settings[0])), *settings)
+    sizes, *_, backend = settings
+    return cells_engine.empty_results(queries, keys, values, CellSettings(*sizes), backend)
 
 
 @torch.library.register_fake("nearfield::cells_backward")

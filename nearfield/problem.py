@@ -87,6 +87,8 @@ class Problem:
     poison: Tensor | None
     """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None when all is finite"""
     leading: tuple[int, ...]
+    look: bool = True
+    """whether values may be looked at: not where that would mean to wait for a GPU"""
 
     @property
     def group_size(self) -> int:
@@ -103,7 +105,11 @@ class Problem:
         no_rows = math.prod(self.query.shape[:3]) == 0
         if no_rows or self.value.numel() == 0:
             return True
-        return self.key_padding is not None and not is_traced() and not bool(self.key_padding.any())
+        return self.key_padding is not None and self._may_look and not bool(self.key_padding.any())
+
+    @property
+    def _may_look(self) -> bool:
+        return self.look and not is_traced()
 
     def unflatten(self, rows: Tensor) -> Tensor:
         """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
@@ -144,8 +150,8 @@ class Problem:
         values = self.value.reshape(groups, length, self.value.shape[3])
         if self.key_padding is not None:
             counts = self.key_padding.reshape(groups, length)
-            # How many keys are left at most is data; a traced program has to do with an upper bound.
-            kept = length if is_traced() else int(counts.sum(1).max())
+            # How many keys are left at most is data; what does not look has to do with an upper bound.
+            kept = int(counts.sum(1).max()) if self._may_look else length
             order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
             hidden = counts.gather(1, order).logical_not()[..., None]
             keys = keys.gather(1, order[..., None].expand(-1, -1, dim)).masked_fill(hidden, 0)
@@ -178,8 +184,12 @@ def check(
     scale: float | None = None,
     enable_gqa: bool = False,
     check_finite: bool = False,
+    look: bool = True,
 ) -> Problem:
-    """Check the arguments of an attention call and make the `Problem` of them. Raises before any work is done."""
+    """Check the arguments of an attention call and make the `Problem` of them. Raises before any work is done.
+
+    `look=False`: non-finite inputs are left to the kernels, and nothing waits for a GPU.
+    """
     _check_tensors(query, key, value)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
@@ -223,8 +233,9 @@ def check(
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None and query.shape[-1] else float(scale or 0.0),
         poison=None,
         leading=tuple(leading),
+        look=look or check_finite,
     )
-    return _isolate_non_finite(problem, check_finite)
+    return _isolate_non_finite(problem, check_finite) if problem.look else problem
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -14,17 +14,21 @@ from nearfield.kernels.cells_plan import CellPlan, CellSettings, closed_keys
 from nearfield.partition import BY_NAME
 
 
-def empty_results(queries: Tensor, keys: Tensor, values: Tensor, settings: CellSettings) -> tuple[Tensor, ...]:
+def empty_results(
+    queries: Tensor, keys: Tensor, values: Tensor, settings: CellSettings, backend: str
+) -> tuple[Tensor, ...]:
     """Where the results of `forward` go: output, lse, stderr, and the plan."""
     batch, rows, length = *queries.shape[:2], keys.shape[1]
     compute = torch.promote_types(queries.dtype, torch.float32)
+    on_gpu = backend == "triton"
     return (
-        values.new_empty((batch, rows, values.shape[2]), dtype=compute),
+        values.new_empty((batch, rows, values.shape[2]), dtype=queries.dtype if on_gpu else compute),
         queries.new_empty((batch, rows), dtype=compute),
-        queries.new_empty((batch, rows), dtype=compute),
+        # Without draws there is no standard error: no columns (NaN would not even be equal to itself).
+        queries.new_empty((batch, rows if settings.samples else 0), dtype=compute),
         keys.new_empty((batch, settings.heights, length), dtype=torch.int32),
         keys.new_empty((batch, settings.heights, length if settings.branching else 0), dtype=torch.int32),
-        queries.new_empty((batch, rows, settings.probes), dtype=torch.int32),
+        queries.new_empty((batch, rows, settings.slots if on_gpu else settings.probes), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.unfold), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.samples), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.samples), dtype=compute),
@@ -46,8 +50,16 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """Attention of queries `[batch, group * length, dim]`; see `empty_results` for what comes out."""
     settings = CellSettings(*sizes)
-    results = empty_results(queries, keys, values, settings)
+    results = empty_results(queries, keys, values, settings, backend)
     output, lse, stderr, *plans = results
+    if backend == "triton":
+        from nearfield.kernels import cells_gpu
+
+        iterations, start = options
+        cells_gpu.forward(
+            queries, keys, values, visible, settings, scale, iterations, start, output, lse, results[3], results[5]
+        )
+        return results
     build = BY_NAME[partition](*options)
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in plans))
@@ -89,6 +101,13 @@ def backward(
     backend: str,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, the plan held fixed."""
+    if backend == "triton":
+        from nearfield.kernels import cells_gpu_backward
+
+        settings = CellSettings(*sizes)
+        return cells_gpu_backward.backward(
+            output_grad, queries, keys, values, visible, output, lse, cell_of, opened, settings, scale
+        )
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, coarse_of, opened, unfolded, drawn, log_factor)))

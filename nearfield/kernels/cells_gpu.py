@@ -1,10 +1,8 @@
-"""The cells engine on a GPU, forward: what to launch, on what, in which order. Not chosen by any method yet."""
+"""The cells engine on a GPU, forward: what to launch, on what, in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,18 +25,11 @@ def assign(
     keys: Tensor, visible: Tensor, settings: CellSettings, layout: Layout, iterations: int, seed: int, cell_of: Tensor
 ) -> None:
     """Fills in `cell_of` `[entries, heights, n]`: the cells of each key, -1 where it is in none."""
-    length = keys.shape[1]
     cell_of.fill_(-1)
-    edges = layout.spans.edges(layout.per_segment)
-    for height, group in groupby(layout.spans.all, key=attrgetter("height")):
-        own = list(group)
-        size = own[0].segments * layout.segment
-        stride = (own[1].first - own[0].first) * layout.segment if len(own) > 1 else size
-        cells = own[0].segments * layout.per_segment
-        kmeans(keys, len(own), size, stride, min(cells, size), iterations, seed, cell_of[:, height], edges[own[0].number], cells)
+    kmeans(keys, layout, iterations, seed, cell_of)
     cell_of[:, :, : settings.sinks] = -1
     if not settings.segment:
-        beyond = torch.arange(length, device=keys.device) >= visible.amax(1, keepdim=True)
+        beyond = torch.arange(keys.shape[1], device=keys.device) >= visible.amax(1, keepdim=True)
         cell_of.masked_fill_(beyond[:, None], -1)
 
 
@@ -57,8 +48,12 @@ def forward(
     opened: Tensor,
 ) -> None:
     """Fills in the output and log-normaliser of queries `[entries, group * length, dim]`, cells of keys and opened cells."""
+    queries, keys, values = (dense(x) for x in (queries, keys, values))
+    visible = visible.to(torch.int32).contiguous()
     entries, rows, _ = queries.shape
     layout = layout_of(keys.shape[1], settings, keys.device)
+    if keys.is_cuda and torch.cuda.is_current_stream_capturing():
+        layout.keep()
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
     slots, value_dim = settings.slots, values.shape[2]
@@ -72,6 +67,11 @@ def forward(
         opened_cells(marks, sees, layout, settings, found)
         near(query, keys, values, tables, layout.cells, found, scale, parts, parts_lse)
         merge(parts, parts_lse, found, output[:, part], lse[:, part])
+
+
+def dense(x: Tensor) -> Tensor:
+    """With its columns side by side, which is all that the kernels ask for."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def row_parts(rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[slice]:

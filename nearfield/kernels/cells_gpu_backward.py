@@ -1,4 +1,4 @@
-"""The gradient of the cells engine on a GPU: what to launch, on what, in which order. Not chosen by any method yet."""
+"""The gradient of the cells engine on a GPU: what to launch, on what, in which order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import row_parts
+from nearfield.kernels.cells_gpu import dense, row_parts
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
@@ -39,6 +39,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, the plan held fixed."""
+    output_grad, queries, keys, values = (dense(x) for x in (output_grad, queries, keys, values))
+    visible = visible.to(torch.int32).contiguous()
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for part in _entries(queries, keys, values, opened):
         rows = rows_of(queries[part], visible[part], output[part], lse[part], output_grad[part])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from nearfield import crossover
 from nearfield.audit import CONFIDENCE, run_audit
 from nearfield.budgets import audit_rows
@@ -70,6 +72,9 @@ class Auto:
         if problem.dropout_p:
             raise ValueError(f"Auto(eps={self.eps}) compares with attention without dropout; got dropout_p={problem.dropout_p}")
         return self._within_eps(problem, call)
+
+    def never_waits(self, query: Tensor, value: Tensor, dropout: bool) -> bool:
+        return self.eps is None and Cells().never_waits(query, value, dropout)
 
     def _prefers_exact(self, problem: Problem, call: Call) -> bool:
         if call.gradient is not None or (problem.attn_mask is not None and problem.key_padding is None):

@@ -33,6 +33,8 @@ class Outcome:
     lse: Tensor | None = None
     stderr: Tensor | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    backend: str = ""
+    """the kernels that ran, where that is not what `kernels.name` says"""
 
 
 class Method(Protocol):

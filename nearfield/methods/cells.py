@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield.checks import check_positive
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.methods.base import Call, Outcome
@@ -21,6 +22,9 @@ from nearfield.problem import Problem, is_traced
 TWO_LEVELS = 1 << 21
 """From so many keys on two levels pay."""
 UNFOLD = 32
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_COLUMNS, MOST_SEGMENTS, MOST_PROBES = 256, 4096, 4096
+"""What the kernels in Triton serve at most."""
 MOST_HEIGHTS = 8
 """Causal: closed segments are joined into spans of at most 2^7."""
 
@@ -93,14 +97,46 @@ class Cells:
         settings = self.settings(problem)
         random = bool(self.samples or problem.dropout_p)
         seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
-        backend = "reference" if call.backend == "reference" else "torch"
+        backend = self._backend(problem, settings, call)
         options = dataclasses.astuple(self.partition)
         recipe = Recipe(settings, problem.scale, problem.dropout_p, type(self.partition).__name__, options, backend)
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
         if not call.diagnostics:
             return Outcome(result.output)
         info = {"keys_per_query": _keys_per_query(result, rows.visible, settings), **settings._asdict()}
-        return Outcome(result.output, result.lse, result.stderr if self.samples else None, info)
+        stderr = result.stderr if self.samples else None
+        return Outcome(result.output, result.lse, stderr, info, "triton" if backend == "triton" else "")
+
+    def never_waits(self, query: Tensor, value: Tensor, dropout: bool) -> bool:
+        """Whether a call is served by kernels that leave non-finite inputs where they are, and nobody waits for them."""
+        return self._misses(query, value, dropout) is None and kernels.runs_triton(query.device)
+
+    def _misses(self, query: Tensor, value: Tensor, dropout: bool) -> str | None:
+        """What the kernels in Triton cannot do of this; None: they can do it all."""
+        if query.dtype not in TRITON_DTYPES:
+            return f"{query.dtype}"
+        if max(query.shape[-1], value.shape[-1]) > MOST_COLUMNS:
+            return f"more than {MOST_COLUMNS} columns"
+        if type(self.partition) is not KMeans:
+            return f"{self.partition!r}"
+        if dropout:
+            return "dropout"
+        if self.samples:
+            return f"samples={self.samples}"
+        return f"branching={self.branching}" if self.branching else None
+
+    def _backend(self, problem: Problem, settings: CellSettings, call: Call) -> str:
+        if call.backend in ("reference", "cpu"):
+            return "reference" if call.backend == "reference" else "torch"
+        misses = self._misses(problem.query, problem.value, bool(problem.dropout_p))
+        if misses is None and settings.segment and problem.key.shape[2] // settings.segment > MOST_SEGMENTS:
+            misses = f"more than {MOST_SEGMENTS} segments; use a larger segment"
+        if misses is None and settings.probes > MOST_PROBES:
+            misses = f"more than {MOST_PROBES} probes; use larger cells"
+        if call.backend == "triton" and misses is not None:
+            raise ValueError(f"the kernels in Triton do not serve {misses}; backend='auto' takes others")
+        wanted = call.backend == "triton" or kernels.runs_triton(problem.query.device)
+        return "triton" if wanted and misses is None else "torch"
 
     def settings(self, problem: Problem) -> CellSettings:
         """The sizes of a call, with the defaults for its shape filled in."""
@@ -108,7 +144,7 @@ class Cells:
         causal = problem.is_causal
         segment = (self.segment or default_segment(length)) if causal else 0
         cell_size = self.cell_size or default_cell_size(length, causal)
-        branching = default_branching(length) if self.branching is None else self.branching
+        branching = default_branching(problem.key.device, length) if self.branching is None else self.branching
         sizes = CellSettings(problem.group_size, segment, 0, self.sinks, cell_size, branching, 1, 1, self.samples)
         fine, coarse = sizes.per_segment(segment or length)
         segments = length // segment if causal else 1
@@ -145,8 +181,9 @@ def _heights(length: int, segment: int) -> int:
     return MOST_HEIGHTS if is_traced() else max(1, min(MOST_HEIGHTS, (length // segment).bit_length()))
 
 
-def default_branching(length: int) -> int:
-    return 16 if length >= TWO_LEVELS else 0
+def default_branching(device: torch.device, length: int) -> int:
+    """Two levels pay where scores are dear: not on a GPU."""
+    return 16 if length >= TWO_LEVELS and not kernels.runs_triton(device) else 0
 
 
 def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings) -> float:

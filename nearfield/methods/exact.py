@@ -30,6 +30,10 @@ class Exact:
 
     any_mask = True
 
+    def never_waits(self, query: Tensor, value: Tensor, dropout: bool) -> bool:
+        """On a GPU non-finite inputs are left to SDPA."""
+        return query.is_cuda
+
     def run(self, problem: Problem, call: Call) -> Outcome:
         with _seeded(call.seeds, problem):
             output = _sdpa(problem)

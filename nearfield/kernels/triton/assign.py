@@ -1,4 +1,4 @@
-"""K-means on a GPU: two kernels per iteration, no table of scores in memory, and sums in a fixed order."""
+"""K-means on a GPU, all spans at once: three kernels per iteration, no table of scores in memory, sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,32 +8,108 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
+from nearfield.kernels.triton.layout import Layout, Sample
 
 POINTS = 128
 CELLS = 64
-SAMPLE = 16
-"""Keys per cell that iterations look at."""
+SPLITS = 4
+"""Shares of a sample whose sums are formed side by side."""
+LOOKED_AT = 1024
+"""Keys of a sample that say how wide each coordinate is."""
+
+
+@triton.jit
+def _widths(
+    keys,
+    position,
+    sample_first,
+    offset,
+    weight,
+    spans,
+    dim,
+    key_entry,
+    key_row,
+    MOST: tl.constexpr,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Mean and root mean square of each coordinate, over some keys of one span."""
+    span, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    first = tl.load(sample_first + span)
+    last = tl.minimum(tl.load(sample_first + span + 1), first + MOST)
+    total = tl.zeros([BP, BD], tl.float32)
+    square = tl.zeros([BP, BD], tl.float32)
+    for start in range(first, last, BP):
+        lane = start + tl.arange(0, BP)
+        there = lane < last
+        own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
+        x = tl.load(
+            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        ).to(tl.float32)
+        total += x
+        square += x * x
+    count = tl.maximum(last - first, 1).to(tl.float32)
+    into = (entry * spans + span) * dim + column
+    tl.store(offset + into, tl.sum(total, 0) / count, mask=wide)
+    tl.store(weight + into, tl.sqrt(tl.sum(square, 0) / count), mask=wide)
+
+
+@triton.jit
+def _prepare(
+    keys,
+    position,
+    sample_first,
+    chunk_span,
+    chunk_number,
+    offset,
+    weight,
+    points,
+    spans,
+    dim,
+    key_entry,
+    key_row,
+    point_entry,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The keys of a sample, centred and weighted."""
+    chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    span = tl.load(chunk_span + chunk)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    lane = tl.load(sample_first + span) + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
+    there = lane < tl.load(sample_first + span + 1)
+    mask = there[:, None] & wide[None, :]
+    own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
+    x = tl.load(keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+    stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+    x = ((x - shift[None, :]) * stretch[None, :]).to(points.dtype.element_ty)
+    tl.store(points + entry * point_entry + lane.to(tl.int64)[:, None] * dim + column[None, :], x, mask=mask)
 
 
 @triton.jit
 def _nearest(
     points,
+    point_first,
+    chunk_span,
+    chunk_number,
     offset,
     weight,
     centroids,
     half,
+    span_cell,
+    span_height,
     found,
-    count,
     cells,
+    spans,
     dim,
-    sets,
     point_entry,
-    point_set,
     point_row,
     found_entry,
-    found_set,
-    first,
-    step,
+    found_height,
     PREPARED: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
@@ -41,148 +117,276 @@ def _nearest(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """found = first + step * set + argmax_c (x.c - |c|^2 / 2), x = (point - offset) * weight, for a block of one set."""
-    which = tl.program_id(1).to(tl.int64)
-    entry, number = which // sets, which % sets
-    point = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points."""
+    chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    span = tl.load(chunk_span + chunk)
+    begin = tl.load(point_first + 2 * span)
+    point = begin + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
+    there = point < tl.load(point_first + 2 * span + 1)
+    point = point.to(tl.int64)
     column = tl.arange(0, BD)
     wide = column < dim
-    there = point < count
-    base = points + entry * point_entry + number * point_set
-    x = tl.load(base + point[:, None] * point_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    x = tl.load(
+        points + entry * point_entry + point[:, None] * point_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+    )
     if not PREPARED:
-        shift = tl.load(offset + which * dim + column, mask=wide, other=0.0)
-        stretch = tl.load(weight + which * dim + column, mask=wide, other=0.0)
+        shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+        stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
         x = ((x.to(tl.float32) - shift[None, :]) * stretch[None, :]).to(DT)
+    first, last = tl.load(span_cell + span), tl.load(span_cell + span + 1)
     best = tl.full([BP], -float("inf"), tl.float32)
-    chosen = tl.zeros([BP], tl.int32)
-    for start in range(0, cells, BC):
+    chosen = tl.zeros([BP], tl.int32) + first
+    for start in range(first, last, BC):
         cell = start + tl.arange(0, BC)
-        real = cell < cells
-        c = tl.load(
-            centroids + (which * cells + cell[None, :]) * dim + column[:, None], mask=real[None, :] & wide[:, None], other=0.0
-        )
-        score = tl.dot(x, c, input_precision=IP) - tl.load(half + which * cells + cell, mask=real, other=float("inf"))[None, :]
+        real = cell < last
+        place = entry * cells + cell
+        c = tl.load(centroids + place[None, :] * dim + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
+        score = tl.dot(x, c, input_precision=IP) - tl.load(half + place, mask=real, other=float("inf"))[None, :]
         top = tl.max(score, 1)
-        place = tl.argmax(score, 1).to(tl.int32) + start
-        chosen = tl.where(top > best, place, chosen)
+        winner = tl.argmax(score, 1).to(tl.int32) + start
+        chosen = tl.where(top > best, winner, chosen)
         best = tl.maximum(top, best)
-    tl.store(found + entry * found_entry + number * found_set + point, chosen + first + step * number.to(tl.int32), mask=there)
+    height = tl.load(span_height + span).to(tl.int64)
+    tl.store(found + entry * found_entry + height * found_height + point, chosen, mask=there)
 
 
 @triton.jit
-def _means(
+def _sums(
     points,
     assigned,
-    centroids,
-    half,
-    count,
+    sample_first,
+    tile_span,
+    tile_cell,
+    span_cell,
+    sums,
+    sizes,
     cells,
     dim,
-    again,
+    point_entry,
+    assigned_entry,
+    entries,
+    splits,
     BP: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The mean of the points `[count, dim]` of each of a block of cells; where there is none, the point number `again` + cell."""
-    which = tl.program_id(1).to(tl.int64)
-    cell = tl.program_id(0) * BC + tl.arange(0, BC)
+    """The sum of the points of each of a tile of cells, over a share of the sample of their span."""
+    tile, entry, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    span = tl.load(tile_span + tile)
+    cell = tl.load(tile_cell + tile) + tl.arange(0, BC)
     column = tl.arange(0, BD)
     wide = column < dim
-    points += which * count * dim
+    first, last = tl.load(sample_first + span), tl.load(sample_first + span + 1)
+    blocks = (last - first + BP - 1) // BP
+    per_share = (blocks + splits - 1) // splits * BP
+    begin = first + share * per_share
+    end = tl.minimum(last, begin + per_share)
     total = tl.zeros([BC, BD], tl.float32)
     size = tl.zeros([BC], tl.float32)
-    for start in range(0, count, BP):
-        point = start + tl.arange(0, BP)
-        there = point < count
-        x = tl.load(points + point[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        own = tl.load(assigned + which * count + point, mask=there, other=-1)
-        member = (own[None, :] == cell[:, None]).to(x.dtype)
-        total += tl.dot(member, x, input_precision=IP)
+    for start in range(begin, end, BP):
+        point = (start + tl.arange(0, BP)).to(tl.int64)
+        there = point < end
+        x = tl.load(
+            points + entry * point_entry + point[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        )
+        own = tl.load(assigned + entry * assigned_entry + point, mask=there, other=-1)
+        member = own[None, :] == cell[:, None]
+        total += tl.dot(member.to(x.dtype), x, input_precision=IP)
         size += tl.sum(member.to(tl.float32), 1)
-    other = tl.load(points + ((again + cell) % count)[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
+    real = cell < tl.load(span_cell + span + 1)
+    into = (share * entries + entry) * cells + cell
+    tl.store(sums + into[:, None] * dim + column[None, :], total, mask=real[:, None] & wide[None, :])
+    tl.store(sizes + into, size, mask=real)
+
+
+@triton.jit
+def _means(
+    sums,
+    sizes,
+    points,
+    sample_first,
+    tile_span,
+    tile_cell,
+    span_cell,
+    centroids,
+    half,
+    cells,
+    dim,
+    point_entry,
+    entries,
+    splits,
+    turn,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The means of a tile of cells. One that is empty starts again at a point of the sample, another one in every turn."""
+    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    span = tl.load(tile_span + tile)
+    cell = tl.load(tile_cell + tile) + tl.arange(0, BC)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    start, stop = tl.load(span_cell + span), tl.load(span_cell + span + 1)
+    real = cell < stop
+    mask = real[:, None] & wide[None, :]
+    total = tl.zeros([BC, BD], tl.float32)
+    size = tl.zeros([BC], tl.float32)
+    for share in range(splits):
+        place = (share * entries + entry) * cells + cell
+        total += tl.load(sums + place[:, None] * dim + column[None, :], mask=mask, other=0.0)
+        size += tl.load(sizes + place, mask=real, other=0.0)
+    first = tl.load(sample_first + span)
+    count = tl.maximum(tl.load(sample_first + span + 1) - first, 1)
+    again = (first + (turn * (stop - start) + cell - start) % count).to(tl.int64)
+    other = tl.load(points + entry * point_entry + again[:, None] * dim + column[None, :], mask=mask, other=0.0)
     mean = tl.where((size > 0)[:, None], total / tl.maximum(size, 1.0)[:, None], other.to(tl.float32))
     mean = mean.to(centroids.dtype.element_ty)
-    real = cell < cells
-    tl.store(centroids + (which * cells + cell)[:, None] * dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
+    place = entry * cells + cell
+    tl.store(centroids + place[:, None] * dim + column[None, :], mean, mask=mask)
     rounded = tl.where(wide[None, :], mean.to(tl.float32), 0.0)
-    tl.store(half + which * cells + cell, tl.sum(rounded * rounded, 1) / 2, mask=real)
+    tl.store(half + place, tl.sum(rounded * rounded, 1) / 2, mask=real)
 
 
-def kmeans(
-    keys: Tensor,
-    sets: int,
-    count: int,
-    stride: int,
-    cells: int,
-    iterations: int,
-    seed: int,
-    found: Tensor,
-    first: int,
-    step: int,
-) -> None:
-    """Cells of the keys `[entries, n, dim]`: of each of `sets` runs of `count` keys, `stride` apart, by itself.
+def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tensor) -> None:
+    """Fills in the cells of the keys `[entries, n, dim]` in every span: `found` `[entries, heights, n]`, where there is one.
 
-    Coordinates are weighted by their root mean square. Fills in `found` `[entries, n]`: cells are counted from `first` on, and
-    those of the next run `step` further. As `partition.kmeans` does it, except that an empty cell starts again at some key of
-    the sample.
+    Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all cells are made in one step,
+    a cell is grouped by 16 keys rather than 32, and an empty one starts again at some key of the sample.
     """
     entries, _, dim = keys.shape
-    batch = entries * sets
-    inside = keys[:, : (sets - 1) * stride + count]
-    by_set = inside.unfold(1, count, stride) if sets > 1 else inside[:, None].transpose(2, 3)  # [entries, sets, dim, count]
-    size = min(count, SAMPLE * cells)
-    picked = _some_of(count, size, seed, keys.device)
-    seen = by_set.index_select(3, picked).flatten(0, 1).transpose(1, 2).float()
-    offset = seen.mean(1)
-    weight = seen.square().mean(1).sqrt()
-    low = ((seen - offset[:, None]) * weight[:, None]).to(dot_dtype(keys.dtype)).contiguous()
-    centroids = low[:, :cells].contiguous()
+    sample = layout.sample(seed)
+    size, cells, spans, device = sample.size, layout.cells, len(layout.spans.all), keys.device
+    if not spans:
+        return
+    offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
+    points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
+    common = {"BD": padded(dim), "num_warps": 4 if dim <= 128 else 8}
+    _widths[(spans, entries)](
+        keys, sample.position, sample.first, offset, weight, spans, dim, *keys.stride()[:2], MOST=LOOKED_AT, BP=64, **common
+    )
+    chunk_span, chunk_number = sample.chunks(POINTS)
+    _prepare[(len(chunk_span), entries)](
+        keys,
+        sample.position,
+        sample.first,
+        chunk_span,
+        chunk_number,
+        offset,
+        weight,
+        points,
+        spans,
+        dim,
+        *keys.stride()[:2],
+        points.stride(0),
+        BP=POINTS,
+        **common,
+    )
+    centroids = points.index_select(1, sample.starts)
     half = centroids.float().square().sum(-1) / 2
-    assigned = torch.empty(batch, size, dtype=torch.int32, device=keys.device)
-    common = {"BD": padded(dim), "IP": precision(keys.dtype), "num_warps": 4 if dim <= 128 else 8}
+    moving = _Moving(layout, sample, points, centroids, half, offset, weight, common)
+    for turn in range(1, iterations + 1):
+        moving.step(turn)
+    moving.settle(keys, found)
 
-    def nearest(points: Tensor, strides: tuple[int, int, int], into: Tensor, total: int, runs: int, prepared: bool) -> None:
-        _nearest[(triton.cdiv(total, POINTS), batch)](
+
+class _Moving:
+    """The centroids of all spans between two iterations."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        sample: Sample,
+        points: Tensor,
+        centroids: Tensor,
+        half: Tensor,
+        offset: Tensor,
+        weight: Tensor,
+        common: dict[str, int],
+    ) -> None:
+        self.layout, self.sample, self.points, self.centroids, self.half = layout, sample, points, centroids, half
+        self.offset, self.weight, self.common = offset, weight, common
+        entries, _, self.dim = points.shape
+        self.assigned = torch.empty(entries, sample.size, dtype=torch.int32, device=points.device)
+        self.sums = torch.empty(SPLITS, entries, layout.cells, self.dim, device=points.device)
+        self.sizes = torch.empty(self.sums.shape[:3], device=points.device)
+
+    def step(self, turn: int) -> None:
+        """Points to their nearest centroids, centroids to the means of their points."""
+        first, entries = self.sample.first, len(self.points)
+        self._nearest(self.points, self.sample.edges, self.sample.chunks(POINTS), self.assigned, 0, True)
+        tile_span, tile_cell = self.layout.cell_tiles(CELLS)
+        _sums[(len(tile_span), entries, SPLITS)](
+            self.points,
+            self.assigned,
+            first,
+            tile_span,
+            tile_cell,
+            self.layout.span_cell,
+            self.sums,
+            self.sizes,
+            self.layout.cells,
+            self.dim,
+            self.points.stride(0),
+            self.assigned.stride(0),
+            entries,
+            SPLITS,
+            BP=POINTS if self.dim <= 64 else 64,
+            BC=CELLS,
+            IP=precision(self.points.dtype),
+            num_stages=2 if self.dim <= 128 else 1,
+            **self.common,
+        )
+        _means[(len(tile_span), entries)](
+            self.sums,
+            self.sizes,
+            self.points,
+            first,
+            tile_span,
+            tile_cell,
+            self.layout.span_cell,
+            self.centroids,
+            self.half,
+            self.layout.cells,
+            self.dim,
+            self.points.stride(0),
+            entries,
+            SPLITS,
+            turn,
+            BC=CELLS,
+            **self.common,
+        )
+
+    def settle(self, keys: Tensor, found: Tensor) -> None:
+        """All keys to their nearest centroids."""
+        self._nearest(keys, self.layout.span_edges, self.layout.chunks(POINTS), found, found.stride(1), False)
+
+    def _nearest(
+        self, points: Tensor, edges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_height: int, prepared: bool
+    ) -> None:
+        chunk_span, chunk_number = chunks
+        _nearest[(len(chunk_span), len(points))](
             points,
-            offset,
-            weight,
-            centroids,
-            half,
-            into,
-            total,
-            cells,
-            dim,
-            runs,
-            *strides,
-            into.stride(0),
-            0 if prepared else stride,
-            0 if prepared else first,
-            0 if prepared else step,
+            edges,
+            chunk_span,
+            chunk_number,
+            self.offset,
+            self.weight,
+            self.centroids,
+            self.half,
+            self.layout.span_cell,
+            self.layout.span_height,
+            found,
+            self.layout.cells,
+            len(self.layout.spans.all),
+            self.dim,
+            *points.stride()[:2],
+            found.stride(0),
+            found_height,
             PREPARED=prepared,
             BP=POINTS,
             BC=CELLS,
-            DT=dot_type(keys.dtype),
-            num_stages=2 if dim <= 128 else 1,
-            **common,
+            DT=dot_type(points.dtype),
+            IP=precision(points.dtype),
+            num_stages=2 if self.dim <= 128 else 1,
+            **self.common,
         )
-
-    for number in range(iterations):
-        nearest(low, (size * dim, 0, dim), assigned, size, 1, True)
-        _means[(triton.cdiv(cells, CELLS), batch)](
-            low, assigned, centroids, half, size, cells, dim, (number + 1) * cells, BP=64, BC=CELLS, num_stages=2, **common
-        )
-    nearest(keys, (keys.stride(0), stride * keys.stride(1), keys.stride(1)), found, count, sets, False)
-
-
-_PICKED: dict[tuple[int, int, int, torch.device], Tensor] = {}
-
-
-def _some_of(count: int, size: int, seed: int, device: torch.device) -> Tensor:
-    """`size` of `count` numbers at random, the same ones whenever asked for. Kept: a captured graph cannot copy from the host."""
-    key = (count, size, seed, device)
-    if key not in _PICKED:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        _PICKED[key] = torch.randperm(count, generator=generator)[:size].to(device)
-    return _PICKED[key]

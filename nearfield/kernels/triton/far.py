@@ -16,15 +16,50 @@ from nearfield.kernels.triton.tuning import blocks_for
 
 
 @triton.jit
-def add_keys(top, mass, total, logit, factor, value, IP: tl.constexpr):
-    """Add weights 2^logit * factor (-inf: not seen) with these values to running sums; also by how much those were shrunk."""
+def attend(query, key, value, logit, top, mass, total, IP: tl.constexpr):
+    """Add keys with these logits (base 2; -inf: not seen) to running sums."""
     new = tl.maximum(top, tl.max(logit, 1))
     base = tl.where(new > -float("inf"), new, 0.0)
-    weight = tl.exp2(logit - base[:, None]) * factor
+    weight = tl.exp2(logit - base[:, None])
     shrink = tl.exp2(top - base)
-    gain = tl.sum(weight, 1)
     total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
-    return new, mass * shrink + gain, total, shrink, gain
+    return new, mass * shrink + tl.sum(weight, 1), total
+
+
+@triton.jit
+def keys_and_values(
+    keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, MASKED: tl.constexpr
+):
+    """The keys `[columns, positions]` and values `[positions, columns]` at `position`; zeros where it is not `real`."""
+    place = position.to(tl.int64)
+    if MASKED:
+        key = tl.load(keys + place[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
+        value = tl.load(
+            values + place[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
+        )
+    else:
+        key = tl.load(keys + place[None, :] * key_row + column[:, None], mask=wide[:, None], other=0.0)
+        value = tl.load(values + place[:, None] * value_row + value_column[None, :], mask=value_wide[None, :], other=0.0)
+    return key, value
+
+
+@triton.jit
+def edges_of(sees, local, there, sinks, BN: tl.constexpr):
+    """Where keys seen one by one begin, from where and up to where all rows see them all, and where they end.
+
+    In tiles of BN, those of the sinks first: their number, that of the tiles before `whole`, and that of all that need a mask.
+    """
+    last = tl.max(sees, 0)
+    begin = tl.min(local, 0)
+    middle = tl.max(tl.where(there & (sees > 0), local, 0), 0)
+    least = tl.min(tl.where(there, sees, 2147483647), 0)
+    whole = tl.maximum(least - middle, 0) // BN * BN + middle
+    # Rows that see nothing have no place to begin at: no tile can be whole.
+    whole = tl.where(begin < 2147483647, whole, middle)
+    sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
+    before = sink_tiles + tl.maximum(middle - begin + BN - 1, 0) // BN * (begin < 2147483647)
+    tiles = before + tl.maximum(last - whole + BN - 1, 0) // BN
+    return begin, middle, whole, last, sink_tiles, before, tiles
 
 
 @triton.jit
@@ -36,14 +71,15 @@ def _far(
     centroid,
     variance,
     mean_value,
-    size,
+    weight,
     void,
     cross,
-    tile_edges,
-    tile_cell,
-    tile_stop,
+    seen_edges,
+    seen_cell,
+    seen_stop,
     threshold,
     marks,
+    counts,
     output,
     lse,
     rows,
@@ -58,13 +94,14 @@ def _far(
     value_row,
     visible_entry,
     slots,
-    words,
+    bytes_of_marks,
     scale,
     segment,
     window,
     segments,
     sinks,
     CAUSAL: tl.constexpr,
+    FULL: tl.constexpr,
     NARROW: tl.constexpr,
     SPREADS: tl.constexpr,
     MOST: tl.constexpr,
@@ -78,8 +115,15 @@ def _far(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
+    """FULL: once more, for blocks with a row for which more cells reach the threshold than there is room for."""
     LOG2E: tl.constexpr = 1.4426950408889634
     entry = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    there = row < rows
+    place = entry * rows + row
+    if FULL:
+        if tl.max(tl.load(counts + place, mask=there, other=0), 0) < slots:
+            return
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -87,12 +131,9 @@ def _far(
     centroid += entry * cells * dim
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
-    size += entry * cells
+    weight += entry * cells
     void += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
-    place = entry * rows + row
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -105,38 +146,40 @@ def _far(
     # Keys seen one by one: the sinks, and those after the last closed segment. A sink that is also one of these counts once.
     if CAUSAL:
         local = tl.where(there & (sees > 0), closed * segment, 2147483647)
-    else:
-        local = sees
-    last = tl.max(sees, 0)
-    for start in range(0, tl.minimum(sinks, last), BN):
-        position = start + tl.arange(0, BN)
-        real = (position < sinks) & (position < last)
-        key = tl.load(
-            keys + position[None, :].to(tl.int64) * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0
-        )
-        value = tl.load(
-            values + position[:, None].to(tl.int64) * value_row + value_column[None, :],
-            mask=real[:, None] & value_wide[None, :],
-            other=0.0,
-        )
-        logit = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
-        seen = real[None, :] & (position[None, :] < sees[:, None]) & (position[None, :] < local[:, None])
-        top, mass, total, _, _ = add_keys(top, mass, total, tl.where(seen, logit, -float("inf")), 1.0, value, IP)
-    if CAUSAL:
-        for start in range(tl.min(local, 0), last, BN):
+        begin, middle, whole, last, sink_tiles, before, tiles = edges_of(sees, local, there, sinks, BN)
+        for start in range(middle, whole, BN):
             position = start + tl.arange(0, BN)
-            real = position < last
-            key = tl.load(
-                keys + position[None, :].to(tl.int64) * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0
-            )
-            value = tl.load(
-                values + position[:, None].to(tl.int64) * value_row + value_column[None, :],
-                mask=real[:, None] & value_wide[None, :],
-                other=0.0,
+            key, value = keys_and_values(
+                keys, values, position, position, key_row, value_row, column, value_column, wide, value_wide, False
             )
             logit = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
-            seen = (position[None, :] < sees[:, None]) & (position[None, :] >= local[:, None])
-            top, mass, total, _, _ = add_keys(top, mass, total, tl.where(seen, logit, -float("inf")), 1.0, value, IP)
+            top, mass, total = attend(query, key, value, logit, top, mass, total, IP)
+    else:
+        local = sees
+        begin, whole, last = 0, 0, tl.max(sees, 0)
+        middle = 0
+        sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
+        before, tiles = sink_tiles, sink_tiles
+    for tile in range(tiles):
+        ahead = tile < sink_tiles
+        start = tl.where(ahead, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
+        start += tl.where(ahead, 0, tl.where(tile < before, begin, whole))
+        stop = tl.where(ahead, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
+        position = start + tl.arange(0, BN)
+        real = position < stop
+        key, value = keys_and_values(
+            keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
+        )
+        logit = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
+        seen = real[None, :] & (position[None, :] < sees[:, None]) & (ahead == (position[None, :] < local[:, None]))
+        if CAUSAL:
+            # Zero times a later value that is not finite would not be zero: its own rows are told by their logits.
+            fine = value.to(tl.float32) * 0.0 == 0.0
+            odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
+            value = tl.where(fine, value, 0.0).to(value.dtype)
+            logit = tl.where(odd[None, :], float("nan"), logit)
+        logit = tl.where(seen, logit, -float("inf"))
+        top, mass, total = attend(query, key, value, logit, top, mass, total, IP)
 
     # Cells below the threshold.
     square = squares_of(query, scale, SPREADS, MOST_SQ, DT)
@@ -144,44 +187,60 @@ def _far(
     least = tl.min(tl.where(there, closed, segments), 0)
     most = tl.max(closed, 0)
     lane = tl.arange(0, BC)
+    # A product with these packs eight cells into a byte, and counts them.
+    pack = tl.arange(0, 16)
+    powers = tl.where(lane[:, None] // 8 == pack[None, :], (1 << (lane % 8))[:, None], 0)
+    powers = tl.where(pack[None, :] == 8, 1, powers).to(tl.float16)
+    filled = tl.zeros([BM], tl.float32)
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        other = tl.where(mine, 0.0, -float("inf"))
-        begin = tl.load(tile_edges + past)
-        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1), 0)
-        far = tl.zeros([BM], tl.float32)
-        filled = tl.zeros([BM], tl.int32)
-        for tile in range(begin, end):
-            cell = tl.load(tile_cell + tile) + lane
-            stop = tl.load(tile_stop + tile)
-            real = cell < stop
-            none = tl.load(void + cell, mask=real, other=-float("inf"))
-            count = tl.load(size + cell, mask=real, other=1.0)
-            first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
-            hidden = none[None, :] + other[:, None]
-            taken = first * scale + tl.sqrt(spread) + hidden >= least_score[:, None]
-            # The last slot is for what is not opened. Cells for which there is no room stay closed.
-            taken = taken & (filled[:, None] + tl.cumsum(taken.to(tl.int32), 1) < slots)
-            filled += tl.sum(taken.to(tl.int32), 1)
-            boost = 1.0 + tl.minimum(spread, MOST * SPREADS * SPREADS) * (0.25 / (SPREADS * SPREADS))
-            logit = tl.where(taken, -float("inf"), first * (scale * LOG2E) + hidden)
-            value = tl.load(
-                mean_value + cell[:, None] * value_dim + value_column[None, :],
-                mask=real[:, None] & value_wide[None, :],
-                other=0.0,
-            )
-            if NARROW:
-                # float16 holds no weight much beyond 1.
-                logit += tl.log2(boost * boost * count[None, :])
-                top, mass, total, shrink, gain = add_keys(top, mass, total, logit, 1.0, value, IP)
-            else:
-                top, mass, total, shrink, gain = add_keys(top, mass, total, logit, boost * boost * count[None, :], value, IP)
-            far = far * shrink + gain
-            bits = tl.where(taken & mine[:, None], (1 << (lane % 32))[None, :], 0).to(tl.int32)
-            word = tl.sum(tl.reshape(bits, [BM, BC // 32, 32]), 2)
-            number = (tile - begin) * (BC // 32) + tl.arange(0, BC // 32)
-            tl.store(marks + place[:, None] * words + number[None, :], word, mask=mine[:, None])
-        if end > begin:
+        asked = tl.where(mine, least_score, float("inf"))
+        mass_before, top_before = mass, top
+        first_run = tl.load(seen_edges + past)
+        last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        byte = 0
+        for run in range(first_run, last_run):
+            stop = tl.load(seen_stop + run)
+            for start in range(tl.load(seen_cell + run), stop, BC):
+                cell = start + lane
+                real = cell < stop
+                none = tl.load(void + cell, mask=real, other=-float("inf"))
+                count = tl.load(weight + cell, mask=real, other=-float("inf"))
+                first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
+                value = tl.load(
+                    mean_value + cell[:, None] * value_dim + value_column[None, :],
+                    mask=real[:, None] & value_wide[None, :],
+                    other=0.0,
+                )
+                taken = first * scale + (tl.sqrt(spread) + none[None, :]) >= asked[:, None]
+                if FULL:
+                    # The last slot is for what is not opened. Cells for which there is no room stay closed.
+                    taken = taken & (filled[:, None] + tl.cumsum(taken.to(tl.float32), 1) < slots)
+                boost = 1.0 + tl.minimum(spread, MOST * SPREADS * SPREADS) * (0.25 / (SPREADS * SPREADS))
+                logit = first * (scale * LOG2E) + count[None, :]
+                if NARROW:
+                    # float16 holds no weight much beyond 1.
+                    logit += 2.0 * tl.log2(boost)
+                new = tl.where(mine, tl.maximum(top, tl.max(tl.where(taken, -float("inf"), logit), 1)), top)
+                base = tl.where(new > -float("inf"), new, 0.0)
+                power = tl.exp2(logit - base[:, None])
+                if not NARROW:
+                    power = power * (boost * boost)
+                power = tl.where(taken | (mine == 0)[:, None], 0.0, power)
+                shrink = tl.exp2(top - base)
+                mass = mass * shrink + tl.sum(power, 1)
+                total = total * shrink[:, None] + tl.dot(power.to(value.dtype), value, input_precision=IP)
+                top = new
+                packed = tl.dot(taken.to(tl.float16), powers)
+                filled += tl.sum(tl.where(pack[None, :] == 8, packed, 0.0), 1)
+                tl.store(
+                    marks + place[:, None] * bytes_of_marks + byte + pack[None, :],
+                    packed.to(tl.uint8),
+                    mask=mine[:, None] & (pack < BC // 8)[None, :],
+                )
+                byte += BC // 8
+        if last_run > first_run:
+            far = tl.where(mine, mass - mass_before * tl.exp2(top_before - tl.where(top > -float("inf"), top, 0.0)), 0.0)
             tilt = tl.zeros([BM, BV], tl.float32)
             for start in range(0, BD, BK):
                 some = start + tl.arange(0, BK)
@@ -195,6 +254,8 @@ def _far(
                 )
                 tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
             total += (far * scale)[:, None] * tilt
+    if not FULL:
+        tl.store(counts + place, filled.to(tl.int32), mask=there)
 
     blind = mass <= 0.0
     result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
@@ -227,56 +288,60 @@ def far(
     entries, rows, dim = queries.shape
     value_dim = values.shape[2]
     marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=queries.device)
+    counts = torch.empty(entries, rows, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("far", max(dim, value_dim), queries.dtype)
-    _far[(triton.cdiv(rows, blocks.rows), entries)](
-        queries,
-        keys,
-        values,
-        visible,
-        tables.centroid,
-        tables.variance,
-        tables.value,
-        tables.size,
-        tables.void,
-        tables.cross,
-        layout.tile_edges,
-        layout.tile_cell,
-        layout.tile_stop,
-        threshold,
-        marks,
-        output,
-        lse,
-        rows,
-        layout.cells,
-        dim,
-        value_dim,
-        *queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        visible.stride(0),
-        lse.shape[2],
-        layout.words,
-        scale,
-        layout.segment,
-        settings.window,
-        layout.segments,
-        settings.sinks,
-        CAUSAL=settings.segment > 0,
-        NARROW=queries.dtype == torch.float16,
-        SPREADS=ROUTE_SPREADS,
-        MOST=MOST_SPREAD,
-        MOST_SQ=MOST_SQUARE,
-        BM=blocks.rows,
-        BN=blocks.keys,
-        BC=COLUMNS,
-        BD=padded(dim),
-        BV=padded(value_dim),
-        BK=min(64, padded(dim)),
-        DT=dot_type(queries.dtype),
-        IP=precision(queries.dtype),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
+    for full in (False, True):
+        _far[(triton.cdiv(rows, blocks.rows), entries)](
+            queries,
+            keys,
+            values,
+            visible,
+            tables.centroid,
+            tables.variance,
+            tables.value,
+            tables.weight,
+            tables.void,
+            tables.cross,
+            layout.seen_edges,
+            layout.seen_cell,
+            layout.seen_stop,
+            threshold,
+            marks.view(torch.uint8),
+            counts,
+            output,
+            lse,
+            rows,
+            layout.cells,
+            dim,
+            value_dim,
+            *queries.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            visible.stride(0),
+            lse.shape[2],
+            4 * layout.words,
+            scale,
+            layout.segment,
+            settings.window,
+            layout.segments,
+            settings.sinks,
+            CAUSAL=settings.segment > 0,
+            FULL=full,
+            NARROW=queries.dtype == torch.float16,
+            SPREADS=ROUTE_SPREADS,
+            MOST=MOST_SPREAD,
+            MOST_SQ=MOST_SQUARE,
+            BM=blocks.rows,
+            BN=blocks.keys,
+            BC=COLUMNS,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            BK=min(64, padded(dim)),
+            DT=dot_type(queries.dtype),
+            IP=precision(queries.dtype),
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
     return marks
 
 
@@ -298,36 +363,52 @@ def _list(
     CAUSAL: tl.constexpr,
     PER_TILE: tl.constexpr,
     BM: tl.constexpr,
+    BW: tl.constexpr,
+    BS: tl.constexpr,
 ):
     """The numbers of the cells whose bits are set, in the order of columns."""
     entry = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
-    marks += (entry * rows + row) * words
-    opened += entry * opened_entry + row * slots
+    opened += entry * opened_entry
     sees = tl.load(visible + entry * visible_entry + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
     begin = tl.load(tile_edges + closed, mask=there, other=0)
     filled = tl.zeros([BM], tl.int32)
-    for number in range(words):
-        word = tl.load(marks + number, mask=there, other=0)
-        first = tl.load(tile_cell + begin + number // PER_TILE, mask=word != 0, other=0) + number % PER_TILE * 32
-        while tl.max((word != 0).to(tl.int32), 0) > 0:
+    for start in range(0, words, BW):
+        number = start + tl.arange(0, BW)
+        word = tl.load(
+            marks + (entry * rows + row)[:, None] * words + number[None, :],
+            mask=there[:, None] & (number < words)[None, :],
+            other=0,
+        )
+        # How many bits are set: of 2, 4, 8, 16, 32 neighbours.
+        bits = word - ((word >> 1) & 0x55555555)
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+        bits = bits + (bits >> 8)
+        bits = (bits + (bits >> 16)) & 0x3F
+        slot = filled[:, None] + tl.cumsum(bits, 1) - bits
+        filled += tl.sum(bits, 1)
+        tile = begin[:, None] + (number // PER_TILE)[None, :]
+        first = tl.load(tile_cell + tile, mask=word != 0, other=0) + (number % PER_TILE)[None, :] * 32
+        while tl.max(tl.max((word != 0).to(tl.int32), 1), 0) > 0:
             low = word & -word
             # log2 of one bit; the highest is a negative number.
-            bit = tl.where(low < 0, 31, tl.log2(tl.where(low > 0, low, 1).to(tl.float32)).to(tl.int32))
-            real = (word != 0) & (filled < slots)
-            tl.store(opened + filled, first + bit, mask=real)
-            filled += real.to(tl.int32)
+            bit = tl.where(low < 0, 31, (tl.log2(tl.where(low > 0, low, 1).to(tl.float32)) + 0.5).to(tl.int32))
+            tl.store(opened + row[:, None] * slots + slot, first + bit, mask=(word != 0) & (slot < slots))
+            slot += 1
             word = word ^ low
-    for slot in range(slots):
-        tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
+    rest = tl.arange(0, BS)
+    beyond = there[:, None] & (rest[None, :] >= filled[:, None]) & (rest < slots)[None, :]
+    tl.store(opened + row[:, None] * slots + rest[None, :], tl.full([BM, BS], -1, tl.int32), mask=beyond)
 
 
 def opened_cells(marks: Tensor, visible: Tensor, layout: Layout, settings: CellSettings, opened: Tensor) -> None:
     """Fills in `opened` `[entries, rows, slots]`: the cells whose bits are set, -1 where there are no more."""
     entries, rows, words = marks.shape
-    _list[(triton.cdiv(rows, 128), entries)](
+    block = 32
+    _list[(triton.cdiv(rows, block), entries)](
         marks,
         visible,
         layout.tile_edges,
@@ -343,6 +424,8 @@ def opened_cells(marks: Tensor, visible: Tensor, layout: Layout, settings: CellS
         layout.segments,
         CAUSAL=settings.segment > 0,
         PER_TILE=COLUMNS // 32,
-        BM=128,
+        BM=block,
+        BW=min(64, triton.next_power_of_2(words)),
+        BS=triton.next_power_of_2(opened.shape[2]),
         num_warps=4,
     )

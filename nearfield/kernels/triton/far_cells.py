@@ -27,8 +27,7 @@ def _far_cells(
     centroid,
     variance,
     mean_value,
-    size,
-    void,
+    weights,
     tile_span,
     tile_cell,
     span_cell,
@@ -94,8 +93,7 @@ def _far_cells(
     value = tl.load(
         mean_value + base[:, None] * value_dim + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
     )
-    none = tl.load(void + base, mask=real, other=-float("inf"))
-    count = tl.load(size + base, mask=real, other=1.0)
+    count = tl.load(weights + base, mask=real, other=-float("inf"))
     to_mean = tl.zeros([BC, BD], tl.float32)
     to_spread = tl.zeros([BC, BD], tl.float32)
     to_value = tl.zeros([BC, BV], tl.float32)
@@ -123,14 +121,14 @@ def _far_cells(
             taken = tl.zeros([BC, BM], tl.int32)
             for i in tl.static_range(BC // 32):
                 word = tl.load(words_at + i, mask=there, other=0)
-                bit = (word[None, :] >> (tl.arange(0, BC) % 32)[:, None]) & 1
+                bit = word[None, :] & (1 << (tl.arange(0, BC) % 32))[:, None]
                 taken = tl.where((tl.arange(0, BC) // 32 == i)[:, None], bit, taken)
             square = squares_of(query, scale, 1.0, MOST_SQ, DT)
             first = tl.dot(mean, tl.trans(query), input_precision=IP)
             second = tl.dot(spread, tl.trans(square), input_precision=IP)
             boost = 1.0 + 0.25 * tl.minimum(second, MOST)
-            logit = first * scale - ended[None, :] + none[:, None]
-            weight = tl.exp2(logit * LOG2E) * (boost * boost * count[:, None])
+            logit = first * (scale * LOG2E) + (count[:, None] - (ended * LOG2E)[None, :])
+            weight = tl.exp2(logit) * (boost * boost)
             weight = tl.where((taken != 0) | (there == 0)[None, :], 0.0, weight)
             to_value += tl.dot(weight.to(grad.dtype), grad, input_precision=IP)
             slope = weight * (tl.dot(value, tl.trans(grad), input_precision=IP) - product[None, :])
@@ -172,8 +170,7 @@ def far_cells(
             tables.centroid,
             tables.variance,
             tables.value,
-            tables.size,
-            tables.void,
+            tables.weight,
             tile_span,
             tile_cell,
             layout.span_cell,

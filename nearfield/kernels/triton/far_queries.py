@@ -27,12 +27,11 @@ def _far_queries(
     centroid,
     variance,
     mean_value,
-    size,
-    void,
+    weights,
     cross,
-    tile_edges,
-    tile_cell,
-    tile_stop,
+    seen_edges,
+    seen_cell,
+    seen_stop,
     opened,
     marks,
     parts,
@@ -85,8 +84,7 @@ def _far_queries(
     centroid += entry * cells * dim
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
-    size += entry * cells
-    void += entry * cells
+    weights += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
@@ -152,10 +150,11 @@ def _far_queries(
     lane = tl.arange(0, BC)
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        other = tl.where(mine, 0.0, -float("inf"))
-        begin = tl.load(tile_edges + past)
-        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1), 0)
-        if end > begin:
+        # Minus infinity where a row is not to see these cells.
+        base = tl.where(mine, ended * LOG2E, float("inf"))
+        first_run = tl.load(seen_edges + past)
+        last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        if last_run > first_run:
             # What X q has in common with the gradient, and X^T of the gradient.
             back = tl.zeros([BM, BD], tl.float32)
             for start in range(0, BV, BK):
@@ -170,35 +169,37 @@ def _far_queries(
                 back += tl.dot(piece.to(DT), matrix.to(DT), input_precision=IP)
             tilt = tl.sum(back * query.to(tl.float32), 1) * scale
             far = tl.zeros([BM], tl.float32)
-            for tile in range(begin, end):
-                cell = tl.load(tile_cell + tile) + lane
-                stop = tl.load(tile_stop + tile)
-                real = cell < stop
-                none = tl.load(void + cell, mask=real, other=-float("inf"))
-                count = tl.load(size + cell, mask=real, other=1.0)
-                load = real[:, None] & wide[None, :]
-                mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
-                spread = tl.load(variance + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
-                value = tl.load(
-                    mean_value + cell[:, None] * value_dim + value_column[None, :],
-                    mask=real[:, None] & value_wide[None, :],
-                    other=0.0,
-                )
-                first = tl.dot(query, tl.trans(mean), input_precision=IP)
-                second = tl.dot(square, tl.trans(spread), input_precision=IP)
-                boost = 1.0 + 0.25 * tl.minimum(second, MOST)
-                word = tl.zeros([BM, BC], tl.int32)
-                for i in tl.static_range(BC // 32):
-                    some = tl.load(marks + place * words + (tile - begin) * (BC // 32) + i, mask=there, other=0)
-                    word = tl.where((lane // 32 == i)[None, :], some[:, None], word)
-                taken = ((word >> (lane % 32)[None, :]) & 1) != 0
-                logit = first * scale - ended[:, None] + (none[None, :] + other[:, None])
-                weight = tl.where(taken, 0.0, tl.exp2(logit * LOG2E) * (boost * boost * count[None, :]))
-                far += tl.sum(weight, 1)
-                slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) + (tilt - product)[:, None])
-                total += tl.dot(slope.to(mean.dtype), mean, input_precision=IP)
-                bend = tl.where(second < MOST, slope / (2.0 * boost), 0.0)
-                stretched += tl.dot(bend.to(DT), spread, input_precision=IP)
+            number = 0
+            for run in range(first_run, last_run):
+                stop = tl.load(seen_stop + run)
+                for start in range(tl.load(seen_cell + run), stop, BC):
+                    cell = start + lane
+                    real = cell < stop
+                    count = tl.load(weights + cell, mask=real, other=-float("inf"))
+                    load = real[:, None] & wide[None, :]
+                    mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
+                    spread = tl.load(variance + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
+                    value = tl.load(
+                        mean_value + cell[:, None] * value_dim + value_column[None, :],
+                        mask=real[:, None] & value_wide[None, :],
+                        other=0.0,
+                    )
+                    first = tl.dot(query, tl.trans(mean), input_precision=IP)
+                    second = tl.dot(square, tl.trans(spread), input_precision=IP)
+                    boost = 1.0 + 0.25 * tl.minimum(second, MOST)
+                    word = tl.load(marks + place * words + number, mask=there, other=0)[:, None]
+                    if BC == 64:
+                        more = tl.load(marks + place * words + number + 1, mask=there, other=0)
+                        word = tl.where((lane < 32)[None, :], word, more[:, None])
+                    taken = (word & (1 << (lane % 32))[None, :]) != 0
+                    logit = first * (scale * LOG2E) + (count[None, :] - base[:, None])
+                    weight = tl.where(taken, 0.0, tl.exp2(logit) * (boost * boost))
+                    far += tl.sum(weight, 1)
+                    slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) + (tilt - product)[:, None])
+                    total += tl.dot(slope.to(mean.dtype), mean, input_precision=IP)
+                    bend = tl.where(second < MOST, slope / (2.0 * boost), 0.0)
+                    stretched += tl.dot(bend.to(DT), spread, input_precision=IP)
+                    number += BC // 32
             tilted += far[:, None] * back
             far_all += far
             along_all = tl.where(mine, tilt, along_all)
@@ -252,12 +253,11 @@ def far_queries(
         tables.centroid,
         tables.variance,
         tables.value,
-        tables.size,
-        tables.void,
+        tables.weight,
         tables.cross,
-        layout.tile_edges,
-        layout.tile_cell,
-        layout.tile_stop,
+        layout.seen_edges,
+        layout.seen_cell,
+        layout.seen_stop,
         opened,
         marks,
         parts,

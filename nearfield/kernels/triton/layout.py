@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,57 @@ from nearfield.kernels.cells_plan import CellSettings, Span, Spans
 
 COLUMNS = 64
 """Cells that a kernel looks at together. A row sees its cells in columns, span by span, each span filled up to a multiple."""
+SAMPLED = 16
+"""Keys per cell that k-means looks at."""
+KEPT_SAMPLES = 8
+"""A layout remembers the samples of so many seeds."""
+
+
+class Chunks:
+    """Ranges of numbers, one per span, cut into blocks of any size."""
+
+    def __init__(self, counts: list[int], device: torch.device) -> None:
+        self._counts, self._device = counts, device
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def of(self, size: int, spans: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """Blocks of at most `size`: the span of each block, and its number in there. `spans`: from this one to that."""
+        first, last = spans or (0, len(self._counts))
+        if (size, first, last) not in self._made:
+            found = [(span, i) for span in range(first, last) for i in range(-(-self._counts[span] // size))]
+            self._made[size, first, last] = _pairs(found, self._device)
+        return self._made[size, first, last]
+
+
+class Sample:
+    """Keys of every span, at random, that k-means looks at. Kept: a captured graph cannot copy from the host."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        device = layout.span_of.device
+        generator = torch.Generator("cpu").manual_seed(seed)
+        edges = layout.spans.edges(layout.per_segment)
+        starts = [span.first * layout.segment for span in layout.spans.all]
+        counts = [span.segments * layout.segment for span in layout.spans.all]
+        sizes = [min(count, SAMPLED * (edges[i + 1] - edges[i])) for i, count in enumerate(counts)]
+        first = [0, *accumulate(sizes)]
+        picked = [
+            start + torch.randperm(count, generator=generator)[:size]
+            for start, count, size in zip(starts, counts, sizes, strict=True)
+        ]
+        begins = [first[i] + torch.arange(edges[i + 1] - edges[i]) for i in range(len(counts))]
+        self.size = first[-1]
+        self.position = torch.cat(picked).to(device, torch.int32) if picked else _ints([], device)
+        """`[size]`: key positions, span by span"""
+        self.first = _ints(first, device)
+        """`[spans + 1]`: where those of each span begin"""
+        self.edges = _ints([edge for pair in zip(first[:-1], first[1:], strict=True) for edge in pair], device)
+        """`[2 * spans]`: where they begin and end"""
+        self.starts = torch.cat(begins).to(device) if begins else _ints([], device)
+        """`[cells]`: the first centroid of each cell"""
+        self._chunks = Chunks(sizes, device)
+
+    def chunks(self, size: int) -> tuple[Tensor, Tensor]:
+        return self._chunks.of(size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +82,16 @@ class Layout:
     spans: Spans
     span_cell: Tensor
     """`[spans + 1]`: the first cell of each span"""
+    seen_edges: Tensor
+    """`[segments + 2]`: a row with s closed segments sees the runs of cells from this one on, up to the next entry"""
+    seen_cell: Tensor
+    """`[runs]`: the first cell of each run, the cells of one span"""
+    seen_stop: Tensor
+    """`[runs]`: where it ends"""
     tile_edges: Tensor
-    """`[segments + 2]`: a row with s closed segments sees the tiles from this one on, up to the next entry"""
+    """`[segments + 2]`: the same for tiles of at most `COLUMNS` of one span"""
     tile_cell: Tensor
-    """`[tiles]`: the first cell of each tile of at most `COLUMNS`"""
-    tile_stop: Tensor
-    """`[tiles]`: where its span ends"""
+    """`[tiles]`: the first cell of each tile"""
     column: Tensor
     """`[segments + 1, spans]`: the column of the first cell of a span for a row with s closed segments; -1: not seen"""
     span_of: Tensor
@@ -47,6 +104,12 @@ class Layout:
     """`[spans]`: and those with so many no longer do"""
     words: int
     """32-bit words that have a bit for every column of a row"""
+    span_edges: Tensor
+    """`[2 * spans]`: the first key of each span, and where it ends"""
+    span_height: Tensor
+    _keys: Chunks = field(repr=False)
+    _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _samples: dict[int, Sample] = field(default_factory=dict, repr=False)
 
     @property
     def cells(self) -> int:
@@ -56,41 +119,52 @@ class Layout:
     def heights(self) -> list[tuple[int, int]]:
         """The range of cells of each height."""
         edges = self.spans.edges(self.per_segment)
+        return [(edges[first], edges[last]) for first, last in self._height_spans]
+
+    @property
+    def _height_spans(self) -> list[tuple[int, int]]:
         groups = [list(group) for _, group in groupby(self.spans.all, key=attrgetter("height"))]
-        return [(edges[own[0].number], edges[own[-1].number + 1]) for own in groups]
+        return [(own[0].number, own[-1].number + 1) for own in groups]
 
     def cell_tiles(self, block: int) -> tuple[Tensor, Tensor]:
         """The cells in tiles of at most `block` of one span: the span of each tile, and its first cell."""
-        return _tiles(self, block)
+        if block not in self._tiles:
+            edges = self.spans.edges(self.per_segment)
+            found = [(i, cell) for i in range(len(self.spans.all)) for cell in range(edges[i], edges[i + 1], block)]
+            self._tiles[block] = _pairs(found, self.span_of.device)
+        return self._tiles[block]
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
         """The keys of all spans in chunks of at most `size`: the span of each chunk, and its number in there."""
-        return _chunks(self, size, None)
+        return self._keys.of(size)
 
     def chunk_groups(self, size: int) -> list[tuple[Tensor, Tensor]]:
         """The same, one height after the other: a key is in one chunk of each."""
-        return [_chunks(self, size, height) for height in range(len(self.heights))]
+        return [self._keys.of(size, spans) for spans in self._height_spans]
+
+    def sample(self, seed: int) -> Sample:
+        """The keys that k-means looks at, the same ones whenever asked for."""
+        if seed not in self._samples:
+            if len(self._samples) >= KEPT_SAMPLES and self not in _IN_GRAPHS:
+                del self._samples[next(iter(self._samples))]
+            self._samples[seed] = Sample(self, seed)
+        return self._samples[seed]
+
+    def keep(self) -> None:
+        """Never forget this layout: a captured graph reads its tables."""
+        _IN_GRAPHS.add(self)
 
 
-@lru_cache(maxsize=64)
-def _tiles(layout: Layout, block: int) -> tuple[Tensor, Tensor]:
-    edges = layout.spans.edges(layout.per_segment)
-    found = [
-        (span.number, cell) for span in layout.spans.all for cell in range(edges[span.number], edges[span.number + 1], block)
-    ]
-    return _pairs(found, layout.span_of.device)
-
-
-@lru_cache(maxsize=64)
-def _chunks(layout: Layout, size: int, height: int | None) -> tuple[Tensor, Tensor]:
-    spans = [span for span in layout.spans.all if height is None or span.height == height]
-    found = [(span.number, i) for span in spans for i in range(-(-span.segments * layout.segment // size))]
-    return _pairs(found, layout.span_of.device)
+_IN_GRAPHS: set[Layout] = set()
 
 
 def _pairs(found: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    table = torch.tensor(found, dtype=torch.int32, device=device).view(-1, 2)
-    return table[:, 0].contiguous(), table[:, 1].contiguous()
+    table = torch.tensor(found, dtype=torch.int32).view(-1, 2).T.contiguous().to(device)
+    return table[0], table[1]
+
+
+def _ints(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -100,9 +174,10 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
     per_segment, _ = settings.per_segment(segment)
     spans = Spans(segments, settings.heights)
     edges = spans.edges(per_segment)
-    tile_edges, widest = [0], COLUMNS
+    seen_edges, tile_edges, widest = [0], [0], COLUMNS
+    seen_cell: list[int] = []
+    seen_stop: list[int] = []
     tile_cell: list[int] = []
-    tile_stop: list[int] = []
     column = torch.full((segments + 1, len(spans.all)), -1, dtype=torch.int32)
     for closed in range(segments + 1):
         first = 0
@@ -110,14 +185,16 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
             start, stop = edges[span.number], edges[span.number + 1]
             column[closed, span.number] = first
             tiles = range(start, stop, COLUMNS)
+            seen_cell.append(start)
+            seen_stop.append(stop)
             tile_cell += tiles
-            tile_stop += [stop] * len(tiles)
             first += COLUMNS * len(tiles)
+        seen_edges.append(len(seen_cell))
         tile_edges.append(len(tile_cell))
         widest = max(widest, first)
 
-    def there(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
+    def there(numbers: Iterable[int]) -> Tensor:
+        return _ints(list(numbers), device)
 
     span_of = torch.repeat_interleave(torch.arange(len(spans.all)), torch.tensor(edges).diff()).to(device, torch.int32)
     return Layout(
@@ -127,15 +204,20 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         per_segment,
         spans,
         there(edges),
+        there(seen_edges),
+        there(seen_cell),
+        there(seen_stop),
         there(tile_edges),
         there(tile_cell),
-        there(tile_stop),
         column.to(device),
         span_of,
         (column >= 0).to(device, torch.float32),
         there([span.first + span.segments for span in spans.all]),
         there([_last_seen(span, spans.tallest, segments) for span in spans.all]),
         widest // 32,
+        there(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
+        there(span.height for span in spans.all),
+        Chunks([span.segments * segment for span in spans.all], device),
     )
 
 

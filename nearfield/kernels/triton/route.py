@@ -1,7 +1,7 @@
 """Which cells a row may open: a threshold on their scores, found without a [rows, cells] table in memory.
 
-One sweep over the cells keeps the two best scores of each of `COLUMNS` classes (the cells that meet in the same column of a
-tile); the P-th best of these is a threshold that at least P cells reach, and hardly ever more.
+One sweep over the cells keeps the two (for many probes four) best scores of each of `COLUMNS` classes (the cells that meet in
+the same column of a tile); the P-th best of these is a threshold that at least P cells reach, and hardly ever more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 BISECTIONS = 20
+FEW_PROBES = 32
+"""Up to so many it takes two scores of each class, beyond that four."""
 
 
 @triton.jit
@@ -47,15 +49,21 @@ def cell_moments(query, square, centroid, variance, cell, stop, column, wide, di
 
 
 @triton.jit
+def least_of(scores):
+    """The least in each row that is one."""
+    return tl.min(tl.where(scores > -float("inf"), scores, float("inf")), 1)
+
+
+@triton.jit
 def _threshold(
     queries,
     visible,
     centroid,
     variance,
     void,
-    tile_edges,
-    tile_cell,
-    tile_stop,
+    seen_edges,
+    seen_cell,
+    seen_stop,
     threshold,
     rows,
     cells,
@@ -72,6 +80,7 @@ def _threshold(
     SPREADS: tl.constexpr,
     MOST_SQ: tl.constexpr,
     STEPS: tl.constexpr,
+    DEEP: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -97,28 +106,36 @@ def _threshold(
     lane = tl.arange(0, BC)
     best = tl.full([BM, BC], -float("inf"), tl.float32)
     second = tl.full([BM, BC], -float("inf"), tl.float32)
+    third, fourth = second, second
     for past in range(least, most + 1):
         mine = (closed == past) & there
         other = tl.where(mine, 0.0, -float("inf"))
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
-        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1), 0)
-        for tile in range(tl.load(tile_edges + past), end):
-            cell = tl.load(tile_cell + tile) + lane
-            stop = tl.load(tile_stop + tile)
-            none = tl.load(void + cell, mask=cell < stop, other=-float("inf"))
-            first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
-            score = first * scale + tl.sqrt(spread) + (none[None, :] + other[:, None])
-            second = tl.maximum(second, tl.minimum(best, score))
-            best = tl.maximum(best, score)
+        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        for run in range(tl.load(seen_edges + past), end):
+            stop = tl.load(seen_stop + run)
+            for start in range(tl.load(seen_cell + run), stop, BC):
+                cell = start + lane
+                none = tl.load(void + cell, mask=cell < stop, other=-float("inf"))
+                first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
+                score = first * scale + ((tl.sqrt(spread) + none[None, :]) + other[:, None])
+                if DEEP:
+                    fourth = tl.maximum(fourth, tl.minimum(third, score))
+                    third = tl.maximum(third, tl.minimum(second, score))
+                second = tl.maximum(second, tl.minimum(best, score))
+                best = tl.maximum(best, score)
 
     # The largest number, up to bisection, that `probes` of the kept scores reach.
     high = tl.max(best, 1)
-    low = tl.min(tl.where(best > -float("inf"), best, float("inf")), 1)
-    low = tl.minimum(low, tl.min(tl.where(second > -float("inf"), second, float("inf")), 1))
+    low = tl.minimum(least_of(best), least_of(second))
+    if DEEP:
+        low = tl.minimum(low, tl.minimum(least_of(third), least_of(fourth)))
     low = tl.minimum(low, high)
     for _ in range(STEPS):
         middle = 0.5 * (low + high)
         reach = tl.sum((best >= middle[:, None]).to(tl.int32) + (second >= middle[:, None]).to(tl.int32), 1)
+        if DEEP:
+            reach += tl.sum((third >= middle[:, None]).to(tl.int32) + (fourth >= middle[:, None]).to(tl.int32), 1)
         low = tl.where(reach >= probes, middle, low)
         high = tl.where(reach >= probes, high, middle)
     # Where there is no cell, none is opened.
@@ -136,9 +153,9 @@ def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout,
         tables.centroid,
         tables.variance,
         tables.void,
-        layout.tile_edges,
-        layout.tile_cell,
-        layout.tile_stop,
+        layout.seen_edges,
+        layout.seen_cell,
+        layout.seen_stop,
         threshold,
         rows,
         layout.cells,
@@ -155,6 +172,7 @@ def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout,
         SPREADS=ROUTE_SPREADS,
         MOST_SQ=MOST_SQUARE,
         STEPS=BISECTIONS,
+        DEEP=settings.probes > FEW_PROBES,
         BM=blocks.rows,
         BC=COLUMNS,
         BD=padded(dim),

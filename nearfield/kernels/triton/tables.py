@@ -27,12 +27,12 @@ class Tables:
     """`[members]`: key positions inside their entry, cell by cell"""
     starts: Tensor
     """`[entries * cells + 1]`: the range of each cell in `order`"""
-    size: Tensor
-    """`[entries, cells]`: how many keys, float32"""
     void: Tensor
-    """`[entries, cells]`: -inf where a cell is empty, else 0"""
+    """`[entries, cells]`: -inf where a cell is not to be opened, because it is empty or has a member that is not finite; else 0"""
+    weight: Tensor
+    """`[entries, cells]`: log2 of how many keys; -inf where it is empty, NaN where a member is not finite"""
     centroid: Tensor
-    """`[entries, cells, dim]`, in the dtype of the keys, as the values are"""
+    """`[entries, cells, dim]`, in the dtype of the keys, as the values are; zeros where a member is not finite"""
     variance: Tensor
     value: Tensor
     cross: Tensor
@@ -50,6 +50,11 @@ def _moments(
     centroid,
     variance,
     value,
+    low_centroid,
+    low_variance,
+    low_value,
+    void,
+    weight,
     cells,
     dim,
     value_dim,
@@ -62,7 +67,7 @@ def _moments(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Centroid, variance and mean value of one cell, in float32."""
+    """Centroid, variance and mean value of one cell, in float32 and as kernels look them up."""
     cell = tl.program_id(0).to(tl.int64)
     entry = cell // cells
     first, last = tl.load(starts + cell), tl.load(starts + cell + 1)
@@ -87,7 +92,8 @@ def _moments(
     share = 1.0 / tl.maximum((last - first).to(tl.float32), 1.0)
     mean = tl.sum(total, 0) * share
     tl.store(centroid + cell * dim + column, mean, mask=wide)
-    tl.store(value + cell * value_dim + value_column, tl.sum(value_total, 0) * share, mask=value_wide)
+    mean_value = tl.sum(value_total, 0) * share
+    tl.store(value + cell * value_dim + value_column, mean_value, mask=value_wide)
     square = tl.zeros([BM, BD], tl.float32)
     for start in range(first, last, BM):
         there = start + lane < last
@@ -97,7 +103,21 @@ def _moments(
         )
         off = tl.where(there[:, None], key.to(tl.float32) - mean[None, :], 0.0)
         square += off * off
-    tl.store(variance + cell * dim + column, tl.minimum(tl.sum(square, 0) * share, MOST), mask=wide)
+    spread = tl.minimum(tl.sum(square, 0) * share, MOST)
+    tl.store(variance + cell * dim + column, spread, mask=wide)
+    # 0 times a number that is not finite is not 0.
+    odd = tl.sum(tl.where(mean * 0.0 == 0.0, 0, 1), 0) + tl.sum(tl.where(mean_value * 0.0 == 0.0, 0, 1), 0)
+    fine = odd == 0
+    tl.store(low_centroid + cell * dim + column, tl.where(fine, mean, 0.0).to(low_centroid.dtype.element_ty), mask=wide)
+    tl.store(low_variance + cell * dim + column, tl.where(fine, spread, 0.0).to(low_variance.dtype.element_ty), mask=wide)
+    tl.store(
+        low_value + cell * value_dim + value_column,
+        tl.where(fine, mean_value, 0.0).to(low_value.dtype.element_ty),
+        mask=value_wide,
+    )
+    tl.store(void + cell, tl.where(fine & (last > first), 0.0, -float("inf")))
+    count = tl.where(last > first, tl.log2(tl.maximum(last - first, 1).to(tl.float32)), -float("inf"))
+    tl.store(weight + cell, tl.where(fine, count, float("nan")))
 
 
 @triton.jit
@@ -161,21 +181,34 @@ def _products(
         off_value = (val.to(tl.float32) - middle).to(DT)
         total += tl.dot(off_value, off_key, input_precision=IP)
     place = found + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
-    tl.store(place, total, mask=value_wide[:, None] & wide[None, :])
+    # What is not finite is told by the weights of cells; here it would spread to rows that do not see it.
+    tl.store(place, tl.where(total * 0.0 == 0.0, total, 0.0), mask=value_wide[:, None] & wide[None, :])
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The same in float32, as the backward pass needs it."""
+    """The cells of all entries of a batch, also in float32, as the backward pass needs it."""
 
     order: Tensor
     starts: Tensor
     cell_of_member: Tensor
     """`[members]`: the cell of each entry of `order`, counted on over the entries"""
     size: Tensor
+    """`[entries, cells]`: how many keys, float32"""
     centroid: Tensor
     variance: Tensor
     value: Tensor
+    low: tuple[Tensor, ...]
+    """void, weight, centroid, variance and value, see `Tables`"""
+
+
+def sorted_cells(cell_of: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers from 0 to `last`, flattened and sorted; where they came from; the first place of each (of those up to `last`)."""
+    shift = 1 << 15 if last < 1 << 16 else 0
+    narrow = torch.int16 if shift else torch.int32  # half as many digits to sort by
+    cell, order = (cell_of.view(-1) - shift).to(narrow).sort(stable=True)
+    numbers = torch.arange(-shift, last + 1 - shift, device=cell_of.device, dtype=narrow)
+    return cell.int() + shift, order, torch.searchsorted(cell, numbers, out_int32=True)
 
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
@@ -184,12 +217,17 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
     number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
-    flat = torch.where(cell_of >= 0, cell_of + number, last).view(-1)
-    cell_of_member, order = flat.sort(stable=True)
+    cell_of_member, order, starts = sorted_cells(torch.where(cell_of >= 0, cell_of + number, last), last)
     order = (order % max(1, length)).int()
-    starts = torch.searchsorted(cell_of_member, torch.arange(last + 1, device=device, dtype=torch.int32)).int()
     centroid = torch.empty(entries, cells, dim, device=device)
     variance, value = torch.empty_like(centroid), torch.empty(entries, cells, value_dim, device=device)
+    low = (
+        torch.empty(entries, cells, device=device),
+        torch.empty(entries, cells, device=device),
+        torch.empty_like(centroid, dtype=keys.dtype),
+        torch.empty_like(centroid, dtype=dot_dtype(keys.dtype)),
+        torch.empty_like(value, dtype=keys.dtype),
+    )
     if last:
         _moments[(last,)](
             keys,
@@ -199,6 +237,8 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             centroid,
             variance,
             value,
+            *low[2:],
+            *low[:2],
             cells,
             dim,
             value_dim,
@@ -211,24 +251,12 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             num_warps=2,
         )
     size = starts.diff().view(entries, cells).float()
-    return Moments(order, starts, cell_of_member, size, centroid, variance, value)
+    return Moments(order, starts, cell_of_member, size, centroid, variance, value, low)
 
 
 def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
     """What kernels look up, in their dtypes."""
-    cross, pooled = _covariances(keys, values, moments, layout)
-    low = keys.dtype
-    return Tables(
-        moments.order,
-        moments.starts,
-        moments.size,
-        torch.zeros_like(moments.size).masked_fill_(moments.size == 0, -torch.inf),
-        moments.centroid.to(low),
-        moments.variance.to(dot_dtype(low)),
-        moments.value.to(low),
-        cross,
-        pooled,
-    )
+    return Tables(moments.order, moments.starts, *moments.low, *_covariances(keys, values, moments, layout))
 
 
 def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
