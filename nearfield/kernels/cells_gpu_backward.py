@@ -12,13 +12,12 @@ from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
 from nearfield.kernels.triton.layout import Layout, layout_of
-from nearfield.kernels.triton.local_backward import local_keys, spread
+from nearfield.kernels.triton.local_backward import local_keys
 from nearfield.kernels.triton.mark import mark
-from nearfield.kernels.triton.near import group
 from nearfield.kernels.triton.near_backward import near_keys, near_queries
 from nearfield.kernels.triton.rows import Rows, rows_of
+from nearfield.kernels.triton.spread import spread
 from nearfield.kernels.triton.tables import Tables, moments_of, tabulate
-from nearfield.kernels.triton.tuning import blocks_for
 
 LEAST_BYTES = 256 << 20
 SPLITS = 8
@@ -74,19 +73,17 @@ def _some_entries(
     moments = moments_of(keys, values, cell_of, layout)
     tables = tabulate(keys, values, moments, layout)
     row_starts = _row_starts(rows.visible, layout, settings)
-    key_grad, value_grad = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
+    key_grad, value_grad = (torch.empty(x.shape, device=x.device) for x in (keys, values))
     far_mass, along = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
     marks = _queries(rows, keys, values, tables, layout, settings, scale, opened, into[0], far_mass, along)
     tables_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
     del marks
     covariance_grad = tilt(rows, layout, settings, scale, far_mass, row_starts) / tables.pooled[:, 1:, None, None]
     cross_grad = torch.matmul(layout.seen[1:].T, covariance_grad.flatten(2)).unflatten(2, covariance_grad.shape[2:])
-    spread(keys, values, moments, layout, *tables_grad, cross_grad.contiguous(), key_grad, value_grad, deterministic)
+    spread(keys, values, cell_of, moments, layout, *tables_grad, cross_grad.contiguous(), key_grad, value_grad)
     local_keys(rows, keys, values, layout, settings, scale, row_starts, key_grad, value_grad, deterministic)
-    blocks = blocks_for("near_keys", max(keys.shape[2], values.shape[2]), keys.dtype)
-    groups = group(opened, layout.cells, blocks.rows)
     heights = layout.heights if deterministic else [(0, layout.cells)]
-    near_keys(rows, keys, values, tables, groups, layout.cells, opened.shape[2], scale, key_grad, value_grad, heights)
+    near_keys(rows, keys, values, tables, settings, opened, scale, key_grad, value_grad, heights, deterministic)
     into[1].copy_(key_grad)
     into[2].copy_(value_grad)
 
@@ -117,13 +114,11 @@ def _queries(
     entries, _, slots = opened.shape
     dim = keys.shape[2]
     marks = mark(opened, rows.visible, layout, settings)
-    blocks = blocks_for("near_queries", max(dim, values.shape[2]), keys.dtype)
-    per_row = entries * slots * (dim * keys.element_size() + 24)
+    per_row = entries * slots * (dim * keys.element_size() + 8)
     for part in row_parts(rows.count, per_row, (rows.queries, keys, values)):
         some, found = rows.part(part), opened[:, part]
         pieces = keys.new_empty((entries, some.count, slots, dim))
-        groups = group(found, layout.cells, blocks.rows)
-        near_queries(some, keys, values, tables, groups, layout.cells, slots, scale, pieces)
+        near_queries(some, keys, values, tables, settings, found, scale, pieces)
         far_queries(
             some,
             keys,

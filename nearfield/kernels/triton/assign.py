@@ -1,4 +1,4 @@
-"""K-means on a GPU, all spans at once: three kernels per iteration, no table of scores in memory, sums in a fixed order."""
+"""K-means on a GPU, all spans at once: two kernels and a sort per iteration, no table of scores in memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from torch import Tensor
 
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
 from nearfield.kernels.triton.layout import Layout, Sample
+from nearfield.kernels.triton.sort import sorted_cells
 
 POINTS = 128
 CELLS = 64
-SPLITS = 4
-"""Shares of a sample whose sums are formed side by side."""
 LOOKED_AT = 1024
 """Keys of a sample that say how wide each coordinate is."""
 
@@ -117,7 +116,10 @@ def _nearest(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points."""
+    """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points.
+
+    PREPARED: points are already of this form, and their cells are counted on over the entries.
+    """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
     begin = tl.load(point_first + 2 * span)
@@ -146,105 +148,53 @@ def _nearest(
         winner = tl.argmax(score, 1).to(tl.int32) + start
         chosen = tl.where(top > best, winner, chosen)
         best = tl.maximum(top, best)
+    if PREPARED:
+        chosen += (entry * cells).to(tl.int32)
     height = tl.load(span_height + span).to(tl.int64)
     tl.store(found + entry * found_entry + height * found_height + point, chosen, mask=there)
 
 
 @triton.jit
-def _sums(
-    points,
-    assigned,
-    sample_first,
-    tile_span,
-    tile_cell,
-    span_cell,
-    sums,
-    sizes,
-    cells,
-    dim,
-    point_entry,
-    assigned_entry,
-    entries,
-    splits,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-    BD: tl.constexpr,
-    IP: tl.constexpr,
-):
-    """The sum of the points of each of a tile of cells, over a share of the sample of their span."""
-    tile, entry, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    span = tl.load(tile_span + tile)
-    cell = tl.load(tile_cell + tile) + tl.arange(0, BC)
-    column = tl.arange(0, BD)
-    wide = column < dim
-    first, last = tl.load(sample_first + span), tl.load(sample_first + span + 1)
-    blocks = (last - first + BP - 1) // BP
-    per_share = (blocks + splits - 1) // splits * BP
-    begin = first + share * per_share
-    end = tl.minimum(last, begin + per_share)
-    total = tl.zeros([BC, BD], tl.float32)
-    size = tl.zeros([BC], tl.float32)
-    for start in range(begin, end, BP):
-        point = (start + tl.arange(0, BP)).to(tl.int64)
-        there = point < end
-        x = tl.load(
-            points + entry * point_entry + point[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-        )
-        own = tl.load(assigned + entry * assigned_entry + point, mask=there, other=-1)
-        member = own[None, :] == cell[:, None]
-        total += tl.dot(member.to(x.dtype), x, input_precision=IP)
-        size += tl.sum(member.to(tl.float32), 1)
-    real = cell < tl.load(span_cell + span + 1)
-    into = (share * entries + entry) * cells + cell
-    tl.store(sums + into[:, None] * dim + column[None, :], total, mask=real[:, None] & wide[None, :])
-    tl.store(sizes + into, size, mask=real)
-
-
-@triton.jit
 def _means(
-    sums,
-    sizes,
     points,
+    order,
+    starts,
     sample_first,
-    tile_span,
-    tile_cell,
+    span_of,
     span_cell,
     centroids,
     half,
     cells,
     dim,
-    point_entry,
-    entries,
-    splits,
+    size,
     turn,
-    BC: tl.constexpr,
+    BP: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The means of a tile of cells. One that is empty starts again at a point of the sample, another one in every turn."""
-    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    span = tl.load(tile_span + tile)
-    cell = tl.load(tile_cell + tile) + tl.arange(0, BC)
+    """The mean of the points of one cell. One that is empty starts again at a point of the sample, another one in every turn."""
+    number = tl.program_id(0).to(tl.int64)
+    entry, cell = number // cells, number % cells
     column = tl.arange(0, BD)
     wide = column < dim
-    start, stop = tl.load(span_cell + span), tl.load(span_cell + span + 1)
-    real = cell < stop
-    mask = real[:, None] & wide[None, :]
-    total = tl.zeros([BC, BD], tl.float32)
-    size = tl.zeros([BC], tl.float32)
-    for share in range(splits):
-        place = (share * entries + entry) * cells + cell
-        total += tl.load(sums + place[:, None] * dim + column[None, :], mask=mask, other=0.0)
-        size += tl.load(sizes + place, mask=real, other=0.0)
-    first = tl.load(sample_first + span)
-    count = tl.maximum(tl.load(sample_first + span + 1) - first, 1)
-    again = (first + (turn * (stop - start) + cell - start) % count).to(tl.int64)
-    other = tl.load(points + entry * point_entry + again[:, None] * dim + column[None, :], mask=mask, other=0.0)
-    mean = tl.where((size > 0)[:, None], total / tl.maximum(size, 1.0)[:, None], other.to(tl.float32))
+    first, last = tl.load(starts + number), tl.load(starts + number + 1)
+    total = tl.zeros([BP, BD], tl.float32)
+    for start in range(first, last, BP):
+        lane = start + tl.arange(0, BP)
+        there = lane < last
+        own = tl.load(order + lane, mask=there, other=0).to(tl.int64)
+        x = tl.load(points + own[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        total += x.to(tl.float32)
+    span = tl.load(span_of + cell)
+    begin = tl.load(sample_first + span)
+    count = tl.load(sample_first + span + 1) - begin
+    own_cells = tl.load(span_cell + span + 1) - tl.load(span_cell + span)
+    again = begin + (turn * own_cells + cell - tl.load(span_cell + span)) % count
+    other = tl.load(points + (entry * size + again) * dim + column, mask=wide, other=0.0).to(tl.float32)
+    mean = tl.where(last > first, tl.sum(total, 0) / tl.maximum(last - first, 1).to(tl.float32), other)
     mean = mean.to(centroids.dtype.element_ty)
-    place = entry * cells + cell
-    tl.store(centroids + place[:, None] * dim + column[None, :], mean, mask=mask)
-    rounded = tl.where(wide[None, :], mean.to(tl.float32), 0.0)
-    tl.store(half + place, tl.sum(rounded * rounded, 1) / 2, mask=real)
+    tl.store(centroids + number * dim + column, mean, mask=wide)
+    rounded = mean.to(tl.float32)
+    tl.store(half + number, tl.sum(rounded * rounded, 0) / 2)
 
 
 def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tensor) -> None:
@@ -307,53 +257,29 @@ class _Moving:
         self.offset, self.weight, self.common = offset, weight, common
         entries, _, self.dim = points.shape
         self.assigned = torch.empty(entries, sample.size, dtype=torch.int32, device=points.device)
-        self.sums = torch.empty(SPLITS, entries, layout.cells, self.dim, device=points.device)
-        self.sizes = torch.empty(self.sums.shape[:3], device=points.device)
 
     def step(self, turn: int) -> None:
         """Points to their nearest centroids, centroids to the means of their points."""
         first, entries = self.sample.first, len(self.points)
         self._nearest(self.points, self.sample.edges, self.sample.chunks(POINTS), self.assigned, 0, True)
-        tile_span, tile_cell = self.layout.cell_tiles(CELLS)
-        _sums[(len(tile_span), entries, SPLITS)](
+        total = entries * self.layout.cells
+        order, starts = sorted_cells(self.assigned, total)
+        _means[(total,)](
             self.points,
-            self.assigned,
+            order,
+            starts,
             first,
-            tile_span,
-            tile_cell,
-            self.layout.span_cell,
-            self.sums,
-            self.sizes,
-            self.layout.cells,
-            self.dim,
-            self.points.stride(0),
-            self.assigned.stride(0),
-            entries,
-            SPLITS,
-            BP=POINTS if self.dim <= 64 else 64,
-            BC=CELLS,
-            IP=precision(self.points.dtype),
-            num_stages=2 if self.dim <= 128 else 1,
-            **self.common,
-        )
-        _means[(len(tile_span), entries)](
-            self.sums,
-            self.sizes,
-            self.points,
-            first,
-            tile_span,
-            tile_cell,
+            self.layout.span_of,
             self.layout.span_cell,
             self.centroids,
             self.half,
             self.layout.cells,
             self.dim,
-            self.points.stride(0),
-            entries,
-            SPLITS,
+            self.sample.size,
             turn,
-            BC=CELLS,
-            **self.common,
+            BP=16,
+            BD=self.common["BD"],
+            num_warps=2,
         )
 
     def settle(self, keys: Tensor, found: Tensor) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +26,14 @@ class Chunks:
 
     def __init__(self, counts: list[int], device: torch.device) -> None:
         self._counts, self._device = counts, device
-        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(self, size: int, spans: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-        """Blocks of at most `size`: the span of each block, and its number in there. `spans`: from this one to that."""
-        first, last = spans or (0, len(self._counts))
-        if (size, first, last) not in self._made:
-            found = [(span, i) for span in range(first, last) for i in range(-(-self._counts[span] // size))]
-            self._made[size, first, last] = _pairs(found, self._device)
-        return self._made[size, first, last]
+    def of(self, size: int) -> tuple[Tensor, Tensor]:
+        """Blocks of at most `size`: the span of each block, and its number in there."""
+        if size not in self._made:
+            found = [(span, i) for span, count in enumerate(self._counts) for i in range(-(-count // size))]
+            self._made[size] = _pairs(found, self._device)
+        return self._made[size]
 
 
 class Sample:
@@ -88,10 +86,6 @@ class Layout:
     """`[runs]`: the first cell of each run, the cells of one span"""
     seen_stop: Tensor
     """`[runs]`: where it ends"""
-    tile_edges: Tensor
-    """`[segments + 2]`: the same for tiles of at most `COLUMNS` of one span"""
-    tile_cell: Tensor
-    """`[tiles]`: the first cell of each tile"""
     column: Tensor
     """`[segments + 1, spans]`: the column of the first cell of a span for a row with s closed segments; -1: not seen"""
     span_of: Tensor
@@ -107,6 +101,8 @@ class Layout:
     span_edges: Tensor
     """`[2 * spans]`: the first key of each span, and where it ends"""
     span_height: Tensor
+    span_at: Tensor
+    """`[heights, segments]`: the span of a segment; -1: none of this height"""
     _keys: Chunks = field(repr=False)
     _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _samples: dict[int, Sample] = field(default_factory=dict, repr=False)
@@ -119,12 +115,8 @@ class Layout:
     def heights(self) -> list[tuple[int, int]]:
         """The range of cells of each height."""
         edges = self.spans.edges(self.per_segment)
-        return [(edges[first], edges[last]) for first, last in self._height_spans]
-
-    @property
-    def _height_spans(self) -> list[tuple[int, int]]:
         groups = [list(group) for _, group in groupby(self.spans.all, key=attrgetter("height"))]
-        return [(own[0].number, own[-1].number + 1) for own in groups]
+        return [(edges[own[0].number], edges[own[-1].number + 1]) for own in groups]
 
     def cell_tiles(self, block: int) -> tuple[Tensor, Tensor]:
         """The cells in tiles of at most `block` of one span: the span of each tile, and its first cell."""
@@ -137,10 +129,6 @@ class Layout:
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
         """The keys of all spans in chunks of at most `size`: the span of each chunk, and its number in there."""
         return self._keys.of(size)
-
-    def chunk_groups(self, size: int) -> list[tuple[Tensor, Tensor]]:
-        """The same, one height after the other: a key is in one chunk of each."""
-        return [self._keys.of(size, spans) for spans in self._height_spans]
 
     def sample(self, seed: int) -> Sample:
         """The keys that k-means looks at, the same ones whenever asked for."""
@@ -174,23 +162,22 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
     per_segment, _ = settings.per_segment(segment)
     spans = Spans(segments, settings.heights)
     edges = spans.edges(per_segment)
-    seen_edges, tile_edges, widest = [0], [0], COLUMNS
+    seen_edges, widest = [0], COLUMNS
     seen_cell: list[int] = []
     seen_stop: list[int] = []
-    tile_cell: list[int] = []
     column = torch.full((segments + 1, len(spans.all)), -1, dtype=torch.int32)
+    span_at = torch.full((settings.heights, segments), -1, dtype=torch.int32)
+    for span in spans.all:
+        span_at[span.height, span.first : span.first + span.segments] = span.number
     for closed in range(segments + 1):
         first = 0
         for span in spans.seen(closed):
             start, stop = edges[span.number], edges[span.number + 1]
             column[closed, span.number] = first
-            tiles = range(start, stop, COLUMNS)
             seen_cell.append(start)
             seen_stop.append(stop)
-            tile_cell += tiles
-            first += COLUMNS * len(tiles)
+            first += -(-(stop - start) // COLUMNS) * COLUMNS
         seen_edges.append(len(seen_cell))
-        tile_edges.append(len(tile_cell))
         widest = max(widest, first)
 
     def there(numbers: Iterable[int]) -> Tensor:
@@ -207,8 +194,6 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         there(seen_edges),
         there(seen_cell),
         there(seen_stop),
-        there(tile_edges),
-        there(tile_cell),
         column.to(device),
         span_of,
         (column >= 0).to(device, torch.float32),
@@ -217,6 +202,7 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         widest // 32,
         there(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
         there(span.height for span in spans.all),
+        span_at.to(device),
         Chunks([span.segments * segment for span in spans.all], device),
     )
 

@@ -1,4 +1,4 @@
-"""Gradients of the keys that rows see one by one on a GPU, and of the keys behind the moments of cells."""
+"""Gradients of the keys that rows see one by one on a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
-from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.common import padded, precision
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.route import closed_segments
 from nearfield.kernels.triton.rows import Rows
-from nearfield.kernels.triton.tables import CHUNK, MEMBERS, Moments
 from nearfield.kernels.triton.tuning import blocks_for
 
 
@@ -190,147 +189,4 @@ def local_keys(
             IP=precision(keys.dtype),
             num_warps=tuned.warps,
             num_stages=tuned.stages,
-        )
-
-
-@triton.jit
-def _spread(
-    keys,
-    values,
-    order,
-    starts,
-    cell_of_member,
-    span_cell,
-    chunk_span,
-    chunk_number,
-    centroid,
-    value,
-    size,
-    centroid_grad,
-    variance_grad,
-    mean_grad,
-    cross_grad,
-    key_grad,
-    value_grad,
-    cells,
-    spans,
-    length,
-    dim,
-    value_dim,
-    key_entry,
-    key_row,
-    value_entry,
-    value_row,
-    CHUNK: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    DT: tl.constexpr,
-    IP: tl.constexpr,
-):
-    """A mean passes 1/n of its gradient to each member, a variance 2 (k - mu)/n, a product of deviations the other deviation."""
-    chunk = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1).to(tl.int64)
-    span = tl.load(chunk_span + chunk)
-    first = tl.load(starts + entry * cells + tl.load(span_cell + span))
-    last = tl.load(starts + entry * cells + tl.load(span_cell + span + 1))
-    first = first + tl.load(chunk_number + chunk) * CHUNK
-    last = tl.minimum(last, first + CHUNK)
-    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
-    wide, value_wide = column < dim, value_column < value_dim
-    cross_grad += (entry * spans + span) * value_dim * dim
-    for start in range(first, last, BM):
-        lane = start + tl.arange(0, BM)
-        there = lane < last
-        own = tl.load(order + lane, mask=there, other=0).to(tl.int64)
-        cell = tl.load(cell_of_member + lane, mask=there, other=0).to(tl.int64)
-        share = 1.0 / tl.maximum(tl.load(size + cell, mask=there, other=1.0), 1.0)
-        at = cell[:, None] * dim + column[None, :]
-        value_at = cell[:, None] * value_dim + value_column[None, :]
-        load, value_load = there[:, None] & wide[None, :], there[:, None] & value_wide[None, :]
-        key = tl.load(keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=load, other=0.0).to(tl.float32)
-        off_key = key - tl.load(centroid + at, mask=load, other=0.0)
-        to_key = (
-            tl.load(centroid_grad + at, mask=load, other=0.0) + 2.0 * tl.load(variance_grad + at, mask=load, other=0.0) * off_key
-        )
-        to_value = tl.load(mean_grad + value_at, mask=value_load, other=0.0)
-        to_key = to_key * share[:, None]
-        to_value = to_value * share[:, None]
-        for begin in range(0, BV, BK):
-            some = begin + tl.arange(0, BK)
-            narrow = there[:, None] & (some < value_dim)[None, :]
-            here = tl.load(values + entry * value_entry + own[:, None] * value_row + some[None, :], mask=narrow, other=0.0)
-            off = here.to(tl.float32) - tl.load(value + cell[:, None] * value_dim + some[None, :], mask=narrow, other=0.0)
-            matrix = tl.load(
-                cross_grad + some[:, None] * dim + column[None, :], mask=(some < value_dim)[:, None] & wide[None, :], other=0.0
-            )
-            to_key += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
-        for begin in range(0, BD, BK):
-            some = begin + tl.arange(0, BK)
-            narrow = there[:, None] & (some < dim)[None, :]
-            here = tl.load(keys + entry * key_entry + own[:, None] * key_row + some[None, :], mask=narrow, other=0.0)
-            off = here.to(tl.float32) - tl.load(centroid + cell[:, None] * dim + some[None, :], mask=narrow, other=0.0)
-            matrix = tl.load(
-                cross_grad + value_column[None, :] * dim + some[:, None],
-                mask=value_wide[None, :] & (some < dim)[:, None],
-                other=0.0,
-            )
-            to_value += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
-        place = entry * length + own
-        tl.atomic_add(key_grad + place[:, None] * dim + column[None, :], to_key, mask=load)
-        tl.atomic_add(value_grad + place[:, None] * value_dim + value_column[None, :], to_value, mask=value_load)
-
-
-def spread(
-    keys: Tensor,
-    values: Tensor,
-    moments: Moments,
-    layout: Layout,
-    centroid_grad: Tensor,
-    variance_grad: Tensor,
-    mean_grad: Tensor,
-    cross_grad: Tensor,
-    key_grad: Tensor,
-    value_grad: Tensor,
-    by_height: bool,
-) -> None:
-    """Add to the gradients of keys and values what the moments of their cells pass on. `by_height`: one after the other."""
-    entries, length, dim = keys.shape
-    value_dim = values.shape[2]
-    for span, number in layout.chunk_groups(CHUNK) if by_height else [layout.chunks(CHUNK)]:
-        _spread[(len(span), entries)](
-            keys,
-            values,
-            moments.order,
-            moments.starts,
-            moments.cell_of_member,
-            layout.span_cell,
-            span,
-            number,
-            moments.centroid,
-            moments.value,
-            moments.size,
-            centroid_grad,
-            variance_grad,
-            mean_grad,
-            cross_grad,
-            key_grad,
-            value_grad,
-            layout.cells,
-            len(layout.spans.all),
-            length,
-            dim,
-            value_dim,
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            CHUNK=CHUNK,
-            BM=MEMBERS,
-            BD=padded(dim),
-            BV=padded(value_dim),
-            BK=min(64, padded(dim), padded(value_dim)),
-            DT=dot_type(keys.dtype),
-            IP=precision(keys.dtype),
-            num_warps=4,
-            num_stages=1,
         )

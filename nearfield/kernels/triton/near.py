@@ -1,49 +1,18 @@
-"""The near field on a GPU: (row, cell) pairs sorted by cell, each cell's keys against blocks of the rows that opened it."""
+"""The near field on a GPU: (row, cell) pairs grouped by cell, each cell's keys against blocks of the rows that opened it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
+from nearfield.kernels.triton.group import block_at, group
 from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The (row, slot) pairs of some rows, cell by cell, in blocks of rows. No number of it is known to the host."""
-
-    pair: Tensor
-    """`[rows * slots]`: pairs in the order of their cells"""
-    first: Tensor
-    """`[cells + 1]`: where the pairs of each cell begin"""
-    block_edges: Tensor
-    """`[cells + 1]`: the first block of each cell"""
-    block_cell: Tensor
-    """`[blocks]`: the cell of each block, `cells` for those that are not needed"""
-    block_rows: int
-
-
-def group(opened: Tensor, cells: int, block_rows: int) -> Groups:
-    """Group the pairs of `opened` `[entries, rows, slots]` by cell; cells are counted on over the entries."""
-    entries, device = len(opened), opened.device
-    last = entries * cells
-    number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
-    narrow = torch.int16 if last < 2**15 - 1 else torch.int32
-    # Pairs without a cell go last.
-    cell, pair = torch.where(opened < 0, last, opened + number).to(narrow).view(-1).sort(stable=True)
-    first = torch.searchsorted(cell, torch.arange(last + 1, device=device, dtype=narrow)).int()
-    blocks = first.new_zeros(last + 1)
-    blocks[1:] = ((first.diff() + block_rows - 1) // block_rows).cumsum(0)
-    most = -(-opened.numel() // block_rows) + last
-    block_cell = torch.searchsorted(blocks[1:], torch.arange(most, device=device, dtype=torch.int32), right=True).int()
-    return Groups(pair.int(), first, blocks, block_cell, block_rows)
 
 
 @triton.jit
@@ -52,15 +21,11 @@ def _near(
     keys,
     values,
     order,
-    starts,
+    blocks,
     pair,
-    first,
-    block_edges,
-    block_cell,
     output,
     lse,
     rows,
-    entries,
     cells,
     slots,
     dim,
@@ -79,17 +44,15 @@ def _near(
     IP: tl.constexpr,
 ):
     """Output and log2-normaliser of up to BM pairs of one cell."""
-    block = tl.program_id(0)
-    cell = tl.load(block_cell + block)
-    if cell >= entries * cells:
+    cell, begin, end, start_key, stop_key = block_at(blocks, tl.program_id(0))
+    if begin >= end:
         return
     entry = (cell // cells).to(tl.int64)
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
-    begin = tl.load(first + cell) + (block - tl.load(block_edges + cell)) * BM
     lane = begin + tl.arange(0, BM)
-    there = lane < tl.load(first + cell + 1)
+    there = lane < end
     own = tl.load(pair + lane, mask=there, other=0).to(tl.int64)
     row = own // slots - entry * rows
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
@@ -98,10 +61,9 @@ def _near(
     top = tl.full([BM], -float("inf"), tl.float32)
     mass = tl.zeros([BM], tl.float32)
     total = tl.zeros([BM, BV], tl.float32)
-    last = tl.load(starts + cell + 1)
-    for start in range(tl.load(starts + cell), last, BN):
+    for start in range(start_key, stop_key, BN):
         member = start + tl.arange(0, BN)
-        real = member < last
+        real = member < stop_key
         position = tl.load(order + member, mask=real, other=0).to(tl.int64)
         key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
         logit = tl.dot(query, key, input_precision=IP) * scale
@@ -126,32 +88,28 @@ def near(
     keys: Tensor,
     values: Tensor,
     tables: Tables,
-    cells: int,
+    settings: CellSettings,
     opened: Tensor,
     scale: float,
     output: Tensor,
     lse: Tensor,
 ) -> None:
     """Fills in `output` `[entries, rows, slots + 1, value_dim]` and log2-normalisers for each opened cell."""
-    entries, rows, slots = opened.shape
+    _, rows, slots = opened.shape
     dim, value_dim = queries.shape[2], values.shape[2]
-    blocks = blocks_for("near", max(dim, value_dim), queries.dtype)
-    groups = group(opened, cells, blocks.rows)
-    _near[(len(groups.block_cell),)](
+    blocks = blocks_for("near", max(dim, value_dim), queries.dtype, settings.cell_size)
+    groups = group(opened, tables, blocks.rows)
+    _near[(len(groups.blocks),)](
         queries,
         keys,
         values,
         tables.order,
-        tables.starts,
+        groups.blocks,
         groups.pair,
-        groups.first,
-        groups.block_edges,
-        groups.block_cell,
         output,
         lse,
         rows,
-        entries,
-        cells,
+        tables.cells,
         slots,
         dim,
         value_dim,
@@ -159,7 +117,7 @@ def near(
         *keys.stride()[:2],
         *values.stride()[:2],
         scale * math.log2(math.e),
-        BM=groups.block_rows,
+        BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),
         BV=padded(value_dim),

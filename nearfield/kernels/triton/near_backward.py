@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
-from nearfield.kernels.triton.near import Groups
+from nearfield.kernels.triton.group import block_at, group
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
@@ -117,14 +118,10 @@ def _near_queries(
     lse,
     delta,
     order,
-    starts,
+    blocks,
     pair,
-    first,
-    block_edges,
-    block_cell,
     output,
     rows,
-    entries,
     cells,
     slots,
     dim,
@@ -147,9 +144,8 @@ def _near_queries(
 ):
     """Of up to BM (row, cell) pairs of one cell: what the cell's keys add to the gradient of the query."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    block = tl.program_id(0)
-    cell = tl.load(block_cell + block)
-    if cell >= entries * cells:
+    cell, begin, end, start_key, stop_key = block_at(blocks, tl.program_id(0))
+    if begin >= end:
         return
     entry = (cell // cells).to(tl.int64)
     queries += entry * query_entry
@@ -158,8 +154,8 @@ def _near_queries(
     grads += entry * grad_entry
     lse += entry * row_entry
     delta += entry * row_entry
-    lane = tl.load(first + cell) + (block - tl.load(block_edges + cell)) * BM + tl.arange(0, BM)
-    there = lane < tl.load(first + cell + 1)
+    lane = begin + tl.arange(0, BM)
+    there = lane < end
     own = tl.load(pair + lane, mask=there, other=0).to(tl.int64)
     row = own // slots - entry * rows
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
@@ -169,10 +165,9 @@ def _near_queries(
     ended = tl.load(lse + row, mask=there, other=float("inf"))
     product = tl.load(delta + row, mask=there, other=0.0)
     total = tl.zeros([BM, BD], tl.float32)
-    last = tl.load(starts + cell + 1)
-    for start in range(tl.load(starts + cell), last, BN):
+    for start in range(start_key, stop_key, BN):
         member = start + tl.arange(0, BN)
-        real = member < last
+        real = member < stop_key
         position = tl.load(order + member, mask=real, other=0).to(tl.int64)
         key = tl.load(keys + position[:, None] * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
         value = tl.load(
@@ -191,18 +186,19 @@ def near_keys(
     keys: Tensor,
     values: Tensor,
     tables: Tables,
-    groups: Groups,
-    cells: int,
-    slots: int,
+    settings: CellSettings,
+    opened: Tensor,
     scale: float,
     key_grad: Tensor,
     value_grad: Tensor,
     heights: list[tuple[int, int]],
+    stable: bool,
 ) -> None:
     """Add to the gradients `[entries, n, ...]` (float32) of keys and values. One launch for each range of cells in `heights`."""
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
-    blocks = blocks_for("near_keys", max(dim, value_dim), keys.dtype)
+    blocks = blocks_for("near_keys", max(dim, value_dim), keys.dtype, settings.cell_size)
+    groups = group(opened, tables, blocks.rows, stable)
     edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
     for least, beyond in heights:
         _near_keys[(len(of_block),)](
@@ -222,9 +218,9 @@ def near_keys(
             value_grad,
             rows.count,
             entries,
-            cells,
+            tables.cells,
             length,
-            slots,
+            opened.shape[2],
             dim,
             value_dim,
             *rows.queries.stride()[:2],
@@ -255,14 +251,20 @@ def key_blocks(starts: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]
 
 
 def near_queries(
-    rows: Rows, keys: Tensor, values: Tensor, tables: Tables, groups: Groups, cells: int, slots: int, scale: float, output: Tensor
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    settings: CellSettings,
+    opened: Tensor,
+    scale: float,
+    output: Tensor,
 ) -> None:
     """Fills in `output` `[entries, rows, slots, dim]`; undefined where no cell was opened."""
-    entries, _, dim = keys.shape
-    value_dim = values.shape[2]
-    blocks = blocks_for("near_queries", max(dim, value_dim), keys.dtype)
-    assert blocks.rows == groups.block_rows
-    _near_queries[(len(groups.block_cell),)](
+    dim, value_dim = keys.shape[2], values.shape[2]
+    blocks = blocks_for("near_queries", max(dim, value_dim), keys.dtype, settings.cell_size)
+    groups = group(opened, tables, blocks.rows)
+    _near_queries[(len(groups.blocks),)](
         rows.queries,
         keys,
         values,
@@ -270,16 +272,12 @@ def near_queries(
         rows.lse,
         rows.delta,
         tables.order,
-        tables.starts,
+        groups.blocks,
         groups.pair,
-        groups.first,
-        groups.block_edges,
-        groups.block_cell,
         output,
         rows.count,
-        entries,
-        cells,
-        slots,
+        tables.cells,
+        opened.shape[2],
         dim,
         value_dim,
         *rows.queries.stride()[:2],

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
 from nearfield.kernels.triton.layout import Layout
+from nearfield.kernels.triton.sort import sorted_cells
 from nearfield.partition.cells import MOST_VARIANCE
 
 MEMBERS = 32
 """Keys that a program reads at a time."""
 CHUNK = 1024
-"""Keys whose deviations one program multiplies."""
+"""Keys whose deviations one program multiplies, so many at a time:"""
+AT_A_TIME = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Tables:
     """`[entries, segments + 1, value_dim, dim]`: the pooled covariance for rows with s closed segments, float32"""
     pooled: Tensor
     """`[entries, segments + 1]`: of how many keys"""
+
+    @property
+    def cells(self) -> int:
+        """per entry"""
+        return self.void.shape[1]
 
 
 @triton.jit
@@ -202,22 +209,15 @@ class Moments:
     """void, weight, centroid, variance and value, see `Tables`"""
 
 
-def sorted_cells(cell_of: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers from 0 to `last`, flattened and sorted; where they came from; the first place of each (of those up to `last`)."""
-    shift = 1 << 15 if last < 1 << 16 else 0
-    narrow = torch.int16 if shift else torch.int32  # half as many digits to sort by
-    cell, order = (cell_of.view(-1) - shift).to(narrow).sort(stable=True)
-    numbers = torch.arange(-shift, last + 1 - shift, device=cell_of.device, dtype=narrow)
-    return cell.int() + shift, order, torch.searchsorted(cell, numbers, out_int32=True)
-
-
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
     """Of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, heights, n]`, -1 for none."""
     entries, length, dim = keys.shape
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
     number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
-    cell_of_member, order, starts = sorted_cells(torch.where(cell_of >= 0, cell_of + number, last), last)
+    flat = torch.where(cell_of >= 0, cell_of + number, last).view(-1)
+    order, starts = sorted_cells(flat, last)
+    cell_of_member = flat[order]
     order = (order % max(1, length)).int()
     centroid = torch.empty(entries, cells, dim, device=device)
     variance, value = torch.empty_like(centroid), torch.empty(entries, cells, value_dim, device=device)
@@ -287,7 +287,7 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
         *values.stride()[:2],
         len(span),
         CHUNK=CHUNK,
-        BM=MEMBERS,
+        BM=AT_A_TIME if max(dim, value_dim) <= 128 else MEMBERS,
         BD=padded(dim),
         BV=block,
         DT=dot_type(keys.dtype),

