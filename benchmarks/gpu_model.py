@@ -12,7 +12,7 @@ from typing import Any
 import real
 import torch
 import torch.nn.functional as F
-from gpu_speed import attend, gradients
+from gpu_speed import attend, gradients, with_grad
 from gpu_timing import CUDA, DEVICE, DTYPE, FAST, backends, clustered, fastest, interleaved, peak_megabytes, sdpa
 from record import each, table
 from rich.table import Table
@@ -111,13 +111,13 @@ def model(quick: bool, text: Path | None = None) -> dict[str, Any]:
     data = text_bytes(text)
     if len(data) < 2 * length:
         raise ValueError(f"the text has {len(data):,} bytes, and {2 * length:,} are needed; give a longer one with --text")
-    leaves = tuple(x.requires_grad_() for x in clustered(length, HEAD_DIM, HEADS))
+    leaves = with_grad(clustered(length, HEAD_DIM, HEADS))
     upstream = torch.randn_like(leaves[0])
     backend, _ = fastest({name: functools.partial(gradients, leaves, upstream, name) for name in backends()})
     del leaves, upstream
     ways: dict[str, Attend] = {
-        "sdpa": lambda *inputs: sdpa(backend, *inputs, causal=True),
-        "cells": lambda *inputs: attend(inputs, True, FAST),
+        "sdpa": lambda query, key, value: sdpa(backend, query, key, value, causal=True),
+        "cells": lambda query, key, value: attend((query, key, value), True, FAST),
     }
     trainers = {name: Trainer(data, length, way) for name, way in ways.items()}
     for trainer in trainers.values():
@@ -163,14 +163,15 @@ def _trained(trainer: Trainer, steps: int) -> tuple[list[float], float | None]:
     peak = peak_megabytes(lambda: found.append(trainer.step()), ())
     losses += found or [trainer.step()]
     losses += [trainer.step() for _ in range(steps - len(losses))]
-    return torch.stack(losses).tolist(), peak and peak["allocated"]
+    return torch.stack(losses).tolist(), peak["allocated"] if peak else None
 
 
 def show_model(results: dict[str, Any]) -> Table:
     title = f"{results['layers']} layers of {results['width']}, n = {results['n']:,}, {results['text']}"
     last = f"loss, mean of the last {results['last']}"
     found = table("attention", "step, ms", "SDPA / ours", "peak MB", "first loss", last, title=title, words=("attention",))
-    for name, label in (("sdpa", f"SDPA, {results['backend']}"), ("cells", "Cells()"), ("sdpa_other_weights", "SDPA, other weights")):
+    labels = {"sdpa": f"SDPA, {results['backend']}", "cells": "Cells()", "sdpa_other_weights": "SDPA, other weights"}
+    for name, label in labels.items():
         ms, memory = results["step_ms"].get(name), results["peak_megabytes"].get(name)
         found.add_row(
             label,

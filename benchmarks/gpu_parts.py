@@ -1,4 +1,4 @@
-"""Sections of bench_gpu.py: where the time of a pass goes, kernel by kernel, and how far near and far field are from the card's limits."""
+"""Sections of bench_gpu.py: where the time of a pass goes, and how far near and far field are from what the card can do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from gpu_keys import keys_of
-from gpu_speed import DIMS, attend, gradients
+from gpu_speed import DIMS, attend, gradients, with_grad
 from gpu_timing import CUDA, DEVICE, DTYPE, FAST, HEADS, Call, card, clustered, elapsed, wait, wall
 from record import each, table
 from rich.table import Table
@@ -21,8 +21,8 @@ import nearfield as nf
 
 LENGTH = 131_072
 GROUPS = {
-    "partition": ("_widths", "_prepare", "_nearest", "_sums", "_means", "_moments", "_products"),
-    "route": ("_threshold", "_list"),
+    "partition": ("_widths", "_prepare", "_nearest", "_means", "_moments", "_products"),
+    "route": ("_threshold",),
     "near": ("_near", "_merge"),
     "far": ("_far",),
     "backward: near": ("_near_keys", "_near_queries"),
@@ -48,8 +48,7 @@ def parts(quick: bool) -> dict[str, Any]:
         inputs = clustered(n, dim)
         call: Call = functools.partial(attend, inputs, what == "causal", FAST)
         if what == "causal, training":
-            leaves = tuple(x.requires_grad_() for x in inputs)
-            call = functools.partial(gradients, leaves, torch.randn_like(inputs[0]), FAST)
+            call = functools.partial(gradients, with_grad(inputs), torch.randn_like(inputs[0]), FAST)
         call()
         row: dict[str, Any] = {"dim": dim, "what": what}
         row["event_ms"] = statistics.median(elapsed(call) for _ in range(TIMED))
@@ -147,7 +146,14 @@ def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
         measured = _measured(known, n, dim, causal, functools.partial(attend, inputs, causal, FAST)) if CUDA else {}
         for kernel, count in (("_near", near_work(n, dim, info)), ("_far", far_work(n, dim, info))):
             least = {"bytes_ms": 1e3 * count["bytes"] / bandwidth, "flops_ms": 1e3 * count["flops"] / rate}
-            own = {"dim": dim, "causal": causal, "kernel": kernel, **count, **least, "floor_ms": max(least.values())}
+            own: dict[str, Any] = {
+                "dim": dim,
+                "causal": causal,
+                "kernel": kernel,
+                **count,
+                **least,
+                "floor_ms": max(least.values()),
+            }
             own["special_ms"] = special and 1e3 * count["special"] / special
             ms = measured.get(kernel)
             rows.append(own | {"ms": ms, "over_floor": ms and ms / own["floor_ms"]})
@@ -174,12 +180,12 @@ def near_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
 
 
 def far_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
-    """What `_far` has to do for R = heads * n rows that see C cells and L keys one by one, in bfloat16.
+    """What `_far` has to do for R = heads * n rows that see C cells, list P of them and see L keys one by one, in bfloat16.
 
     flops: 2 d each for the mean logit of a cell, its spread and its value, 4 d for a key, 2 d^2 for the covariance:
         (6 d C + 4 d L + 2 d^2) R
-    bytes: queries and results 4 d R, normalisers 4 R, a bit for every cell C R / 8; once the tables of centroids, variances and
-        values 6 d heads n / cell_size, and, causal, keys and values 4 d R
+    bytes: queries and results 4 d R, normalisers and thresholds 8 R, the list 4 P R; once the tables of centroids, variances
+        and values 6 d heads n / cell_size, and, causal, keys and values 4 d R
     special functions: an exponential and a root for each cell, an exponential for each key: (2 C + L) R
     """
     seen = keys_of(n, info)
@@ -189,7 +195,7 @@ def far_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
     keys_and_values = 4.0 * dim * rows if info["segment"] else 0.0
     return {
         "flops": (6.0 * dim * cells + 4.0 * dim * seen.one_by_one + 2.0 * dim * dim) * rows,
-        "bytes": (4.0 * dim + 4.0 + cells / 8) * rows + tables + keys_and_values,
+        "bytes": (4.0 * dim + 8.0 + 4.0 * info["probes"] * seen.share) * rows + tables + keys_and_values,
         "special": (2.0 * cells + seen.one_by_one) * rows,
     }
 
@@ -234,7 +240,7 @@ def special_rate() -> float | None:
 
 def show_floor(results: dict[str, Any]) -> Table:
     measured = f"{results['bytes_per_second'] / 1e12:.2f} TB/s, {results['flops_per_second'] / 1e12:.0f} TFLOP/s"
-    titles = ("d", "mask", "kernel", "MB", "GFLOP", "bytes, ms", "flops, ms", "floor, ms", "special functions, ms", "measured, ms")
+    titles = ("d", "mask", "kernel", "MB", "GFLOP", "bytes, ms", "flops, ms", "floor, ms", "special, ms", "measured, ms")
     found = table(*titles, "measured / floor", title=f"n = {results['n']:,}; measured: {measured}", words=("mask", "kernel"))
     for row in results["rows"]:
         found.add_row(

@@ -31,11 +31,11 @@ def plot(sections: dict[str, Any], folder: Path) -> None:
     if not panels:
         print("nothing to draw yet: measure forward, training or accuracy")
         return
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
     with plt.rc_context(style):
         lines = -(-len(panels) // 2)
-        figure, axes = plt.subplots(lines, 2, figsize=(10.5, 4.1 * lines), constrained_layout=True, squeeze=False)
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12)
+        figure, axes = plt.subplots(lines, 2, figsize=(10.5, 4.1 * lines), squeeze=False)
+        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.12)
         for axis in axes.flat[len(panels) :]:
             axis.remove()
         for axis, draw in zip(axes.flat, panels, strict=False):

@@ -81,7 +81,7 @@ def training(quick: bool) -> dict[str, Any]:
         inputs = clustered(n, dim)
         upstream = torch.randn_like(inputs[0])
         ours = {"fast": audited(inputs, True, FAST)}
-        leaves = tuple(x.requires_grad_() for x in inputs)
+        leaves = with_grad(inputs)
         exact = {name: functools.partial(gradients, leaves, upstream, name) for name in tried.get(dim, backends())}
         calls = {"fast": functools.partial(gradients, leaves, upstream, FAST)}
         row = {"n": n, "dim": dim, "causal": True, **compared(exact, calls, (*leaves, upstream), ours)}
@@ -97,14 +97,20 @@ def mask_name(causal: bool) -> str:
     return "causal" if causal else "no mask"
 
 
-def attend(inputs: Collection[Tensor], causal: bool, method: nf.Cells) -> Tensor:
+def with_grad(inputs: QKV) -> QKV:
+    """The same tensors, from now on with gradients."""
+    query, key, value = (x.requires_grad_() for x in inputs)
+    return query, key, value
+
+
+def attend(inputs: QKV, causal: bool, method: nf.Cells) -> Tensor:
     return nf.attention(*inputs, is_causal=causal, method=method)
 
 
-def gradients(leaves: Collection[Tensor], upstream: Tensor, way: str | nf.Cells) -> tuple[Tensor, ...]:
+def gradients(leaves: QKV, upstream: Tensor, way: str | nf.Cells) -> tuple[Tensor, ...]:
     """Of causal attention, by a backend of SDPA or by Cells."""
     output = sdpa(way, *leaves, True) if isinstance(way, str) else attend(leaves, True, way)
-    return torch.autograd.grad(output, tuple(leaves), upstream)
+    return torch.autograd.grad(output, leaves, upstream)
 
 
 def audited(inputs: QKV, causal: bool, method: nf.Cells) -> dict[str, Any]:
@@ -169,7 +175,7 @@ def _trend(rows: list[Row]) -> dict[str, Any]:
     return {"dim": rows[0]["dim"], "causal": rows[0]["causal"], "faster_from": faster_from, "exponent": grows}
 
 
-def gradient_errors(leaves: Collection[Tensor], upstream: Tensor, backend: str) -> dict[str, dict[str, float]]:
+def gradient_errors(leaves: QKV, upstream: Tensor, backend: str) -> dict[str, dict[str, float]]:
     """||ours - exact|| / ||exact|| of each gradient, and the same of SDPA in bfloat16, which is rounding alone."""
     exact = _exact_gradients(leaves, upstream)
     ways: dict[str, str | nf.Cells] = {"fast": FAST, "sdpa": backend}
@@ -180,13 +186,13 @@ def gradient_errors(leaves: Collection[Tensor], upstream: Tensor, backend: str) 
     return found
 
 
-def _exact_gradients(leaves: Collection[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
+def _exact_gradients(leaves: QKV, upstream: Tensor) -> tuple[Tensor, ...]:
     """In float32, head by head."""
     found: list[tuple[Tensor, ...]] = []
     for head in range(upstream.shape[1]):
-        own = tuple(x.detach()[:, head : head + 1].float().requires_grad_() for x in leaves)
+        query, key, value = own = tuple(x.detach()[:, head : head + 1].float().requires_grad_() for x in leaves)
         with sdpa_kernel(SDPBackend.MATH):
-            output = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True)
+            output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         found.append(torch.autograd.grad(output, own, upstream[:, head : head + 1].float()))
     return tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
 

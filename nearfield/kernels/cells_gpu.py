@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.assign import kmeans
-from nearfield.kernels.triton.far import far
+from nearfield.kernels.triton.far import far, opened_cells
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.merge import merge
 from nearfield.kernels.triton.near import near
@@ -48,6 +48,7 @@ def forward(
     opened: Tensor,
 ) -> None:
     """Fills in the output and log-normaliser of queries `[entries, group * length, dim]`, cells of keys and opened cells."""
+    queries, scale = upright(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     entries, rows, _ = queries.shape
@@ -57,16 +58,21 @@ def forward(
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
     slots, value_dim = settings.slots, values.shape[2]
-    opened.fill_(-1)
-    per_row = entries * slots * (value_dim * queries.element_size() + 8)
+    per_row = entries * (slots * (value_dim * queries.element_size() + 8) + 4 * layout.words)
     for part in row_parts(rows, per_row, (queries, keys, values)):
         query, sees, found = queries[:, part], visible[:, part], opened[:, part]
         parts = queries.new_empty((*found.shape[:2], slots + 1, value_dim))
         parts_lse = torch.empty(parts.shape[:3], device=queries.device)
         threshold = thresholds(query, sees, tables, layout, settings, scale)
-        far(query, keys, values, sees, tables, layout, settings, scale, threshold, found, parts, parts_lse)
+        marks = far(query, keys, values, sees, tables, layout, settings, scale, threshold, parts, parts_lse)
+        opened_cells(marks, sees, layout, settings, found)
         near(query, keys, values, tables, settings, found, scale, parts, parts_lse)
         merge(parts, parts_lse, found, output[:, part], lse[:, part])
+
+
+def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same products with a positive scale, as kernels want it."""
+    return (queries, scale) if scale > 0 else (queries * (-1.0 if scale else 0.0), -scale or 1.0)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import dense, row_parts
+from nearfield.kernels.cells_gpu import dense, row_parts, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
@@ -38,6 +38,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, the plan held fixed."""
+    factor = 1.0 if scale > 0 else -1.0 if scale else 0.0
+    queries, scale = upright(queries, scale)
     output_grad, queries, keys, values = (dense(x) for x in (output_grad, queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
@@ -45,7 +47,7 @@ def backward(
         rows = rows_of(queries[part], visible[part], output[part], lse[part], output_grad[part])
         into = tuple(x[part] for x in grads)
         _some_entries(rows, keys[part], values[part], cell_of[part], opened[part], settings, scale, into)
-    return grads
+    return (grads[0] if factor == 1.0 else grads[0] * factor, *grads[1:])
 
 
 def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor) -> Iterator[slice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
 
 import torch
@@ -57,7 +57,7 @@ class Sample:
         """`[size]`: key positions, span by span"""
         self.first = _ints(first, device)
         """`[spans + 1]`: where those of each span begin"""
-        self.edges = _ints([edge for pair in zip(first[:-1], first[1:], strict=True) for edge in pair], device)
+        self.edges = _ints([edge for pair in pairwise(first) for edge in pair], device)
         """`[2 * spans]`: where they begin and end"""
         self.starts = torch.cat(begins).to(device) if begins else _ints([], device)
         """`[cells]`: the first centroid of each cell"""
@@ -88,6 +88,10 @@ class Layout:
     """`[runs]`: where it ends"""
     column: Tensor
     """`[segments + 1, spans]`: the column of the first cell of a span for a row with s closed segments; -1: not seen"""
+    tile_edges: Tensor
+    """`[segments + 2]`: the same for tiles of at most `COLUMNS` of one span"""
+    tile_cell: Tensor
+    """`[tiles]`: the first cell of each tile"""
     span_of: Tensor
     """`[cells]`: the span of each cell"""
     seen: Tensor
@@ -162,7 +166,8 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
     per_segment, _ = settings.per_segment(segment)
     spans = Spans(segments, settings.heights)
     edges = spans.edges(per_segment)
-    seen_edges, widest = [0], COLUMNS
+    seen_edges, tile_edges, widest = [0], [0], COLUMNS
+    tile_cell: list[int] = []
     seen_cell: list[int] = []
     seen_stop: list[int] = []
     column = torch.full((segments + 1, len(spans.all)), -1, dtype=torch.int32)
@@ -176,8 +181,11 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
             column[closed, span.number] = first
             seen_cell.append(start)
             seen_stop.append(stop)
-            first += -(-(stop - start) // COLUMNS) * COLUMNS
+            tiles = range(start, stop, COLUMNS)
+            tile_cell += tiles
+            first += COLUMNS * len(tiles)
         seen_edges.append(len(seen_cell))
+        tile_edges.append(len(tile_cell))
         widest = max(widest, first)
 
     def there(numbers: Iterable[int]) -> Tensor:
@@ -195,6 +203,8 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         there(seen_cell),
         there(seen_stop),
         column.to(device),
+        there(tile_edges),
+        there(tile_cell),
         span_of,
         (column >= 0).to(device, torch.float32),
         there([span.first + span.segments for span in spans.all]),

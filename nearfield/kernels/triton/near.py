@@ -27,7 +27,6 @@ def _near(
     lse,
     rows,
     cells,
-    slots,
     dim,
     value_dim,
     query_entry,
@@ -37,6 +36,7 @@ def _near(
     value_entry,
     value_row,
     scale,
+    SLOTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -53,8 +53,8 @@ def _near(
     values += entry * value_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + lane, mask=there, other=0).to(tl.int64)
-    row = own // slots - entry * rows
+    own = tl.load(pair + lane, mask=there, other=0)
+    row = (own // SLOTS).to(tl.int64) - entry * rows
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -66,10 +66,9 @@ def _near(
         real = member < stop_key
         position = tl.load(order + member, mask=real, other=0).to(tl.int64)
         key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
-        logit = tl.dot(query, key, input_precision=IP) * scale
-        logit = tl.where(real[None, :], logit, -float("inf"))
-        new = tl.maximum(top, tl.max(logit, 1))
-        weight = tl.exp2(logit - new[:, None])
+        product = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))
+        new = tl.maximum(top, tl.max(product, 1) * scale)
+        weight = tl.exp2(product * scale - new[:, None])
         shrink = tl.exp2(top - new)
         mass = mass * shrink + tl.sum(weight, 1)
         value = tl.load(
@@ -77,7 +76,7 @@ def _near(
         )
         total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
         top = new
-    own += own // slots  # there is one more slot, for what is not opened
+    own = own.to(tl.int64) + own // SLOTS  # there is one more slot, for what is not opened
     tl.store(lse + own, top + tl.log2(mass), mask=there)
     result = (total / mass[:, None]).to(output.dtype.element_ty)
     tl.store(output + own[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
@@ -110,13 +109,13 @@ def near(
         lse,
         rows,
         tables.cells,
-        slots,
         dim,
         value_dim,
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
         scale * math.log2(math.e),
+        SLOTS=opened.shape[2],
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),

@@ -35,7 +35,6 @@ def _near_keys(
     entries,
     cells,
     length,
-    slots,
     dim,
     value_dim,
     query_entry,
@@ -50,6 +49,7 @@ def _near_keys(
     scale,
     least,
     beyond,
+    SLOTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -90,7 +90,7 @@ def _near_keys(
     for start in range(tl.load(first + cell), last, BM):
         lane = start + tl.arange(0, BM)
         there = lane < last
-        row = tl.load(pair + lane, mask=there, other=0).to(tl.int64) // slots - entry * rows
+        row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64) - entry * rows
         query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
         grad = tl.load(
             grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
@@ -123,7 +123,6 @@ def _near_queries(
     output,
     rows,
     cells,
-    slots,
     dim,
     value_dim,
     query_entry,
@@ -136,6 +135,7 @@ def _near_queries(
     grad_row,
     row_entry,
     scale,
+    SLOTS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -156,8 +156,8 @@ def _near_queries(
     delta += entry * row_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + lane, mask=there, other=0).to(tl.int64)
-    row = own // slots - entry * rows
+    own = tl.load(pair + lane, mask=there, other=0)
+    row = (own // SLOTS).to(tl.int64) - entry * rows
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -178,7 +178,7 @@ def _near_queries(
         slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
         total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
     result = (total * scale).to(output.dtype.element_ty)
-    tl.store(output + own[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
+    tl.store(output + own.to(tl.int64)[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
 
 
 def near_keys(
@@ -220,7 +220,6 @@ def near_keys(
             entries,
             tables.cells,
             length,
-            opened.shape[2],
             dim,
             value_dim,
             *rows.queries.stride()[:2],
@@ -231,6 +230,7 @@ def near_keys(
             scale,
             least,
             beyond,
+            SLOTS=opened.shape[2],
             BM=blocks.rows,
             BN=blocks.keys,
             BD=padded(dim),
@@ -277,7 +277,6 @@ def near_queries(
         output,
         rows.count,
         tables.cells,
-        opened.shape[2],
         dim,
         value_dim,
         *rows.queries.stride()[:2],
@@ -286,6 +285,7 @@ def near_queries(
         *rows.grads.stride()[:2],
         rows.lse.stride(0),
         scale,
+        SLOTS=opened.shape[2],
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),

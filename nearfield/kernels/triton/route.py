@@ -1,7 +1,7 @@
 """Which cells a row may open: a threshold on their scores, found without a [rows, cells] table in memory.
 
-One sweep over the cells keeps the two (for many probes four) best scores of each of `COLUMNS` classes (the cells that meet in
-the same column of a tile); the P-th best of these is a threshold that at least P cells reach, and hardly ever more.
+One sweep over the cells keeps the best score (for many probes the best two or four) of each of `COLUMNS` classes, the cells that
+meet in the same column of a tile; the P-th best of these is a threshold that at least P cells reach, and rarely more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 BISECTIONS = 20
-FEW_PROBES = 32
-"""Up to so many it takes two scores of each class, beyond that four."""
+FEW_PROBES, MANY_PROBES = 8, 32
+"""Up to so many one score of each class is kept, up to so many two, beyond that four."""
 
 
 @triton.jit
@@ -46,6 +46,13 @@ def cell_moments(query, square, centroid, variance, cell, stop, column, wide, di
     mean = tl.load(centroid + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
     spread = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
     return tl.dot(query, mean, input_precision=IP), tl.dot(square, spread, input_precision=IP)
+
+
+@triton.jit
+def score_of(first, spread, none, scale):
+    """q.mu plus so many standard deviations, for all of a tile of cells."""
+    spread = tl.maximum(spread, 1e-30)
+    return first * scale + (spread * tl.rsqrt(spread) + none[None, :])
 
 
 @triton.jit
@@ -80,7 +87,7 @@ def _threshold(
     SPREADS: tl.constexpr,
     MOST_SQ: tl.constexpr,
     STEPS: tl.constexpr,
-    DEEP: tl.constexpr,
+    DEPTH: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -118,23 +125,28 @@ def _threshold(
                 cell = start + lane
                 none = tl.load(void + cell, mask=cell < stop, other=-float("inf"))
                 first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
-                score = first * scale + ((tl.sqrt(spread) + none[None, :]) + other[:, None])
-                if DEEP:
+                score = score_of(first, spread, none, scale) + other[:, None]
+                if DEPTH > 2:
                     fourth = tl.maximum(fourth, tl.minimum(third, score))
                     third = tl.maximum(third, tl.minimum(second, score))
-                second = tl.maximum(second, tl.minimum(best, score))
+                if DEPTH > 1:
+                    second = tl.maximum(second, tl.minimum(best, score))
                 best = tl.maximum(best, score)
 
     # The largest number, up to bisection, that `probes` of the kept scores reach.
     high = tl.max(best, 1)
-    low = tl.minimum(least_of(best), least_of(second))
-    if DEEP:
+    low = least_of(best)
+    if DEPTH > 1:
+        low = tl.minimum(low, least_of(second))
+    if DEPTH > 2:
         low = tl.minimum(low, tl.minimum(least_of(third), least_of(fourth)))
     low = tl.minimum(low, high)
     for _ in range(STEPS):
         middle = 0.5 * (low + high)
-        reach = tl.sum((best >= middle[:, None]).to(tl.int32) + (second >= middle[:, None]).to(tl.int32), 1)
-        if DEEP:
+        reach = tl.sum((best >= middle[:, None]).to(tl.int32), 1)
+        if DEPTH > 1:
+            reach += tl.sum((second >= middle[:, None]).to(tl.int32), 1)
+        if DEPTH > 2:
             reach += tl.sum((third >= middle[:, None]).to(tl.int32) + (fourth >= middle[:, None]).to(tl.int32), 1)
         low = tl.where(reach >= probes, middle, low)
         high = tl.where(reach >= probes, high, middle)
@@ -172,7 +184,7 @@ def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout,
         SPREADS=ROUTE_SPREADS,
         MOST_SQ=MOST_SQUARE,
         STEPS=BISECTIONS,
-        DEEP=settings.probes > FEW_PROBES,
+        DEPTH=1 if settings.probes <= FEW_PROBES else 2 if settings.probes <= MANY_PROBES else 4,
         BM=blocks.rows,
         BC=COLUMNS,
         BD=padded(dim),

@@ -32,7 +32,7 @@ class Tables:
     void: Tensor
     """`[entries, cells]`: -inf where a cell is not to be opened, because it is empty or has a member that is not finite; else 0"""
     weight: Tensor
-    """`[entries, cells]`: log2 of how many keys; -inf where it is empty, NaN where a member is not finite"""
+    """`[entries, cells]`: log2 of how many keys; -inf where it is empty, 3e38 where a member is not finite"""
     centroid: Tensor
     """`[entries, cells, dim]`, in the dtype of the keys, as the values are; zeros where a member is not finite"""
     variance: Tensor
@@ -124,7 +124,7 @@ def _moments(
     )
     tl.store(void + cell, tl.where(fine & (last > first), 0.0, -float("inf")))
     count = tl.where(last > first, tl.log2(tl.maximum(last - first, 1).to(tl.float32)), -float("inf"))
-    tl.store(weight + cell, tl.where(fine, count, float("nan")))
+    tl.store(weight + cell, tl.where(fine, count, 3e38))
 
 
 @triton.jit
