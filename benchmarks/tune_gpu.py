@@ -34,7 +34,7 @@ PROBES = 8
 WORKERS = 14
 FORWARD = ("route", "near", "far")
 BACKWARD = ("near_keys", "near_queries", "far_queries", "far_cells", "local_keys")
-SYMBOL = {"route": "_threshold"} | {name: f"_{name}" for name in (*FORWARD[1:], *BACKWARD)}
+SYMBOL = {name: f"_{name}" for name in (*FORWARD, *BACKWARD)}
 BY_CELL_SIZE = ("near", "near_keys", "near_queries")
 """Kernels to which the size of cells matters; the others are measured with cells of 128."""
 

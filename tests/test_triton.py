@@ -130,7 +130,7 @@ def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: 
     output = torch.full((case.entries, rows, case.value_dim), torch.nan, device=DEVICE, dtype=dtype)
     lse = torch.full((case.entries, rows), torch.nan, device=DEVICE)
     cell_of = torch.full((case.entries, case.heights, case.keys), -77, dtype=torch.int32, device=DEVICE)
-    opened = torch.full((case.entries, rows, settings.slots), -77, dtype=torch.int32, device=DEVICE)
+    opened = torch.full((case.entries, rows, settings.probes), -77, dtype=torch.int32, device=DEVICE)
     forward(queries, keys, values, case.visible(), settings, case.dim**-0.5, 3, 0, output, lse, cell_of, opened)
     return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
 
@@ -151,7 +151,7 @@ def test_kernels_compute_what_the_reference_says(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "causal"])
 def test_the_best_cells_are_opened(name: str) -> None:
-    """Of what a row sees: by q.mu + 1.5 sd, at least as many as asked for, and hardly ever more."""
+    """Of what a row sees, by q.mu + 1.5 sd."""
     from nearfield.kernels.triton.layout import layout_of
 
     found = run(replace(CASES[name], cell_size=2, probes=4))
@@ -160,7 +160,6 @@ def test_the_best_cells_are_opened(name: str) -> None:
     cell_of = found.cell_of[0].flatten().long()
     every = found.keys[0].double().repeat(case.heights, 1)
     closed = (closed_keys(visible, case.settings)[0] // case.segment) if case.segment else torch.ones_like(visible[0])
-    more = 0
     for row in range(case.length):
         seen = [span.number for span in layout.spans.seen(int(closed[row]))]
         scores = {}
@@ -172,18 +171,18 @@ def test_the_best_cells_are_opened(name: str) -> None:
                 scores[cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
         best = sorted(scores, key=lambda cell: -scores[cell])
         opened = [cell for cell in found.opened[0, row].tolist() if cell >= 0]
-        assert set(opened) == set(best[: len(opened)])
-        assert len(opened) >= min(case.probes, len(best))
-        more += len(opened) - min(case.probes, len(best))
-    assert more <= case.length // 10
+        assert len(opened) == len(set(opened)) == min(case.probes, len(best))
+        # A score is told up to its last ten binary digits.
+        worst = min((scores[cell] for cell in opened), default=0.0)
+        assert worst >= scores[best[len(opened) - 1]] - 1e-2 if opened else True
 
 
 @pytest.mark.parametrize("name", ["plain", "causal"])
-def test_cells_for_which_there_is_no_room_stay_closed(name: str) -> None:
-    """A zero query has equal scores everywhere: all cells reach its threshold, and every key weighs the same."""
+def test_of_equal_scores_some_are_opened(name: str) -> None:
+    """A zero query has equal scores everywhere, and every key weighs the same."""
     found = run(replace(CASES[name], cell_size=2, probes=2), stretch=0.0)
     output, lse, grads = found.expected()
-    assert int((found.opened >= 0).sum(-1).max()) == found.case.settings.slots
+    assert int((found.opened >= 0).sum(-1).max()) == found.case.settings.probes
     torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(output[0, -1], found.values[0].double().mean(0), atol=1e-9, rtol=1e-9)

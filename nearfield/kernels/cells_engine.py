@@ -28,7 +28,7 @@ def empty_results(
         queries.new_empty((batch, rows if settings.samples else 0), dtype=compute),
         keys.new_empty((batch, settings.heights, length), dtype=torch.int32),
         keys.new_empty((batch, settings.heights, length if settings.branching else 0), dtype=torch.int32),
-        queries.new_empty((batch, rows, settings.slots if on_gpu else settings.probes), dtype=torch.int32),
+        queries.new_empty((batch, rows, settings.probes), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.unfold), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.samples), dtype=torch.int32),
         queries.new_empty((batch, rows, settings.samples), dtype=compute),

@@ -9,16 +9,19 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.assign import kmeans
-from nearfield.kernels.triton.far import far, opened_cells
+from nearfield.kernels.triton.far import far
 from nearfield.kernels.triton.layout import Layout, layout_of
+from nearfield.kernels.triton.mark import mark
 from nearfield.kernels.triton.merge import merge
 from nearfield.kernels.triton.near import near
-from nearfield.kernels.triton.route import thresholds
+from nearfield.kernels.triton.route import route
 from nearfield.kernels.triton.tables import moments_of, tabulate
 
 LEAST_BYTES = 64 << 20
 SHARE = 3
 """Partial results take no more than this part of the inputs, or `LEAST_BYTES`."""
+MOST_ENTRIES = 32768
+"""What the second axis of a grid takes."""
 
 
 def assign(
@@ -57,17 +60,18 @@ def forward(
         layout.keep()
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
-    slots, value_dim = settings.slots, values.shape[2]
-    per_row = entries * (slots * (value_dim * queries.element_size() + 8) + 4 * layout.words)
-    for part in row_parts(rows, per_row, (queries, keys, values)):
-        query, sees, found = queries[:, part], visible[:, part], opened[:, part]
+    slots, value_dim = settings.probes, values.shape[2]
+    per_row = slots * (value_dim * queries.element_size() + 8) + 4 * layout.words
+    for some, part in parts_of(entries, rows, per_row, (queries, keys, values)):
+        query, sees, found = queries[some, part], visible[some, part], opened[some, part]
+        own_keys, own_values, own_tables = keys[some], values[some], tables.of(some)
         parts = queries.new_empty((*found.shape[:2], slots + 1, value_dim))
         parts_lse = torch.empty(parts.shape[:3], device=queries.device)
-        threshold = thresholds(query, sees, tables, layout, settings, scale)
-        marks = far(query, keys, values, sees, tables, layout, settings, scale, threshold, parts, parts_lse)
-        opened_cells(marks, sees, layout, settings, found)
-        near(query, keys, values, tables, settings, found, scale, parts, parts_lse)
-        merge(parts, parts_lse, found, output[:, part], lse[:, part])
+        route(query, sees, own_tables, layout, settings, scale, found)
+        marks = mark(found, sees, layout, settings)
+        far(query, own_keys, own_values, sees, own_tables, layout, settings, scale, marks, parts, parts_lse)
+        near(query, own_keys, own_values, own_tables, settings, found, scale, parts, parts_lse)
+        merge(parts, parts_lse, found, output[some, part], lse[some, part])
 
 
 def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -80,9 +84,11 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def row_parts(rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[slice]:
-    """Ranges of rows whose partial results fit into the budget."""
+def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice]]:
+    """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: a cell then has many of them."""
     budget = max(LEAST_BYTES, sum(x.numel() * x.element_size() for x in inputs) // SHARE)
-    step = max(1024, budget // per_row // 1024 * 1024)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    some = max(1, min(entries, MOST_ENTRIES, budget // max(1, per_row * rows)))
+    step = rows if some > 1 else max(1024, budget // per_row // 1024 * 1024)
+    for first in range(0, entries, some):
+        for start in range(0, rows, step):
+            yield slice(first, min(first + some, entries)), slice(start, min(start + step, rows))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import dense, row_parts, upright
+from nearfield.kernels.cells_gpu import MOST_ENTRIES, dense, parts_of, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
@@ -43,18 +43,19 @@ def backward(
     output_grad, queries, keys, values = (dense(x) for x in (output_grad, queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
-    for part in _entries(queries, keys, values, opened):
+    layout = layout_of(keys.shape[1], settings, keys.device)
+    for part in _entries(queries, keys, values, opened, layout.words):
         rows = rows_of(queries[part], visible[part], output[part], lse[part], output_grad[part])
         into = tuple(x[part] for x in grads)
         _some_entries(rows, keys[part], values[part], cell_of[part], opened[part], settings, scale, into)
     return (grads[0] if factor == 1.0 else grads[0] * factor, *grads[1:])
 
 
-def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor) -> Iterator[slice]:
-    """Entries of the batch whose float32 sums and sorted pairs fit into memory about as large as the inputs."""
+def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor, words: int) -> Iterator[slice]:
+    """Entries of the batch whose float32 sums, grouped pairs and marks fit into memory half as large as the inputs."""
     inputs = sum(x.numel() * x.element_size() for x in (queries, keys, values))
-    per_entry = 4 * (keys[0].numel() + values[0].numel()) + 24 * opened[0].numel()
-    step = max(1, max(LEAST_BYTES, inputs // 2) // per_entry)
+    per_entry = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel() + 4 * words * opened.shape[1]
+    step = max(1, min(MOST_ENTRIES, max(LEAST_BYTES, inputs // 2) // max(1, per_entry)))
     for start in range(0, len(queries), step):
         yield slice(start, min(start + step, len(queries)))
 
@@ -116,24 +117,25 @@ def _queries(
     entries, _, slots = opened.shape
     dim = keys.shape[2]
     marks = mark(opened, rows.visible, layout, settings)
-    per_row = entries * slots * (dim * keys.element_size() + 8)
-    for part in row_parts(rows.count, per_row, (rows.queries, keys, values)):
-        some, found = rows.part(part), opened[:, part]
-        pieces = keys.new_empty((entries, some.count, slots, dim))
-        near_queries(some, keys, values, tables, settings, found, scale, pieces)
+    per_row = slots * (dim * keys.element_size() + 8)
+    for some, part in parts_of(entries, rows.count, per_row, (rows.queries, keys, values)):
+        own, found = rows.part(some, part), opened[some, part]
+        own_keys, own_values, own_tables = keys[some], values[some], tables.of(some)
+        pieces = keys.new_empty((*found.shape, dim))
+        near_queries(own, own_keys, own_values, own_tables, settings, found, scale, pieces)
         far_queries(
-            some,
-            keys,
-            values,
-            tables,
+            own,
+            own_keys,
+            own_values,
+            own_tables,
             layout,
             settings,
             scale,
             found,
-            marks[:, part].contiguous(),
+            marks[some, part].contiguous(),
             pieces,
-            query_grad[:, part],
-            far_mass[:, part],
-            along[:, part],
+            query_grad[some, part],
+            far_mass[some, part],
+            along[some, part],
         )
     return marks

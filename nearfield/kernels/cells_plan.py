@@ -45,11 +45,6 @@ class CellSettings(NamedTuple):
     heights: int = 1
     """causal: of how many different lengths spans may be"""
 
-    @property
-    def slots(self) -> int:
-        """Room for the cells that a row opens on a GPU, where a few more than asked for may reach its threshold."""
-        return self.probes + max(2, self.probes // 8)
-
     def per_segment(self, length: int) -> tuple[int, int]:
         """Fine and coarse cells of a segment of `length` keys (no coarse ones where there is one level)."""
         fine = max(1, round(length / self.cell_size))

@@ -1,4 +1,4 @@
-"""All that a row does not open, in one kernel: keys seen one by one, and cells below its threshold. Tells which are above."""
+"""All that a row does not open, in one kernel: keys seen one by one, and closed cells."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS, CellSettings
+from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
 from nearfield.kernels.triton.common import dot_type, padded, precision
 from nearfield.kernels.triton.layout import COLUMNS, Layout
-from nearfield.kernels.triton.route import cell_moments, closed_segments, score_of, squares_of
+from nearfield.kernels.triton.mark import is_marked
+from nearfield.kernels.triton.route import cell_moments, closed_segments, squares_of
 from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
@@ -72,14 +73,11 @@ def _far(
     variance,
     mean_value,
     weight,
-    void,
     cross,
     seen_edges,
     seen_cell,
     seen_stop,
-    threshold,
     marks,
-    counts,
     output,
     lse,
     rows,
@@ -94,16 +92,14 @@ def _far(
     value_row,
     visible_entry,
     slots,
-    bytes_of_marks,
+    words,
     scale,
     segment,
     window,
     segments,
     sinks,
     CAUSAL: tl.constexpr,
-    FULL: tl.constexpr,
     NARROW: tl.constexpr,
-    SPREADS: tl.constexpr,
     MOST: tl.constexpr,
     MOST_SQ: tl.constexpr,
     BM: tl.constexpr,
@@ -115,16 +111,12 @@ def _far(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """FULL: once more, for blocks with a row for which more cells reach the threshold than there is room for."""
     LOG2E: tl.constexpr = 1.4426950408889634
     ODD: tl.constexpr = 1e38
     entry = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
     place = entry * rows + row
-    if FULL:
-        if tl.max(tl.load(counts + place, mask=there, other=0), 0) < slots:
-            return
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -133,7 +125,6 @@ def _far(
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
     weight += entry * cells
-    void += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
@@ -182,30 +173,22 @@ def _far(
         product = tl.where(seen, product, -float("inf"))
         top, mass, total = attend(product, value, scale * LOG2E, top, mass, total, IP)
 
-    # Cells below the threshold.
-    square = squares_of(query, scale, SPREADS, MOST_SQ, DT)
-    least_score = tl.load(threshold + place, mask=there, other=float("inf"))
+    # Cells that are not opened.
+    square = squares_of(query, scale, 1.0, MOST_SQ, DT)
     least = tl.min(tl.where(there, closed, segments), 0)
     most = tl.max(closed, 0)
     lane = tl.arange(0, BC)
-    # A product with these packs eight cells into a byte, and counts them.
-    pack = tl.arange(0, 16)
-    powers = tl.where(lane[:, None] // 8 == pack[None, :], (1 << (lane % 8))[:, None], 0)
-    powers = tl.where(pack[None, :] == 8, 1, powers).to(tl.float16)
-    filled = tl.zeros([BM], tl.float32)
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        asked = tl.where(mine, least_score, float("inf"))
         mass_before, top_before = mass, top
         first_run = tl.load(seen_edges + past)
         last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
-        byte = 0
+        number = 0
         for run in range(first_run, last_run):
             stop = tl.load(seen_stop + run)
             for start in range(tl.load(seen_cell + run), stop, BC):
                 cell = start + lane
                 real = cell < stop
-                none = tl.load(void + cell, mask=real, other=-float("inf"))
                 count = tl.load(weight + cell, mask=real, other=-float("inf"))
                 first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
                 value = tl.load(
@@ -213,11 +196,8 @@ def _far(
                     mask=real[:, None] & value_wide[None, :],
                     other=0.0,
                 )
-                taken = score_of(first, spread, none, scale) >= asked[:, None]
-                if FULL:
-                    # The last slot is for what is not opened. Cells for which there is no room stay closed.
-                    taken = taken & (filled[:, None] + tl.cumsum(taken.to(tl.float32), 1) < slots)
-                boost = 1.0 + tl.minimum(spread, MOST * SPREADS * SPREADS) * (0.25 / (SPREADS * SPREADS))
+                taken = is_marked(marks + place * words + number, there, lane)
+                boost = 1.0 + 0.25 * tl.minimum(spread, MOST)
                 logit = first * (scale * LOG2E) + count[None, :]
                 if NARROW:
                     # float16 holds no weight much beyond 1.
@@ -231,14 +211,7 @@ def _far(
                 mass = mass * shrink + tl.sum(power, 1)
                 total = total * shrink[:, None] + tl.dot(power.to(value.dtype), value, input_precision=IP)
                 top = new
-                packed = tl.dot(taken.to(tl.float16), powers)
-                filled += tl.sum(tl.where(pack[None, :] == 8, packed, 0.0), 1)
-                tl.store(
-                    marks + place[:, None] * bytes_of_marks + byte + pack[None, :],
-                    packed.to(tl.uint8),
-                    mask=mine[:, None] & (pack < BC // 8)[None, :],
-                )
-                byte += BC // 8
+                number += BC // 32
         if last_run > first_run:
             far = tl.where(mine, mass - mass_before * tl.exp2(top_before - tl.where(top > -float("inf"), top, 0.0)), 0.0)
             tilt = tl.zeros([BM, BV], tl.float32)
@@ -254,8 +227,6 @@ def _far(
                 )
                 tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
             total += (far * scale)[:, None] * tilt
-    if not FULL:
-        tl.store(counts + place, filled.to(tl.int32), mask=there)
 
     # A cell with a member that is not finite outweighs everything.
     mass = tl.where(top >= ODD, float("nan"), mass)
@@ -279,155 +250,60 @@ def far(
     layout: Layout,
     settings: CellSettings,
     scale: float,
-    threshold: Tensor,
+    marks: Tensor,
     output: Tensor,
     lse: Tensor,
-) -> Tensor:
+) -> None:
     """Fills in the last slot of `output` `[entries, rows, slots, value_dim]` and of `lse` (base 2).
 
-    Returns which cells are to be opened, `[entries, rows, words]`: a bit for every column of the row.
+    `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened.
     """
     entries, rows, dim = queries.shape
     value_dim = values.shape[2]
-    marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=queries.device)
-    counts = torch.empty(entries, rows, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("far", max(dim, value_dim), queries.dtype)
-    for full in (False, True):
-        _far[(triton.cdiv(rows, blocks.rows), entries)](
-            queries,
-            keys,
-            values,
-            visible,
-            tables.centroid,
-            tables.variance,
-            tables.value,
-            tables.weight,
-            tables.void,
-            tables.cross,
-            layout.seen_edges,
-            layout.seen_cell,
-            layout.seen_stop,
-            threshold,
-            marks.view(torch.uint8),
-            counts,
-            output,
-            lse,
-            rows,
-            layout.cells,
-            dim,
-            value_dim,
-            *queries.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            visible.stride(0),
-            lse.shape[2],
-            4 * layout.words,
-            scale,
-            layout.segment,
-            settings.window,
-            layout.segments,
-            settings.sinks,
-            CAUSAL=settings.segment > 0,
-            FULL=full,
-            NARROW=queries.dtype == torch.float16,
-            SPREADS=ROUTE_SPREADS,
-            MOST=MOST_SPREAD,
-            MOST_SQ=MOST_SQUARE,
-            BM=blocks.rows,
-            BN=blocks.keys,
-            BC=COLUMNS,
-            BD=padded(dim),
-            BV=padded(value_dim),
-            BK=min(64, padded(dim)),
-            DT=dot_type(queries.dtype),
-            IP=precision(queries.dtype),
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
-    return marks
-
-
-@triton.jit
-def _list(
-    marks,
-    visible,
-    tile_edges,
-    tile_cell,
-    opened,
-    rows,
-    visible_entry,
-    opened_entry,
-    slots,
-    words,
-    segment,
-    window,
-    segments,
-    CAUSAL: tl.constexpr,
-    PER_TILE: tl.constexpr,
-    BM: tl.constexpr,
-    BW: tl.constexpr,
-    BS: tl.constexpr,
-):
-    """The numbers of the cells whose bits are set, in the order of columns."""
-    entry = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
-    opened += entry * opened_entry
-    sees = tl.load(visible + entry * visible_entry + row, mask=there, other=0).to(tl.int32)
-    closed = closed_segments(sees, segment, window, segments, CAUSAL)
-    begin = tl.load(tile_edges + closed, mask=there, other=0)
-    filled = tl.zeros([BM], tl.int32)
-    for start in range(0, words, BW):
-        number = start + tl.arange(0, BW)
-        word = tl.load(
-            marks + (entry * rows + row)[:, None] * words + number[None, :],
-            mask=there[:, None] & (number < words)[None, :],
-            other=0,
-        )
-        # How many bits are set: of 2, 4, 8, 16, 32 neighbours.
-        bits = word - ((word >> 1) & 0x55555555)
-        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-        bits = bits + (bits >> 8)
-        bits = (bits + (bits >> 16)) & 0x3F
-        slot = filled[:, None] + tl.cumsum(bits, 1) - bits
-        filled += tl.sum(bits, 1)
-        tile = begin[:, None] + (number // PER_TILE)[None, :]
-        first = tl.load(tile_cell + tile, mask=word != 0, other=0) + (number % PER_TILE)[None, :] * 32
-        while tl.max(tl.max((word != 0).to(tl.int32), 1), 0) > 0:
-            low = word & -word
-            # log2 of one bit; the highest is a negative number.
-            bit = tl.where(low < 0, 31, (tl.log2(tl.where(low > 0, low, 1).to(tl.float32)) + 0.5).to(tl.int32))
-            tl.store(opened + row[:, None] * slots + slot, first + bit, mask=(word != 0) & (slot < slots))
-            slot += 1
-            word = word ^ low
-    rest = tl.arange(0, BS)
-    beyond = there[:, None] & (rest[None, :] >= filled[:, None]) & (rest < slots)[None, :]
-    tl.store(opened + row[:, None] * slots + rest[None, :], tl.full([BM, BS], -1, tl.int32), mask=beyond)
-
-
-def opened_cells(marks: Tensor, visible: Tensor, layout: Layout, settings: CellSettings, opened: Tensor) -> None:
-    """Fills in `opened` `[entries, rows, slots]`: the cells whose bits are set, -1 where there are no more."""
-    entries, rows, words = marks.shape
-    block = 64
-    _list[(triton.cdiv(rows, block), entries)](
-        marks,
+    _far[(triton.cdiv(rows, blocks.rows), entries)](
+        queries,
+        keys,
+        values,
         visible,
-        layout.tile_edges,
-        layout.tile_cell,
-        opened,
+        tables.centroid,
+        tables.variance,
+        tables.value,
+        tables.weight,
+        tables.cross,
+        layout.seen_edges,
+        layout.seen_cell,
+        layout.seen_stop,
+        marks,
+        output,
+        lse,
         rows,
+        layout.cells,
+        dim,
+        value_dim,
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
         visible.stride(0),
-        opened.stride(0),
-        opened.shape[2],
-        words,
+        lse.shape[2],
+        layout.words,
+        scale,
         layout.segment,
         settings.window,
         layout.segments,
+        settings.sinks,
         CAUSAL=settings.segment > 0,
-        PER_TILE=COLUMNS // 32,
-        BM=block,
-        BW=min(32, triton.next_power_of_2(words)),
-        BS=triton.next_power_of_2(opened.shape[2]),
-        num_warps=4,
+        NARROW=queries.dtype == torch.float16,
+        MOST=MOST_SPREAD,
+        MOST_SQ=MOST_SQUARE,
+        BM=blocks.rows,
+        BN=blocks.keys,
+        BC=COLUMNS,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        BK=min(64, padded(dim)),
+        DT=dot_type(queries.dtype),
+        IP=precision(queries.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
     )

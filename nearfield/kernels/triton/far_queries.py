@@ -9,6 +9,7 @@ from torch import Tensor
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
 from nearfield.kernels.triton.common import dot_type, padded, precision
 from nearfield.kernels.triton.layout import COLUMNS, Layout
+from nearfield.kernels.triton.mark import is_marked
 from nearfield.kernels.triton.route import closed_segments, squares_of
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tables import Tables
@@ -187,11 +188,7 @@ def _far_queries(
                     first = tl.dot(query, tl.trans(mean), input_precision=IP)
                     second = tl.dot(square, tl.trans(spread), input_precision=IP)
                     boost = 1.0 + 0.25 * tl.minimum(second, MOST)
-                    word = tl.load(marks + place * words + number, mask=there, other=0)[:, None]
-                    if BC == 64:
-                        more = tl.load(marks + place * words + number + 1, mask=there, other=0)
-                        word = tl.where((lane < 32)[None, :], word, more[:, None])
-                    taken = (word & (1 << (lane % 32))[None, :]) != 0
+                    taken = is_marked(marks + place * words + number, there, lane)
                     logit = first * (scale * LOG2E) + (count[None, :] - base[:, None])
                     weight = tl.where(taken, 0.0, tl.exp2(logit) * (boost * boost))
                     far += tl.sum(weight, 1)

@@ -1,25 +1,26 @@
-"""Which cells a row may open: a threshold on their scores, found without a [rows, cells] table in memory.
+"""Which cells a row opens: those of the best scores, found without a [rows, cells] table in memory.
 
-One sweep over the cells keeps the best score (for many probes the best two or four) of each of `COLUMNS` classes, the cells that
-meet in the same column of a tile; the P-th best of these is a threshold that at least P cells reach, and rarely more.
+One sweep over the cells keeps the two (for many probes four) best scores of each of `COLUMNS` classes, the cells that meet in the
+same column of a tile; the P best of these are opened. A cell among the P best of all is missed only where two (four) better ones
+are in its class.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SQUARE, ROUTE_SPREADS, CellSettings
 from nearfield.kernels.triton.common import dot_type, padded, precision
-from nearfield.kernels.triton.layout import COLUMNS, Layout
-from nearfield.kernels.triton.tables import Tables
+from nearfield.kernels.triton.layout import COLUMNS, MOST_TILES, Layout
+from nearfield.kernels.triton.tables import VOID, Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
-BISECTIONS = 20
-FEW_PROBES, MANY_PROBES = 8, 32
-"""Up to so many one score of each class is kept, up to so many two, beyond that four."""
+BISECTIONS = 12
+"""Cells whose scores differ by less than a 4,096th of those of the best and the worst kept one are as good as each other."""
+FEW_PROBES = 32
+"""Up to so many two scores of each class are kept, beyond that four."""
 
 
 @triton.jit
@@ -49,20 +50,27 @@ def cell_moments(query, square, centroid, variance, cell, stop, column, wide, di
 
 
 @triton.jit
-def score_of(first, spread, none, scale):
-    """q.mu plus so many standard deviations, for all of a tile of cells."""
-    spread = tl.maximum(spread, 1e-30)
-    return first * scale + (spread * tl.rsqrt(spread) + none[None, :])
-
-
-@triton.jit
-def least_of(scores):
+def least_of(scores, NONE: tl.constexpr):
     """The least in each row that is one."""
-    return tl.min(tl.where(scores > -float("inf"), scores, float("inf")), 1)
+    return tl.min(tl.where(scores > NONE, scores, float("inf")), 1)
 
 
 @triton.jit
-def _threshold(
+def list_above(scores, least, filled, opened, tile_cell, begin, lane, probes, NONE: tl.constexpr, TILES: tl.constexpr):
+    """Add the cells whose scores are not below `least` to the list of each row, as long as there is room."""
+    taken = (scores >= least[:, None]) & (scores > NONE)
+    # A product numbers them 1, 2, 3, ...; from 2^23 on the bits of a float32 count up by one.
+    number = tl.dot(taken.to(tl.float16), (lane[:, None] <= lane[None, :]).to(tl.float16))
+    slot = (number + 8388608.0).to(tl.int32, bitcast=True) + (filled - 0x4B000001)[:, None]
+    taken = taken & (slot < probes)
+    tile = scores.to(tl.int32, bitcast=True) & (TILES - 1)
+    cell = tl.load(tile_cell + begin[:, None] + tile, mask=taken, other=0) + lane[None, :]
+    tl.store(opened[:, None] + slot, cell, mask=taken)
+    return filled + tl.max(number, 1).to(tl.int32)
+
+
+@triton.jit
+def _route(
     queries,
     visible,
     centroid,
@@ -71,13 +79,16 @@ def _threshold(
     seen_edges,
     seen_cell,
     seen_stop,
-    threshold,
+    tile_edges,
+    tile_cell,
+    opened,
     rows,
     cells,
     dim,
     query_entry,
     query_row,
     visible_entry,
+    opened_entry,
     scale,
     segment,
     window,
@@ -86,6 +97,8 @@ def _threshold(
     CAUSAL: tl.constexpr,
     SPREADS: tl.constexpr,
     MOST_SQ: tl.constexpr,
+    VOID: tl.constexpr,
+    TILES: tl.constexpr,
     STEPS: tl.constexpr,
     DEPTH: tl.constexpr,
     BM: tl.constexpr,
@@ -94,6 +107,7 @@ def _threshold(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
+    NONE: tl.constexpr = VOID / 2
     entry = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
@@ -111,35 +125,39 @@ def _threshold(
     least = tl.min(tl.where(there, closed, segments), 0)
     most = tl.max(closed, 0)
     lane = tl.arange(0, BC)
-    best = tl.full([BM, BC], -float("inf"), tl.float32)
-    second = tl.full([BM, BC], -float("inf"), tl.float32)
-    third, fourth = second, second
+    best = tl.full([BM, BC], VOID, tl.float32)
+    second, third, fourth = best, best, best
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        other = tl.where(mine, 0.0, -float("inf"))
+        other = tl.where(mine, 0.0, VOID)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
         end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        tile = 0
         for run in range(tl.load(seen_edges + past), end):
             stop = tl.load(seen_stop + run)
             for start in range(tl.load(seen_cell + run), stop, BC):
                 cell = start + lane
-                none = tl.load(void + cell, mask=cell < stop, other=-float("inf"))
+                none = tl.load(void + cell, mask=cell < stop, other=VOID)
                 first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
-                score = score_of(first, spread, none, scale) + other[:, None]
+                spread = tl.maximum(spread, 1e-30)
+                score = first * scale + (spread * tl.rsqrt(spread) + none[None, :]) + other[:, None]
+                # The last digits of a score tell its tile, and its column the cell in there.
+                score = ((score.to(tl.int32, bitcast=True) & -TILES) | tile).to(tl.float32, bitcast=True)
                 if DEPTH > 2:
                     fourth = tl.maximum(fourth, tl.minimum(third, score))
                     third = tl.maximum(third, tl.minimum(second, score))
                 if DEPTH > 1:
                     second = tl.maximum(second, tl.minimum(best, score))
                 best = tl.maximum(best, score)
+                tile += 1
 
     # The largest number, up to bisection, that `probes` of the kept scores reach.
     high = tl.max(best, 1)
-    low = least_of(best)
+    low = least_of(best, NONE)
     if DEPTH > 1:
-        low = tl.minimum(low, least_of(second))
+        low = tl.minimum(low, least_of(second, NONE))
     if DEPTH > 2:
-        low = tl.minimum(low, tl.minimum(least_of(third), least_of(fourth)))
+        low = tl.minimum(low, tl.minimum(least_of(third, NONE), least_of(fourth, NONE)))
     low = tl.minimum(low, high)
     for _ in range(STEPS):
         middle = 0.5 * (low + high)
@@ -150,16 +168,36 @@ def _threshold(
             reach += tl.sum((third >= middle[:, None]).to(tl.int32) + (fourth >= middle[:, None]).to(tl.int32), 1)
         low = tl.where(reach >= probes, middle, low)
         high = tl.where(reach >= probes, high, middle)
-    # Where there is no cell, none is opened.
-    tl.store(threshold + entry * rows + row, tl.where(high > -float("inf"), low, float("inf")), mask=there)
+    low = tl.where(there, low, float("inf"))
+
+    opened += entry * opened_entry + row * probes
+    begin = tl.load(tile_edges + closed)
+    filled = list_above(best, low, tl.zeros([BM], tl.int32), opened, tile_cell, begin, lane, probes, NONE, TILES)
+    if DEPTH > 1:
+        filled = tl.minimum(filled, probes)
+        filled = list_above(second, low, filled, opened, tile_cell, begin, lane, probes, NONE, TILES)
+    if DEPTH > 2:
+        filled = tl.minimum(filled, probes)
+        filled = list_above(third, low, filled, opened, tile_cell, begin, lane, probes, NONE, TILES)
+        filled = tl.minimum(filled, probes)
+        filled = list_above(fourth, low, filled, opened, tile_cell, begin, lane, probes, NONE, TILES)
+    for slot in range(probes):
+        tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
 
-def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout, settings: CellSettings, scale: float) -> Tensor:
-    """The score from which on queries `[entries, rows, dim]` open a cell: `[entries, rows]`."""
+def route(
+    queries: Tensor,
+    visible: Tensor,
+    tables: Tables,
+    layout: Layout,
+    settings: CellSettings,
+    scale: float,
+    opened: Tensor,
+) -> None:
+    """Fills in the cells that queries `[entries, rows, dim]` open, `[entries, rows, probes]`; -1 where there are no more."""
     entries, rows, dim = queries.shape
-    threshold = torch.empty(entries, rows, device=queries.device)
     blocks = blocks_for("route", dim, queries.dtype)
-    _threshold[(triton.cdiv(rows, blocks.rows), entries)](
+    _route[(triton.cdiv(rows, blocks.rows), entries)](
         queries,
         visible,
         tables.centroid,
@@ -168,13 +206,16 @@ def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout,
         layout.seen_edges,
         layout.seen_cell,
         layout.seen_stop,
-        threshold,
+        layout.tile_edges,
+        layout.tile_cell,
+        opened,
         rows,
         layout.cells,
         dim,
         queries.stride(0),
         queries.stride(1),
         visible.stride(0),
+        opened.stride(0),
         scale,
         layout.segment,
         settings.window,
@@ -183,8 +224,10 @@ def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout,
         CAUSAL=settings.segment > 0,
         SPREADS=ROUTE_SPREADS,
         MOST_SQ=MOST_SQUARE,
+        VOID=VOID,
+        TILES=MOST_TILES,
         STEPS=BISECTIONS,
-        DEPTH=1 if settings.probes <= FEW_PROBES else 2 if settings.probes <= MANY_PROBES else 4,
+        DEPTH=2 if settings.probes <= FEW_PROBES else 4,
         BM=blocks.rows,
         BC=COLUMNS,
         BD=padded(dim),
@@ -193,4 +236,3 @@ def thresholds(queries: Tensor, visible: Tensor, tables: Tables, layout: Layout,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
-    return threshold

@@ -29,8 +29,8 @@ class Rows:
     def count(self) -> int:
         return self.queries.shape[1]
 
-    def part(self, rows: slice) -> Rows:
-        return Rows(*(x[:, rows] for x in (self.queries, self.visible, self.grads, self.lse, self.delta)))
+    def part(self, entries: slice, rows: slice) -> Rows:
+        return Rows(*(x[entries, rows] for x in (self.queries, self.visible, self.grads, self.lse, self.delta)))
 
 
 @triton.jit

@@ -14,6 +14,8 @@ from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.sort import sorted_cells
 from nearfield.partition.cells import MOST_VARIANCE
 
+VOID = -1e30
+"""Added to the score of a cell that is not to be opened."""
 MEMBERS = 32
 """Keys that a program reads at a time."""
 CHUNK = 1024
@@ -30,7 +32,7 @@ class Tables:
     starts: Tensor
     """`[entries * cells + 1]`: the range of each cell in `order`"""
     void: Tensor
-    """`[entries, cells]`: -inf where a cell is not to be opened, because it is empty or has a member that is not finite; else 0"""
+    """`[entries, cells]`: `VOID` where a cell is empty or has a member that is not finite, so that it is not opened; else 0"""
     weight: Tensor
     """`[entries, cells]`: log2 of how many keys; -inf where it is empty, 3e38 where a member is not finite"""
     centroid: Tensor
@@ -46,6 +48,12 @@ class Tables:
     def cells(self) -> int:
         """per entry"""
         return self.void.shape[1]
+
+    def of(self, entries: slice) -> Tables:
+        """Those of some entries."""
+        starts = self.starts[entries.start * self.cells : entries.stop * self.cells + 1]
+        others = (self.void, self.weight, self.centroid, self.variance, self.value, self.cross, self.pooled)
+        return Tables(self.order, starts, *(x[entries] for x in others))
 
 
 @triton.jit
@@ -70,6 +78,7 @@ def _moments(
     value_entry,
     value_row,
     MOST: tl.constexpr,
+    NOTHING: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
@@ -122,7 +131,7 @@ def _moments(
         tl.where(fine, mean_value, 0.0).to(low_value.dtype.element_ty),
         mask=value_wide,
     )
-    tl.store(void + cell, tl.where(fine & (last > first), 0.0, -float("inf")))
+    tl.store(void + cell, tl.where(fine & (last > first), 0.0, NOTHING))
     count = tl.where(last > first, tl.log2(tl.maximum(last - first, 1).to(tl.float32)), -float("inf"))
     tl.store(weight + cell, tl.where(fine, count, 3e38))
 
@@ -245,6 +254,7 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             *keys.stride()[:2],
             *values.stride()[:2],
             MOST=MOST_VARIANCE,
+            NOTHING=VOID,
             BM=MEMBERS,
             BD=padded(dim),
             BV=padded(value_dim),
