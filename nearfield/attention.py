@@ -57,7 +57,8 @@ def attention(
         backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`, `"triton"`).
         check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN (plain short
             inputs without a mask: in its column), all others untouched. On a GPU exact attention leaves non-finite inputs to
-            SDPA, which may spoil more rows of a head. It never raises under torch.compile or inside a transform of torch.func, where values cannot be looked at.
+            SDPA, which may spoil more rows of a head. It never raises under torch.compile or inside a transform of
+            torch.func, where values cannot be looked at.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
@@ -71,9 +72,8 @@ def attention(
         if output is not None:
             return output
     method = method or Auto()
-    problem = check(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, _looks(method, query, value, dropout_p, backend, gradient)
-    )
+    look = _looks(method, query, value, dropout_p, backend, gradient)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, look)
     call = _call(problem, generator, backend, gradient)
     return _finish(problem, _run(problem, method, call))
 
@@ -113,9 +113,8 @@ def estimate(
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
     method = method or Auto()
-    problem = check(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, _looks(method, query, value, dropout_p, backend, gradient)
-    )
+    look = _looks(method, query, value, dropout_p, backend, gradient)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, look)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     outcome = _run(problem, method, call)
     output = _finish(problem, outcome)
@@ -152,9 +151,7 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     return output
 
 
-def _looks(
-    method: Method, query: Tensor, value: Tensor, dropout_p: float, backend: str, gradient: Gradient | None
-) -> bool:
+def _looks(method: Method, query: Tensor, value: Tensor, dropout_p: float, backend: str, gradient: Gradient | None) -> bool:
     """Whether to look for non-finite inputs first. That would mean to wait for a GPU, and some methods do without."""
     if gradient is not None or backend == "reference" or not (isinstance(query, Tensor) and isinstance(value, Tensor)):
         return True

@@ -25,8 +25,8 @@ def check(backend: str, device: torch.device) -> None:
     # On a CPU Triton's interpreter runs the kernels, slowly: for tests.
     if backend == "triton" and not (runs_triton(device) or (HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")):
         raise ValueError(
-            f"backend='triton' needs Triton and an NVIDIA GPU of compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or "
-            f"later, got {device}; use backend='auto'"
+            "backend='triton' needs Triton and an NVIDIA GPU of compute capability "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or later, got {device}; use backend='auto'"
         )
 
 

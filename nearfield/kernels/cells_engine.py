@@ -14,9 +14,7 @@ from nearfield.kernels.cells_plan import CellPlan, CellSettings, closed_keys
 from nearfield.partition import BY_NAME
 
 
-def empty_results(
-    queries: Tensor, keys: Tensor, values: Tensor, settings: CellSettings, backend: str
-) -> tuple[Tensor, ...]:
+def empty_results(queries: Tensor, keys: Tensor, values: Tensor, settings: CellSettings, backend: str) -> tuple[Tensor, ...]:
     """Where the results of `forward` go: output, lse, stderr, and the plan."""
     batch, rows, length = *queries.shape[:2], keys.shape[1]
     compute = torch.promote_types(queries.dtype, torch.float32)
@@ -56,9 +54,7 @@ def forward(
         from nearfield.kernels import cells_gpu
 
         iterations, start = options
-        cells_gpu.forward(
-            queries, keys, values, visible, settings, scale, iterations, start, output, lse, results[3], results[5]
-        )
+        cells_gpu.forward(queries, keys, values, visible, settings, scale, iterations, start, output, lse, results[3], results[5])
         return results
     build = BY_NAME[partition](*options)
     for entry in range(len(queries)):

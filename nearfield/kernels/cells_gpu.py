@@ -85,7 +85,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice]]:
-    """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: a cell then has many of them."""
+    """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: tiles are then full."""
     budget = max(LEAST_BYTES, sum(x.numel() * x.element_size() for x in inputs) // SHARE)
     some = max(1, min(entries, MOST_ENTRIES, budget // max(1, per_row * rows)))
     step = rows if some > 1 else max(1024, budget // per_row // 1024 * 1024)

@@ -20,7 +20,7 @@ from nearfield.kernels.triton.spread import spread
 from nearfield.kernels.triton.tables import Tables, moments_of, tabulate
 
 LEAST_BYTES = 256 << 20
-SPLITS = 8
+SPLITS = 4
 """Shares of the rows that kernels per cell are given to: enough programs to fill a card."""
 
 
@@ -38,57 +38,65 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, the plan held fixed."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
     factor = 1.0 if scale > 0 else -1.0 if scale else 0.0
     queries, scale = upright(queries, scale)
     output_grad, queries, keys, values = (dense(x) for x in (output_grad, queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_of(keys.shape[1], settings, keys.device)
-    for part in _entries(queries, keys, values, opened, layout.words):
-        rows = rows_of(queries[part], visible[part], output[part], lse[part], output_grad[part])
-        into = tuple(x[part] for x in grads)
-        _some_entries(rows, keys[part], values[part], cell_of[part], opened[part], settings, scale, into)
+    rows = rows_of(queries, visible, output, lse, output_grad)
+    row_starts = _row_starts(rows.visible, layout, settings)
+    moments = moments_of(keys, values, cell_of, layout)
+    tables = tabulate(keys, values, moments, layout)
+    far_mass, along = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
+    marks = _queries(rows, keys, values, tables, layout, settings, scale, opened, grads[0], far_mass, along)
+    tables_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
+    del marks
+    covariance_grad = tilt(rows, layout, settings, scale, far_mass, row_starts).div_(tables.pooled[:, 1:, None, None])
+    cross_grad = torch.matmul(layout.seen[1:].T, covariance_grad.flatten(2)).unflatten(2, covariance_grad.shape[2:])
+    for part in _entries(queries, keys, values, opened):
+        own_keys, own_values = keys[part], values[part]
+        key_grad, value_grad = (torch.empty(x.shape, device=x.device) for x in (own_keys, own_values))
+        spread(
+            own_keys,
+            own_values,
+            cell_of[part],
+            moments.of(part),
+            layout,
+            *(x[part] for x in tables_grad),
+            cross_grad[part],
+            key_grad,
+            value_grad,
+        )
+        own = rows.part(part, slice(None))
+        starts = row_starts[part]
+        local_keys(own, own_keys, own_values, layout, settings, scale, starts, key_grad, value_grad, deterministic)
+        near_keys(
+            own,
+            own_keys,
+            own_values,
+            tables.of(part),
+            settings,
+            opened[part],
+            scale,
+            key_grad,
+            value_grad,
+            layout.heights if deterministic else [(0, layout.cells)],
+            layout if deterministic else None,
+        )
+        grads[1][part].copy_(key_grad)
+        grads[2][part].copy_(value_grad)
     return (grads[0] if factor == 1.0 else grads[0] * factor, *grads[1:])
 
 
-def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor, words: int) -> Iterator[slice]:
-    """Entries of the batch whose float32 sums, grouped pairs and marks fit into memory half as large as the inputs."""
+def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor) -> Iterator[slice]:
+    """Entries of the batch whose float32 sums and grouped pairs fit into memory half as large as the inputs."""
     inputs = sum(x.numel() * x.element_size() for x in (queries, keys, values))
-    per_entry = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel() + 4 * words * opened.shape[1]
+    per_entry = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
     step = max(1, min(MOST_ENTRIES, max(LEAST_BYTES, inputs // 2) // max(1, per_entry)))
     for start in range(0, len(queries), step):
         yield slice(start, min(start + step, len(queries)))
-
-
-def _some_entries(
-    rows: Rows,
-    keys: Tensor,
-    values: Tensor,
-    cell_of: Tensor,
-    opened: Tensor,
-    settings: CellSettings,
-    scale: float,
-    into: tuple[Tensor, ...],
-) -> None:
-    """Fills in the gradients of some entries of the batch."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    layout = layout_of(keys.shape[1], settings, keys.device)
-    moments = moments_of(keys, values, cell_of, layout)
-    tables = tabulate(keys, values, moments, layout)
-    row_starts = _row_starts(rows.visible, layout, settings)
-    key_grad, value_grad = (torch.empty(x.shape, device=x.device) for x in (keys, values))
-    far_mass, along = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
-    marks = _queries(rows, keys, values, tables, layout, settings, scale, opened, into[0], far_mass, along)
-    tables_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
-    del marks
-    covariance_grad = tilt(rows, layout, settings, scale, far_mass, row_starts) / tables.pooled[:, 1:, None, None]
-    cross_grad = torch.matmul(layout.seen[1:].T, covariance_grad.flatten(2)).unflatten(2, covariance_grad.shape[2:])
-    spread(keys, values, cell_of, moments, layout, *tables_grad, cross_grad.contiguous(), key_grad, value_grad)
-    local_keys(rows, keys, values, layout, settings, scale, row_starts, key_grad, value_grad, deterministic)
-    heights = layout.heights if deterministic else [(0, layout.cells)]
-    near_keys(rows, keys, values, tables, settings, opened, scale, key_grad, value_grad, heights, deterministic)
-    into[1].copy_(key_grad)
-    into[2].copy_(value_grad)
 
 
 def _row_starts(visible: Tensor, layout: Layout, settings: CellSettings) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
 from nearfield.kernels.triton.layout import Layout, Sample
-from nearfield.kernels.triton.sort import sorted_cells
+from nearfield.kernels.triton.sort import Narrow, sorted_numbers
 
 POINTS = 128
 CELLS = 64
@@ -109,6 +109,7 @@ def _nearest(
     point_row,
     found_entry,
     found_height,
+    shift,
     PREPARED: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
@@ -118,7 +119,7 @@ def _nearest(
 ):
     """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points.
 
-    PREPARED: points are already of this form, and their cells are counted on over the entries.
+    PREPARED: points are already of this form, and their cells are counted on over the entries, see `sort.Narrow`.
     """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
@@ -128,9 +129,8 @@ def _nearest(
     point = point.to(tl.int64)
     column = tl.arange(0, BD)
     wide = column < dim
-    x = tl.load(
-        points + entry * point_entry + point[:, None] * point_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-    )
+    points += entry * point_entry
+    x = tl.load(points + point[:, None] * point_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
     if not PREPARED:
         shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
         stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
@@ -149,9 +149,9 @@ def _nearest(
         chosen = tl.where(top > best, winner, chosen)
         best = tl.maximum(top, best)
     if PREPARED:
-        chosen += (entry * cells).to(tl.int32)
+        chosen += (entry * cells).to(tl.int32) - shift
     height = tl.load(span_height + span).to(tl.int64)
-    tl.store(found + entry * found_entry + height * found_height + point, chosen, mask=there)
+    tl.store(found + entry * found_entry + height * found_height + point, chosen.to(found.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tens
     """
     entries, _, dim = keys.shape
     sample = layout.sample(seed)
-    size, cells, spans, device = sample.size, layout.cells, len(layout.spans.all), keys.device
+    size, spans, device = sample.size, len(layout.spans.all), keys.device
     if not spans:
         return
     offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
@@ -256,15 +256,15 @@ class _Moving:
         self.layout, self.sample, self.points, self.centroids, self.half = layout, sample, points, centroids, half
         self.offset, self.weight, self.common = offset, weight, common
         entries, _, self.dim = points.shape
-        self.assigned = torch.empty(entries, sample.size, dtype=torch.int32, device=points.device)
+        self.narrow = Narrow(entries * layout.cells)
+        self.assigned = torch.empty(entries, sample.size, dtype=self.narrow.dtype, device=points.device)
 
     def step(self, turn: int) -> None:
         """Points to their nearest centroids, centroids to the means of their points."""
         first, entries = self.sample.first, len(self.points)
         self._nearest(self.points, self.sample.edges, self.sample.chunks(POINTS), self.assigned, 0, True)
-        total = entries * self.layout.cells
-        order, starts = sorted_cells(self.assigned, total)
-        _means[(total,)](
+        _, order, starts = sorted_numbers(self.assigned, self.layout, entries)
+        _means[(self.narrow.last,)](
             self.points,
             order,
             starts,
@@ -308,6 +308,7 @@ class _Moving:
             *points.stride()[:2],
             found.stride(0),
             found_height,
+            self.narrow.shift,
             PREPARED=prepared,
             BP=POINTS,
             BC=CELLS,

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.triton.sort import sorted_cells
+from nearfield.kernels.triton.layout import Layout
+from nearfield.kernels.triton.sort import narrowed, sorted_numbers
 from nearfield.kernels.triton.tables import Tables
 
 ENTRIES_OF_A_BLOCK = 8
@@ -100,16 +101,17 @@ def _blocks(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr
     tl.store(at + 4, tl.load(starts + cell + 1), mask=there)
 
 
-def group(opened: Tensor, tables: Tables, size: int, stable: bool = False) -> Groups:
+def group(opened: Tensor, tables: Tables, size: int, stable: Layout | None = None) -> Groups:
     """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`.
 
-    The order of pairs inside a cell is not the same in every run, unless `stable`; each row is by itself, so that it does not
-    matter where nothing is summed over rows.
+    The order of pairs inside a cell is not the same in every run, unless a layout to sort by is given (`stable`); each row is by
+    itself, so that it does not matter where nothing is summed over rows.
     """
     entries, rows, slots = opened.shape
     device, cells = opened.device, tables.cells
     total, per_entry = entries * cells, rows * slots
-    assert opened.stride(1) == slots and opened.numel() < 2**31
+    assert opened.stride(1) == slots
+    assert opened.numel() < 2**31
     counts = torch.zeros(total, dtype=torch.int32, device=device)
     first, edges = (torch.empty(total + 1, dtype=torch.int32, device=device) for _ in range(2))
     grid = (triton.cdiv(per_entry, PAIRS), entries)
@@ -118,9 +120,8 @@ def group(opened: Tensor, tables: Tables, size: int, stable: bool = False) -> Gr
     _scan[(1,)](counts, first, edges, total, size, BC=1024, num_warps=4)
     most = triton.cdiv(opened.numel(), size) + total
     blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)
-    if stable:
-        number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
-        pair = sorted_cells(torch.where(opened < 0, total, opened + number), total)[0].int()
+    if stable is not None:
+        pair = sorted_numbers(narrowed(opened, stable), stable, entries)[1].int()
     else:
         pair = torch.empty(opened.numel(), dtype=torch.int32, device=device)
         if total:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -112,6 +112,7 @@ class Layout:
     _keys: Chunks = field(repr=False)
     _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _samples: dict[int, Sample] = field(default_factory=dict, repr=False)
+    _made: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def cells(self) -> int:
@@ -135,6 +136,31 @@ class Layout:
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
         """The keys of all spans in chunks of at most `size`: the span of each chunk, and its number in there."""
         return self._keys.of(size)
+
+    def numbers(self, entries: int) -> Tensor:
+        """The cells of all entries and one more, as they are when they are sorted: see `sort.Narrow`."""
+        return self._kept("numbers", entries, lambda: self._numbers(entries * self.cells))
+
+    def _numbers(self, last: int) -> Tensor:
+        shift, dtype = (1 << 15, torch.int16) if last < 1 << 16 else (0, torch.int32)
+        return torch.arange(-shift, last + 1 - shift, device=self.span_of.device, dtype=dtype)
+
+    def first_cells(self, entries: int) -> Tensor:
+        """`[entries, spans + 1]`: the first cell of each span, counted on over the entries."""
+
+        def make() -> Tensor:
+            return torch.arange(entries, device=self.span_of.device)[:, None] * self.cells + self.span_cell
+
+        return self._kept("first_cells", entries, make)
+
+    def seen_chunks(self, size: int) -> Tensor:
+        """`[segments + 1, chunks]`: 1 where a row with s closed segments sees the span of a chunk."""
+        return self._kept("seen_chunks", size, lambda: self.seen[:, self.chunks(size)[0].long()])
+
+    def _kept(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
+        if (name, number) not in self._made:
+            self._made[name, number] = make()
+        return self._made[name, number]
 
     def sample(self, seed: int) -> Sample:
         """The keys that k-means looks at, the same ones whenever asked for."""

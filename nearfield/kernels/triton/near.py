@@ -94,7 +94,7 @@ def near(
     lse: Tensor,
 ) -> None:
     """Fills in `output` `[entries, rows, slots + 1, value_dim]` and log2-normalisers for each opened cell."""
-    _, rows, slots = opened.shape
+    rows = opened.shape[1]
     dim, value_dim = queries.shape[2], values.shape[2]
     blocks = blocks_for("near", max(dim, value_dim), queries.dtype, settings.cell_size)
     groups = group(opened, tables, blocks.rows)

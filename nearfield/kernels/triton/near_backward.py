@@ -10,6 +10,7 @@ from torch import Tensor
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
 from nearfield.kernels.triton.group import block_at, group
+from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
@@ -192,7 +193,7 @@ def near_keys(
     key_grad: Tensor,
     value_grad: Tensor,
     heights: list[tuple[int, int]],
-    stable: bool,
+    stable: Layout | None,
 ) -> None:
     """Add to the gradients `[entries, n, ...]` (float32) of keys and values. One launch for each range of cells in `heights`."""
     entries, length, dim = keys.shape

@@ -1,15 +1,75 @@
-"""Numbers of cells, sorted."""
+"""Numbers of cells, sorted: always in the same order."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from nearfield.kernels.triton.layout import Layout
 
-def sorted_cells(cell_of: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """Where numbers from 0 to `last` stand when they are flattened and sorted; and the first place of each. Always the same."""
-    shift = 1 << 15 if last < 1 << 16 else 0
-    narrow = torch.int16 if shift else torch.int32  # half as many digits to sort by
-    cell, order = (cell_of.view(-1) - shift).to(narrow).sort(stable=True)
-    numbers = torch.arange(-shift, last + 1 - shift, device=cell_of.device, dtype=narrow)
-    return order, torch.searchsorted(cell, numbers, out_int32=True)
+
+class Narrow(NamedTuple):
+    """How numbers from 0 to `last` are kept while they are sorted: with as few digits as it takes."""
+
+    last: int
+
+    @property
+    def shift(self) -> int:
+        """is taken off"""
+        return 1 << 15 if self.last < 1 << 16 else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int16 if self.shift else torch.int32
+
+
+@triton.jit
+def _number(cell_of, found, per_entry, cells, last, shift, cell_entry, BP: tl.constexpr):
+    """Cells counted on over the entries; `last` for none."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    there = lane < per_entry
+    cell = tl.load(cell_of + entry * cell_entry + lane, mask=there, other=-1)
+    number = tl.where(cell >= 0, cell + entry.to(tl.int32) * cells, last) - shift
+    tl.store(found + entry * per_entry + lane, number.to(found.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _members(places, numbers, position, cell, total, length, shift, BP: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    there = lane < total
+    place = tl.load(places + lane, mask=there, other=0)
+    tl.store(position + lane, (place % length).to(tl.int32), mask=there)
+    tl.store(cell + lane, tl.load(numbers + lane, mask=there, other=0).to(tl.int32) + shift, mask=there)
+
+
+def sorted_numbers(numbers: Tensor, layout: Layout, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Narrow numbers in order, where each of them was, and where each number (up to one past the last cell) begins."""
+    found, places = numbers.view(-1).sort(stable=True)
+    return found, places, torch.searchsorted(found, layout.numbers(entries), out_int32=True)
+
+
+def narrowed(cell_of: Tensor, layout: Layout) -> Tensor:
+    """Cells `[entries, ...]`, -1 for none, as `sorted_numbers` wants them."""
+    entries, per_entry = len(cell_of), cell_of[0].numel()
+    kept = Narrow(entries * layout.cells)
+    found = torch.empty(entries, per_entry, dtype=kept.dtype, device=cell_of.device)
+    _number[(triton.cdiv(per_entry, 1024), entries)](
+        cell_of, found, per_entry, layout.cells, kept.last, kept.shift, cell_of.stride(0), BP=1024, num_warps=4
+    )
+    return found
+
+
+def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of keys cell by cell, their cells, and where each cell begins, of `cell_of` `[entries, heights, n]`."""
+    entries, length = len(cell_of), cell_of.shape[2]
+    numbers, places, starts = sorted_numbers(narrowed(cell_of, layout), layout, entries)
+    total = cell_of.numel()
+    position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
+    shift = Narrow(entries * layout.cells).shift
+    _members[(triton.cdiv(total, 1024),)](places, numbers, position, cell, total, max(1, length), shift, BP=1024, num_warps=4)
+    return position, cell, starts

@@ -83,9 +83,8 @@ def _spread(
                     narrow = inside[:, None] & (some < value_dim)[None, :]
                     here = tl.load(values + place[:, None] * value_row + some[None, :], mask=narrow, other=0.0)
                     off = here.to(tl.float32) - tl.load(value + cell[:, None] * value_dim + some[None, :], mask=narrow, other=0.0)
-                    matrix = tl.load(
-                        matrix_at + some[:, None] * dim + column[None, :], mask=(some < value_dim)[:, None] & wide[None, :], other=0.0
-                    )
+                    load_some = (some < value_dim)[:, None] & wide[None, :]
+                    matrix = tl.load(matrix_at + some[:, None] * dim + column[None, :], mask=load_some, other=0.0)
                     to_key += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
                 for begin in range(0, BD, BK):
                     some = begin + tl.arange(0, BK)

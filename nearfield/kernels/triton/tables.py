@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
 from nearfield.kernels.triton.layout import Layout
-from nearfield.kernels.triton.sort import sorted_cells
+from nearfield.kernels.triton.sort import members_of
 from nearfield.partition.cells import MOST_VARIANCE
 
 VOID = -1e30
@@ -90,15 +90,20 @@ def _moments(
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     lane = tl.arange(0, BM)
+    keys += entry * key_entry
+    # Sums of deviations from one of the members, so that a common offset costs no digits.
+    one = tl.load(order + first, mask=last > first, other=0).to(tl.int64)
+    shift = tl.load(keys + one * key_row + column, mask=wide, other=0.0).to(tl.float32)
     total = tl.zeros([BM, BD], tl.float32)
+    square = tl.zeros([BM, BD], tl.float32)
     value_total = tl.zeros([BM, BV], tl.float32)
     for start in range(first, last, BM):
         there = start + lane < last
         own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
-        key = tl.load(
-            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-        )
-        total += key.to(tl.float32)
+        key = tl.load(keys + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        off = tl.where(there[:, None], key.to(tl.float32) - shift[None, :], 0.0)
+        total += off
+        square += off * off
         val = tl.load(
             values + entry * value_entry + own[:, None] * value_row + value_column[None, :],
             mask=there[:, None] & value_wide[None, :],
@@ -106,20 +111,12 @@ def _moments(
         )
         value_total += val.to(tl.float32)
     share = 1.0 / tl.maximum((last - first).to(tl.float32), 1.0)
-    mean = tl.sum(total, 0) * share
+    off_mean = tl.sum(total, 0) * share
+    mean = tl.where(last > first, shift + off_mean, 0.0)
     tl.store(centroid + cell * dim + column, mean, mask=wide)
     mean_value = tl.sum(value_total, 0) * share
     tl.store(value + cell * value_dim + value_column, mean_value, mask=value_wide)
-    square = tl.zeros([BM, BD], tl.float32)
-    for start in range(first, last, BM):
-        there = start + lane < last
-        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
-        key = tl.load(
-            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-        )
-        off = tl.where(there[:, None], key.to(tl.float32) - mean[None, :], 0.0)
-        square += off * off
-    spread = tl.minimum(tl.sum(square, 0) * share, MOST)
+    spread = tl.minimum(tl.maximum(tl.sum(square, 0) * share - off_mean * off_mean, 0.0), MOST)
     tl.store(variance + cell * dim + column, spread, mask=wide)
     # 0 times a number that is not finite is not 0.
     odd = tl.sum(tl.where(mean * 0.0 == 0.0, 0, 1), 0) + tl.sum(tl.where(mean_value * 0.0 == 0.0, 0, 1), 0)
@@ -184,7 +181,9 @@ def _products(
         key = tl.load(
             keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
         )
-        mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0).to(
+            tl.float32
+        )
         val = tl.load(
             values + entry * value_entry + own[None, :] * value_row + value_column[:, None],
             mask=there[None, :] & value_wide[:, None],
@@ -194,7 +193,7 @@ def _products(
             value + cell[None, :] * value_dim + value_column[:, None], mask=there[None, :] & value_wide[:, None], other=0.0
         )
         off_key = (key.to(tl.float32) - mean).to(DT)
-        off_value = (val.to(tl.float32) - middle).to(DT)
+        off_value = (val.to(tl.float32) - middle.to(tl.float32)).to(DT)
         total += tl.dot(off_value, off_key, input_precision=IP)
     place = found + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
     # What is not finite is told by the weights of cells; here it would spread to rows that do not see it.
@@ -217,17 +216,18 @@ class Moments:
     low: tuple[Tensor, ...]
     """void, weight, centroid, variance and value, see `Tables`"""
 
+    def of(self, entries: slice) -> Moments:
+        """Those of some entries, as far as they are told by entry."""
+        means = (x[entries] for x in (self.size, self.centroid, self.variance, self.value))
+        return Moments(self.order, self.starts, self.cell_of_member, *means, tuple(x[entries] for x in self.low))
+
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
     """Of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, heights, n]`, -1 for none."""
-    entries, length, dim = keys.shape
+    entries, _, dim = keys.shape
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
-    number = torch.arange(entries, device=device, dtype=torch.int32)[:, None, None] * cells
-    flat = torch.where(cell_of >= 0, cell_of + number, last).view(-1)
-    order, starts = sorted_cells(flat, last)
-    cell_of_member = flat[order]
-    order = (order % max(1, length)).int()
+    order, cell_of_member, starts = members_of(cell_of, layout)
     centroid = torch.empty(entries, cells, dim, device=device)
     variance, value = torch.empty_like(centroid), torch.empty(entries, cells, value_dim, device=device)
     low = (
@@ -287,8 +287,8 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
         layout.span_cell,
         span,
         number,
-        moments.centroid,
-        moments.value,
+        moments.low[2],  # that a mean is rounded does not matter here: deviations from it sum up to zero
+        moments.low[4],
         found,
         layout.cells,
         dim,
@@ -305,9 +305,7 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
         num_warps=4,
     )
     # What a row sees is a sum over chunks: one product with a table of zeros and ones.
-    sees = layout.seen[:, span.long()]
-    first = torch.arange(entries, device=device)[:, None] * layout.cells + layout.span_cell
-    members = moments.starts[first.long()].diff(dim=1).float()
-    pooled = (members @ layout.seen.T).clamp(min=1)
-    cross = torch.matmul(sees, found.flatten(2)).unflatten(2, (value_dim, dim))
-    return cross / pooled[..., None, None], pooled
+    members = moments.starts[layout.first_cells(entries)].diff(dim=1).float()
+    pooled = (members @ layout.seen.T).clamp_(min=1)
+    cross = torch.matmul(layout.seen_chunks(CHUNK), found.flatten(2)).unflatten(2, (value_dim, dim))
+    return cross.div_(pooled[..., None, None]), pooled
