@@ -32,7 +32,7 @@ def usual_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: int = 3) -> dict[str, float]:
-    """The crossover length of every kind of call, measured with one head of 64; prints a table and keeps it in the cache."""
+    """The crossover length of every kind of call; prints a table and keeps it in the cache."""
     console = _console()
     table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=_title(device, dtype))
     lengths: dict[str, float] = {}
@@ -63,7 +63,7 @@ def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float3
         for kind in progress.track(crossover.KINDS, description=f"{length:,} keys"):
             causal = kind.endswith("causal")
             exact, cells = _seconds(length, device, dtype, kind, rounds)
-            query, key, value = (x.to(device, dtype) for x in make("clustered", 1, 1, length, 64))
+            query, key, value = (x.to(device, dtype) for x in make("clustered", 1, crossover.heads(device), length, 64))
             audit = estimate(query, key, value, is_causal=causal, method=Cells(), audit=59).audit
             assert audit is not None
             known = crossover.length(device, dtype, causal)
@@ -80,7 +80,9 @@ def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float3
 def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
     """Median seconds of exact attention and of cells, taken in turn."""
     training, causal = kind.startswith("training"), kind.endswith("causal")
-    query, key, value = (x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, 1, length, 64))
+    query, key, value = (
+        x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, crossover.heads(device), length, 64)
+    )
 
     def exact() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)

@@ -29,6 +29,11 @@ def kind(causal: bool, training: bool) -> str:
     return KINDS[2 * training + causal]
 
 
+def heads(device: torch.device) -> int:
+    """Heads (of 64) that lengths are measured with: it takes several to keep a GPU busy."""
+    return 8 if device.type == "cuda" else 1
+
+
 def device_name(device: torch.device) -> str:
     """What shipped measurements are filed under: `cpu`, or the name of the card."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -32,8 +32,7 @@ EPS = torch.finfo(BF16).eps
 SEGMENT = 256
 FEW = nf.Cells(cell_size=16, probes=8, segment=SEGMENT)
 ALL = nf.Cells(cell_size=16, probes=256, segment=SEGMENT)
-"""Opens all the cells of up to 4,096 keys. The threshold of a row is then the score of its last cell, which a rounding may leave
-closed: 3e-4 of the output, measured on a CPU."""
+"""Opens all the cells of up to 4,096 keys: exact attention, but for rounding."""
 
 
 def tensors(
@@ -72,7 +71,7 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 def tolerance(dtype: torch.dtype) -> float:
     """Of `off`, all opened. Weights, parts and outputs are rounded, each by 0.3 eps (rms): half an eps together."""
-    return max(torch.finfo(dtype).eps, 2**-10)
+    return max(torch.finfo(dtype).eps, 1e-5)
 
 
 def leaves(*values: Tensor) -> list[Tensor]:
@@ -115,8 +114,8 @@ def test_kernels_in_triton_are_chosen(dtype: torch.dtype) -> None:
     assert est.output.dtype == dtype
     assert off(est.output, exact(q, k, v)) <= tolerance(dtype)
     lse = (q.double() @ k.double().mT / 8).logsumexp(-1)
-    # Products of float32 sums, and one cell of 128 that may be known by its moments alone.
-    torch.testing.assert_close(est.lse.double(), lse, atol=1e-3, rtol=0)
+    # Sums of float32, whatever the inputs are.
+    torch.testing.assert_close(est.lse.double(), lse, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [False, True])

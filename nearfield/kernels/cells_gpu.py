@@ -11,14 +11,14 @@ from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.assign import kmeans
 from nearfield.kernels.triton.far import far
 from nearfield.kernels.triton.layout import Layout, layout_of
-from nearfield.kernels.triton.mark import mark
+from nearfield.kernels.triton.limit import limit_sizes
 from nearfield.kernels.triton.merge import merge
 from nearfield.kernels.triton.near import near
 from nearfield.kernels.triton.route import route
 from nearfield.kernels.triton.tables import moments_of, tabulate
 
 LEAST_BYTES = 64 << 20
-SHARE = 3
+SHARE = 2.6
 """Partial results take no more than this part of the inputs, or `LEAST_BYTES`."""
 MOST_ENTRIES = 32768
 """What the second axis of a grid takes."""
@@ -30,6 +30,7 @@ def assign(
     """Fills in `cell_of` `[entries, heights, n]`: the cells of each key, -1 where it is in none."""
     cell_of.fill_(-1)
     kmeans(keys, layout, iterations, seed, cell_of)
+    limit_sizes(cell_of, layout)
     cell_of[:, :, : settings.sinks] = -1
     if not settings.segment:
         beyond = torch.arange(keys.shape[1], device=keys.device) >= visible.amax(1, keepdim=True)
@@ -61,17 +62,19 @@ def forward(
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
     slots, value_dim = settings.probes, values.shape[2]
-    per_row = slots * (value_dim * queries.element_size() + 8) + 4 * layout.words
+    per_row = max(slots * (value_dim * queries.element_size() + 8), 4 * layout.words)
     for some, part in parts_of(entries, rows, per_row, (queries, keys, values)):
         query, sees, found = queries[some, part], visible[some, part], opened[some, part]
         own_keys, own_values, own_tables = keys[some], values[some], tables.of(some)
-        parts = queries.new_empty((*found.shape[:2], slots + 1, value_dim))
-        parts_lse = torch.empty(parts.shape[:3], device=queries.device)
-        route(query, sees, own_tables, layout, settings, scale, found)
-        marks = mark(found, sees, layout, settings)
-        far(query, own_keys, own_values, sees, own_tables, layout, settings, scale, marks, parts, parts_lse)
-        near(query, own_keys, own_values, own_tables, settings, found, scale, parts, parts_lse)
-        merge(parts, parts_lse, found, output[some, part], lse[some, part])
+        into, ends = output[some, part], lse[some, part]
+        marks, counts = route(query, sees, own_tables, layout, settings, scale, found)
+        far(query, own_keys, own_values, sees, own_tables, layout, settings, scale, marks, into, ends)
+        del marks
+        parts = queries.new_empty((*found.shape, value_dim))
+        parts_lse = torch.empty(found.shape, device=queries.device)
+        near(query, own_keys, own_values, own_tables, settings, found, counts, scale, parts, parts_lse)
+        merge(parts, parts_lse, found, into, ends)
+        del parts
 
 
 def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -86,7 +89,7 @@ def dense(x: Tensor) -> Tensor:
 
 def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice]]:
     """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: tiles are then full."""
-    budget = max(LEAST_BYTES, sum(x.numel() * x.element_size() for x in inputs) // SHARE)
+    budget = max(LEAST_BYTES, int(sum(x.numel() * x.element_size() for x in inputs) / SHARE))
     some = max(1, min(entries, MOST_ENTRIES, budget // max(1, per_row * rows)))
     step = rows if some > 1 else max(1024, budget // per_row // 1024 * 1024)
     for first in range(0, entries, some):

@@ -51,24 +51,15 @@ def backward(
     tables = tabulate(keys, values, moments, layout)
     far_mass, along = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
     marks = _queries(rows, keys, values, tables, layout, settings, scale, opened, grads[0], far_mass, along)
-    tables_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
+    centroid_grad, variance_grad, mean_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
     del marks
     covariance_grad = tilt(rows, layout, settings, scale, far_mass, row_starts).div_(tables.pooled[:, 1:, None, None])
     cross_grad = torch.matmul(layout.seen[1:].T, covariance_grad.flatten(2)).unflatten(2, covariance_grad.shape[2:])
     for part in _entries(queries, keys, values, opened):
         own_keys, own_values = keys[part], values[part]
         key_grad, value_grad = (torch.empty(x.shape, device=x.device) for x in (own_keys, own_values))
-        spread(
-            own_keys,
-            own_values,
-            cell_of[part],
-            moments.of(part),
-            layout,
-            *(x[part] for x in tables_grad),
-            cross_grad[part],
-            key_grad,
-            value_grad,
-        )
+        own_grads = centroid_grad[part], variance_grad[part], mean_grad[part], cross_grad[part]
+        spread(own_keys, own_values, cell_of[part], moments.of(part), layout, own_grads, key_grad, value_grad)
         own = rows.part(part, slice(None))
         starts = row_starts[part]
         local_keys(own, own_keys, own_values, layout, settings, scale, starts, key_grad, value_grad, deterministic)

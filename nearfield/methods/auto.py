@@ -41,7 +41,8 @@ class Auto:
 
     Args:
         eps: tolerance, between 0 and 1; None: whatever `Cells()` gives.
-        crossover: keys from which on to use cells, instead of the measured length.
+        crossover: keys from which on to use cells, instead of the measured length. On a GPU that is meant for eight heads; with
+            fewer it takes more keys.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
@@ -80,8 +81,13 @@ class Auto:
         if call.gradient is not None or (problem.attn_mask is not None and problem.key_padding is None):
             return True
         limit = float(self.crossover) if self.crossover is not None else _measured(problem)
+        length, queries = problem.key.shape[2], problem.query.shape[2]
         # Cells group all keys before the first query is answered: few queries do not repay that.
-        return problem.key.shape[2] < limit or problem.query.shape[2] < limit / 4
+        if length < limit or queries < limit / 4:
+            return True
+        # A GPU that has little to do is not waited for, but what starts its kernels.
+        work = problem.query.shape[0] * problem.query.shape[1] * queries * length
+        return problem.query.is_cuda and work < crossover.heads(problem.query.device) * limit**2
 
     def _within_eps(self, problem: Problem, call: Call) -> Outcome:
         assert self.eps is not None

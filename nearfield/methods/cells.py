@@ -23,7 +23,7 @@ TWO_LEVELS = 1 << 21
 """From so many keys on two levels pay."""
 UNFOLD = 32
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_COLUMNS, MOST_SEGMENTS, MOST_PROBES = 256, 4096, 4096
+MOST_COLUMNS, MOST_SEGMENTS, MOST_PROBES, MOST_CELLS = 256, 4096, 160, 65536
 """What the kernels in Triton serve at most."""
 MOST_HEIGHTS = 8
 """Causal: closed segments are joined into spans of at most 2^7."""
@@ -47,7 +47,7 @@ class Cells:
     1), so that cells are tighter than those of single segments; no number that it uses depends on a later key or query.
 
     Args:
-        cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k).
+        cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
         probes: cells opened per row; None: by the number of keys.
         samples: far keys drawn per row: 0, or at least 2.
         window: causal only: latest keys that are always near, rounded up to whole segments beyond a row's own.
@@ -133,6 +133,8 @@ class Cells:
             misses = f"more than {MOST_SEGMENTS} segments; use a larger segment"
         if misses is None and settings.probes > MOST_PROBES:
             misses = f"more than {MOST_PROBES} probes; use larger cells"
+        if misses is None and problem.key.shape[2] // settings.cell_size > MOST_CELLS // 2:
+            misses = f"more than {MOST_CELLS // 2} cells; use larger ones"
         if call.backend == "triton" and misses is not None:
             raise ValueError(f"the kernels in Triton do not serve {misses}; backend='auto' takes others")
         wanted = call.backend == "triton" or kernels.runs_triton(problem.query.device)
@@ -142,15 +144,16 @@ class Cells:
         """The sizes of a call, with the defaults for its shape filled in."""
         length = problem.key.shape[2]
         causal = problem.is_causal
-        segment = (self.segment or default_segment(length)) if causal else 0
-        cell_size = self.cell_size or default_cell_size(length, causal)
-        branching = default_branching(problem.key.device, length) if self.branching is None else self.branching
+        on_gpu = kernels.runs_triton(problem.key.device)
+        segment = (self.segment or default_segment(length, on_gpu)) if causal else 0
+        cell_size = self.cell_size or default_cell_size(length, causal, on_gpu)
+        branching = default_branching(length, on_gpu) if self.branching is None else self.branching
         sizes = CellSettings(problem.group_size, segment, 0, self.sinks, cell_size, branching, 1, 1, self.samples)
         fine, coarse = sizes.per_segment(segment or length)
         segments = length // segment if causal else 1
         return sizes._replace(
             window=-(-(self.window or 0) // segment) if causal else 0,
-            probes=max(1, min(self.probes or default_probes(length, cell_size), segments * fine)),
+            probes=max(1, min(self.probes or default_probes(length, cell_size, on_gpu), segments * fine)),
             unfold=max(1, min(self.unfold or UNFOLD, segments * coarse)) if branching else 0,
             heights=_heights(length, segment) if causal else 1,
         )
@@ -159,21 +162,29 @@ class Cells:
 # How the defaults were chosen is told, with the measurements, in docs/cells.md.
 
 
-def default_cell_size(length: int, causal: bool = False) -> int:
-    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length); causal up to twice as many from 64k keys on."""
+def default_cell_size(length: int, causal: bool = False, on_gpu: bool = False) -> int:
+    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length); causal up to twice as many from 64k keys on.
+
+    On a GPU near sqrt(length) / 2.5: 64 at 32k, 128 at 131k, 512 at a million.
+    """
+    if on_gpu:
+        return 2 ** max(4, round(math.log2(math.sqrt(max(1, length)) / 2.5)))
     cells = max(512.0, 4.0 * math.sqrt(length))
     size = 2 ** max(2, math.ceil(math.log2(max(1.0, length / cells))))
     return max(64, size // 2) if causal and size > 64 else size
 
 
-def default_probes(length: int, cell_size: int) -> int:
-    """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8."""
-    return max(8, round(54 * length**0.25 / cell_size))
+def default_probes(length: int, cell_size: int, on_gpu: bool = False) -> int:
+    """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8.
+
+    On a GPU half as many: 512 of 131k, in at least 4 cells.
+    """
+    return max(4, round(27 * length**0.25 / cell_size)) if on_gpu else max(8, round(54 * length**0.25 / cell_size))
 
 
-def default_segment(length: int) -> int:
-    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k."""
-    return 2 ** max(6, round(math.log2(11 * math.sqrt(max(1, length)))))
+def default_segment(length: int, on_gpu: bool = False) -> int:
+    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k. On a GPU a quarter of that."""
+    return 2 ** max(6, round(math.log2((2.8 if on_gpu else 11) * math.sqrt(max(1, length)))))
 
 
 def _heights(length: int, segment: int) -> int:
@@ -181,9 +192,9 @@ def _heights(length: int, segment: int) -> int:
     return MOST_HEIGHTS if is_traced() else max(1, min(MOST_HEIGHTS, (length // segment).bit_length()))
 
 
-def default_branching(device: torch.device, length: int) -> int:
+def default_branching(length: int, on_gpu: bool = False) -> int:
     """Two levels pay where scores are dear: not on a GPU."""
-    return 16 if length >= TWO_LEVELS and not kernels.runs_triton(device) else 0
+    return 16 if length >= TWO_LEVELS and not on_gpu else 0
 
 
 def _keys_per_query(result: CellsResult, visible: Tensor, settings: CellSettings) -> float:

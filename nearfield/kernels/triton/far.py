@@ -91,7 +91,9 @@ def _far(
     value_entry,
     value_row,
     visible_entry,
-    slots,
+    output_entry,
+    output_row,
+    lse_entry,
     words,
     scale,
     segment,
@@ -232,13 +234,13 @@ def _far(
     mass = tl.where(top >= ODD, float("nan"), mass)
     blind = mass <= 0.0
     result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
-    final = place * slots + slots - 1
     tl.store(
-        output + final[:, None] * value_dim + value_column[None, :],
+        output + entry * output_entry + row[:, None] * output_row + value_column[None, :],
         result.to(output.dtype.element_ty),
         mask=there[:, None] & value_wide[None, :],
     )
-    tl.store(lse + final, tl.where(blind, -float("inf"), top + tl.log2(tl.where(blind, 1.0, mass))), mask=there)
+    ended = tl.where(blind, -float("inf"), top + tl.log2(tl.where(blind, 1.0, mass)))
+    tl.store(lse + entry * lse_entry + row, ended, mask=there)
 
 
 def far(
@@ -254,7 +256,7 @@ def far(
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills in the last slot of `output` `[entries, rows, slots, value_dim]` and of `lse` (base 2).
+    """Fills in `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]` of all that is not opened.
 
     `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened.
     """
@@ -285,7 +287,8 @@ def far(
         *keys.stride()[:2],
         *values.stride()[:2],
         visible.stride(0),
-        lse.shape[2],
+        *output.stride()[:2],
+        lse.stride(0),
         layout.words,
         scale,
         layout.segment,

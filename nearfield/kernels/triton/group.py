@@ -101,22 +101,24 @@ def _blocks(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr
     tl.store(at + 4, tl.load(starts + cell + 1), mask=there)
 
 
-def group(opened: Tensor, tables: Tables, size: int, stable: Layout | None = None) -> Groups:
+def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = None, stable: Layout | None = None) -> Groups:
     """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`.
 
-    The order of pairs inside a cell is not the same in every run, unless a layout to sort by is given (`stable`); each row is by
-    itself, so that it does not matter where nothing is summed over rows.
+    `counts`: how many there are of each cell, where that is known; it is spoilt. The order of pairs inside a cell is not the same
+    in every run, unless a layout to sort by is given (`stable`); each row is by itself, so that it does not matter where nothing
+    is summed over rows.
     """
     entries, rows, slots = opened.shape
     device, cells = opened.device, tables.cells
     total, per_entry = entries * cells, rows * slots
     assert opened.stride(1) == slots
     assert opened.numel() < 2**31
-    counts = torch.zeros(total, dtype=torch.int32, device=device)
     first, edges = (torch.empty(total + 1, dtype=torch.int32, device=device) for _ in range(2))
     grid = (triton.cdiv(per_entry, PAIRS), entries)
-    if total:
-        _count[grid](opened, counts, per_entry, cells, opened.stride(0), BP=PAIRS, num_warps=4)
+    if counts is None:
+        counts = torch.zeros(total, dtype=torch.int32, device=device)
+        if total:
+            _count[grid](opened, counts, per_entry, cells, opened.stride(0), BP=PAIRS, num_warps=4)
     _scan[(1,)](counts, first, edges, total, size, BC=1024, num_warps=4)
     most = triton.cdiv(opened.numel(), size) + total
     blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)

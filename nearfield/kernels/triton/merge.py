@@ -17,12 +17,12 @@ def _merge(
     output,
     lse,
     rows,
-    slots,
     value_dim,
     opened_entry,
     output_entry,
     output_row,
     lse_entry,
+    SLOTS: tl.constexpr,
     BM: tl.constexpr,
     BV: tl.constexpr,
 ):
@@ -31,39 +31,37 @@ def _merge(
     there = row < rows
     column = tl.arange(0, BV)
     wide = column < value_dim
-    place = (entry * rows + row) * slots
-    top = tl.load(part_lse + place + slots - 1, mask=there, other=-float("inf"))
-    for slot in range(slots - 1):
-        real = tl.load(opened + entry * opened_entry + row * (slots - 1) + slot, mask=there, other=-1) >= 0
+    place = (entry * rows + row) * SLOTS
+    opened += entry * opened_entry + row * SLOTS
+    output += entry * output_entry + row[:, None] * output_row + column[None, :]
+    lse += entry * lse_entry + row
+    # What was not opened is there already.
+    closed = tl.load(lse, mask=there, other=-float("inf"))
+    top = closed
+    for slot in range(SLOTS):
+        real = tl.load(opened + slot, mask=there, other=-1) >= 0
         top = tl.maximum(top, tl.load(part_lse + place + slot, mask=real, other=-float("inf")))
     base = tl.where(top > -float("inf"), top, 0.0)
-    # The last slot is what was not opened, and always there.
-    mass = tl.exp2(tl.load(part_lse + place + slots - 1, mask=there, other=-float("inf")) - base)
-    value = tl.load(
-        parts + (place + slots - 1)[:, None] * value_dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-    )
+    mass = tl.exp2(closed - base)
+    value = tl.load(output, mask=there[:, None] & wide[None, :], other=0.0)
     total = mass[:, None] * value.to(tl.float32)
-    for slot in range(slots - 1):
-        real = tl.load(opened + entry * opened_entry + row * (slots - 1) + slot, mask=there, other=-1) >= 0
+    for slot in range(SLOTS):
+        real = tl.load(opened + slot, mask=there, other=-1) >= 0
         weight = tl.exp2(tl.load(part_lse + place + slot, mask=real, other=-float("inf")) - base)
-        value = tl.load(
+        part = tl.load(
             parts + (place + slot)[:, None] * value_dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
         )
         mass += weight
-        total += weight[:, None] * value.to(tl.float32)
+        total += weight[:, None] * part.to(tl.float32)
     blind = mass <= 0.0
     result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
-    tl.store(
-        output + entry * output_entry + row[:, None] * output_row + column[None, :],
-        result.to(output.dtype.element_ty),
-        mask=there[:, None] & wide[None, :],
-    )
+    tl.store(output, result.to(output.dtype.element_ty), mask=there[:, None] & wide[None, :])
     ended = (base + tl.log2(tl.where(blind, 1.0, mass))) * 0.6931471805599453
-    tl.store(lse + entry * lse_entry + row, tl.where(blind, -float("inf"), ended), mask=there)
+    tl.store(lse, tl.where(blind, -float("inf"), ended), mask=there)
 
 
 def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Output and log-normaliser of all parts `[entries, rows, slots, value_dim]`, those without a cell left out."""
+    """Add to `output` and `lse` (base 2, natural afterwards) all parts `[entries, rows, slots, value_dim]` that have a cell."""
     entries, rows, slots, value_dim = parts.shape
     _merge[(triton.cdiv(rows, 32), entries)](
         parts,
@@ -72,11 +70,11 @@ def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: 
         output,
         lse,
         rows,
-        slots,
         value_dim,
         opened.stride(0),
         *output.stride()[:2],
         lse.stride(0),
+        SLOTS=slots,
         BM=32,
         BV=padded(value_dim),
         num_warps=4,

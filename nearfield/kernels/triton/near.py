@@ -76,7 +76,7 @@ def _near(
         )
         total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
         top = new
-    own = own.to(tl.int64) + own // SLOTS  # there is one more slot, for what is not opened
+    own = own.to(tl.int64)
     tl.store(lse + own, top + tl.log2(mass), mask=there)
     result = (total / mass[:, None]).to(output.dtype.element_ty)
     tl.store(output + own[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
@@ -89,15 +89,19 @@ def near(
     tables: Tables,
     settings: CellSettings,
     opened: Tensor,
+    counts: Tensor,
     scale: float,
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills in `output` `[entries, rows, slots + 1, value_dim]` and log2-normalisers for each opened cell."""
+    """Fills in `output` `[entries, rows, slots, value_dim]` and log2-normalisers for each opened cell.
+
+    `counts` `[entries * cells]`: how many rows open each.
+    """
     rows = opened.shape[1]
     dim, value_dim = queries.shape[2], values.shape[2]
     blocks = blocks_for("near", max(dim, value_dim), queries.dtype, settings.cell_size)
-    groups = group(opened, tables, blocks.rows)
+    groups = group(opened, tables, blocks.rows, counts)
     _near[(len(groups.blocks),)](
         queries,
         keys,

@@ -199,7 +199,7 @@ def near_keys(
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("near_keys", max(dim, value_dim), keys.dtype, settings.cell_size)
-    groups = group(opened, tables, blocks.rows, stable)
+    groups = group(opened, tables, blocks.rows, stable=stable)
     edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
     for least, beyond in heights:
         _near_keys[(len(of_block),)](

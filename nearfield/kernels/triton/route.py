@@ -7,6 +7,7 @@ are in its class.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,8 +57,10 @@ def least_of(scores, NONE: tl.constexpr):
 
 
 @triton.jit
-def list_above(scores, least, filled, opened, tile_cell, begin, lane, probes, NONE: tl.constexpr, TILES: tl.constexpr):
-    """Add the cells whose scores are not below `least` to the list of each row, as long as there is room."""
+def list_above(
+    scores, least, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE: tl.constexpr, TILES: tl.constexpr
+):
+    """Add the cells whose scores are not below `least` to the list of each row, as long as there is room; mark and count them."""
     taken = (scores >= least[:, None]) & (scores > NONE)
     # A product numbers them 1, 2, 3, ...; from 2^23 on the bits of a float32 count up by one.
     number = tl.dot(taken.to(tl.float16), (lane[:, None] <= lane[None, :]).to(tl.float16))
@@ -66,6 +69,9 @@ def list_above(scores, least, filled, opened, tile_cell, begin, lane, probes, NO
     tile = scores.to(tl.int32, bitcast=True) & (TILES - 1)
     cell = tl.load(tile_cell + begin[:, None] + tile, mask=taken, other=0) + lane[None, :]
     tl.store(opened[:, None] + slot, cell, mask=taken)
+    bit = tl.broadcast_to((1 << (lane % 32))[None, :], tile.shape)
+    tl.atomic_or(marks[:, None] + tile * (lane.shape[0] // 32) + (lane // 32)[None, :], bit, mask=taken, sem="relaxed")
+    tl.atomic_add(counts + cell, 1, mask=taken, sem="relaxed")
     return filled + tl.max(number, 1).to(tl.int32)
 
 
@@ -82,6 +88,8 @@ def _route(
     tile_edges,
     tile_cell,
     opened,
+    marks,
+    counts,
     rows,
     cells,
     dim,
@@ -89,6 +97,7 @@ def _route(
     query_row,
     visible_entry,
     opened_entry,
+    words,
     scale,
     segment,
     window,
@@ -171,16 +180,18 @@ def _route(
     low = tl.where(there, low, float("inf"))
 
     opened += entry * opened_entry + row * probes
+    marks += (entry * rows + row) * words
+    counts += entry * cells
     begin = tl.load(tile_edges + closed)
-    filled = list_above(best, low, tl.zeros([BM], tl.int32), opened, tile_cell, begin, lane, probes, NONE, TILES)
+    filled = list_above(best, low, tl.zeros([BM], tl.int32), opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
     if DEPTH > 1:
         filled = tl.minimum(filled, probes)
-        filled = list_above(second, low, filled, opened, tile_cell, begin, lane, probes, NONE, TILES)
+        filled = list_above(second, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
     if DEPTH > 2:
         filled = tl.minimum(filled, probes)
-        filled = list_above(third, low, filled, opened, tile_cell, begin, lane, probes, NONE, TILES)
+        filled = list_above(third, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
         filled = tl.minimum(filled, probes)
-        filled = list_above(fourth, low, filled, opened, tile_cell, begin, lane, probes, NONE, TILES)
+        filled = list_above(fourth, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
     for slot in range(probes):
         tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
@@ -193,9 +204,14 @@ def route(
     settings: CellSettings,
     scale: float,
     opened: Tensor,
-) -> None:
-    """Fills in the cells that queries `[entries, rows, dim]` open, `[entries, rows, probes]`; -1 where there are no more."""
+) -> tuple[Tensor, Tensor]:
+    """Fills in the cells that queries `[entries, rows, dim]` open, `[entries, rows, probes]`; -1 where there are no more.
+
+    Returns the same as marks, see `mark`, and how many rows open each cell, `[entries * cells]`.
+    """
     entries, rows, dim = queries.shape
+    marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=queries.device)
+    counts = torch.zeros(entries * layout.cells, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("route", dim, queries.dtype)
     _route[(triton.cdiv(rows, blocks.rows), entries)](
         queries,
@@ -209,6 +225,8 @@ def route(
         layout.tile_edges,
         layout.tile_cell,
         opened,
+        marks,
+        counts,
         rows,
         layout.cells,
         dim,
@@ -216,6 +234,7 @@ def route(
         queries.stride(1),
         visible.stride(0),
         opened.stride(0),
+        layout.words,
         scale,
         layout.segment,
         settings.window,
@@ -236,3 +255,4 @@ def route(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+    return marks, counts

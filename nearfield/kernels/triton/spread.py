@@ -108,14 +108,14 @@ def spread(
     cell_of: Tensor,
     moments: Moments,
     layout: Layout,
-    centroid_grad: Tensor,
-    variance_grad: Tensor,
-    mean_grad: Tensor,
-    cross_grad: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor, Tensor],
     key_grad: Tensor,
     value_grad: Tensor,
 ) -> None:
-    """Fills in what the moments of their cells pass on to keys and values, `[entries, n, ...]`, float32."""
+    """Fills in what the moments of their cells pass on to keys and values, `[entries, n, ...]`, float32.
+
+    `grads`: of centroids, variances and mean values, and of the products of deviations of each span.
+    """
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     block = 64 if max(dim, value_dim) <= 128 else 32
@@ -127,10 +127,7 @@ def spread(
         moments.centroid,
         moments.value,
         moments.size,
-        centroid_grad,
-        variance_grad,
-        mean_grad,
-        cross_grad,
+        *grads,
         key_grad,
         value_grad,
         layout.cells,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -218,8 +218,14 @@ class Moments:
 
     def of(self, entries: slice) -> Moments:
         """Those of some entries, as far as they are told by entry."""
-        means = (x[entries] for x in (self.size, self.centroid, self.variance, self.value))
-        return Moments(self.order, self.starts, self.cell_of_member, *means, tuple(x[entries] for x in self.low))
+        return replace(
+            self,
+            size=self.size[entries],
+            centroid=self.centroid[entries],
+            variance=self.variance[entries],
+            value=self.value[entries],
+            low=tuple(x[entries] for x in self.low),
+        )
 
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
@@ -266,7 +272,9 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
 
 def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
     """What kernels look up, in their dtypes."""
-    return Tables(moments.order, moments.starts, *moments.low, *_covariances(keys, values, moments, layout))
+    cross, pooled = _covariances(keys, values, moments, layout)
+    void, weight, centroid, variance, value = moments.low
+    return Tables(moments.order, moments.starts, void, weight, centroid, variance, value, cross, pooled)
 
 
 def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
