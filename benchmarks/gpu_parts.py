@@ -21,10 +21,23 @@ import nearfield as nf
 
 LENGTH = 131_072
 GROUPS = {
-    "partition": ("_widths", "_prepare", "_nearest", "_means", "_moments", "_products"),
-    "route": ("_threshold",),
-    "near": ("_near", "_merge"),
+    "partition": (
+        "_widths",
+        "_prepare",
+        "_nearest",
+        "_means",
+        "_sizes",
+        "_hosts",
+        "_move",
+        "_number",
+        "_members",
+        "_moments",
+        "_products",
+    ),
+    "route": ("_route",),
+    "near": ("_count", "_scan", "_scatter", "_blocks", "_near", "_merge"),
     "far": ("_far",),
+    "own segment": ("_local",),
     "backward: near": ("_near_keys", "_near_queries"),
     "backward: far": ("_far_queries", "_far_cells", "_tilt", "_spread"),
     "backward: own segment": ("_local_keys",),
@@ -144,7 +157,11 @@ def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
         inputs = clustered(n, dim)
         info = nf.estimate(*inputs, is_causal=causal, method=FAST).info
         measured = _measured(known, n, dim, causal, functools.partial(attend, inputs, causal, FAST)) if CUDA else {}
-        for kernel, count in (("_near", near_work(n, dim, info)), ("_far", far_work(n, dim, info))):
+        for kernel, count in (
+            ("_near", near_work(n, dim, info)),
+            ("_far", far_work(n, dim, info)),
+            ("_route", route_work(n, dim, info)),
+        ):
             least = {"bytes_ms": 1e3 * count["bytes"] / bandwidth, "flops_ms": 1e3 * count["flops"] / rate}
             own: dict[str, Any] = {
                 "dim": dim,
@@ -180,23 +197,37 @@ def near_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
 
 
 def far_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
-    """What `_far` has to do for R = heads * n rows that see C cells, list P of them and see L keys one by one, in bfloat16.
+    """What `_far` has to do for R = heads * n rows that see C cells, in bfloat16.
 
-    flops: 2 d each for the mean logit of a cell, its spread and its value, 4 d for a key, 2 d^2 for the covariance:
-        (6 d C + 4 d L + 2 d^2) R
-    bytes: queries and results 4 d R, normalisers and thresholds 8 R, the list 4 P R; once the tables of centroids, variances
-        and values 6 d heads n / cell_size, and, causal, keys and values 4 d R
-    special functions: an exponential and a root for each cell, an exponential for each key: (2 C + L) R
+    flops: 2 d each for the mean logit of a cell, its spread and its value, 2 d^2 for the covariance: (6 d C + 2 d^2) R
+    bytes: queries, and results and normalisers read and written, (6 d + 8) R; a bit for each cell, C R / 8; once the tables of
+        centroids, variances and values, 6 d heads n / cell_size
+    special functions: an exponential for each cell, C R
     """
     seen = keys_of(n, info)
     rows = HEADS * n
     cells = seen.closed / info["cell_size"]
-    tables = 6.0 * dim * HEADS * n / info["cell_size"]
-    keys_and_values = 4.0 * dim * rows if info["segment"] else 0.0
     return {
-        "flops": (6.0 * dim * cells + 4.0 * dim * seen.one_by_one + 2.0 * dim * dim) * rows,
-        "bytes": (4.0 * dim + 8.0 + 4.0 * info["probes"] * seen.share) * rows + tables + keys_and_values,
-        "special": (2.0 * cells + seen.one_by_one) * rows,
+        "flops": (6.0 * dim * cells + 2.0 * dim * dim) * rows,
+        "bytes": (6.0 * dim + 8.0 + cells / 8) * rows + 6.0 * dim * HEADS * n / info["cell_size"],
+        "special": cells * rows,
+    }
+
+
+def route_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
+    """What `_route` has to do for R = heads * n rows that score C cells and list P of them, in bfloat16.
+
+    flops: 2 d each for the mean logit of a cell and its spread: 4 d C R
+    bytes: queries 2 d R, the list 4 P R, a bit for each cell C R / 8; once the tables, 4 d heads n / cell_size
+    special functions: a root for each cell, C R
+    """
+    seen = keys_of(n, info)
+    rows = HEADS * n
+    cells = seen.closed / info["cell_size"]
+    return {
+        "flops": 4.0 * dim * cells * rows,
+        "bytes": (2.0 * dim + 4.0 * info["probes"] * seen.share + cells / 8) * rows + 4.0 * dim * HEADS * n / info["cell_size"],
+        "special": cells * rows,
     }
 
 

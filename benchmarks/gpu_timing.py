@@ -24,7 +24,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16
 HEADS = 8
-FAST, ACCURATE = nf.Cells(), nf.Cells(cell_size=64, probes=32)
+FAST, ACCURATE = nf.Cells(), nf.Cells(cell_size=32, probes=32)
 METHODS = {"fast": FAST, "accurate": ACCURATE}
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -31,8 +31,8 @@ BF16 = torch.bfloat16
 EPS = torch.finfo(BF16).eps
 SEGMENT = 256
 FEW = nf.Cells(cell_size=16, probes=8, segment=SEGMENT)
-ALL = nf.Cells(cell_size=16, probes=256, segment=SEGMENT)
-"""Opens all the cells of up to 4,096 keys: exact attention, but for rounding."""
+ALL = nf.Cells(cell_size=16, probes=160, segment=SEGMENT)
+"""Opens all the cells of up to 2,560 keys: exact attention, but for rounding."""
 
 
 def tensors(
@@ -70,7 +70,8 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of `off`, all opened. Weights, parts and outputs are rounded, each by 0.3 eps (rms): half an eps together."""
+    """Of `off`, all opened. Weights (or slopes), parts and results are rounded to the dtype and all else is float32: 0.3 eps for
+    outputs and 0.4 for gradients, by the same steps in float64."""
     return max(torch.finfo(dtype).eps, 1e-5)
 
 
@@ -123,8 +124,8 @@ def test_kernels_in_triton_are_chosen(dtype: torch.dtype) -> None:
     ("dtype", "method", "bound"),
     [
         (torch.float64, ALL, 1e-10),
-        (BF16, nf.Cells(cell_size=16, probes=256, segment=SEGMENT, partition=nf.Blocks()), EPS),
-        (torch.float32, nf.Cells(cell_size=16, probes=256, segment=SEGMENT, samples=2), 1e-5),
+        (BF16, nf.Cells(cell_size=16, probes=160, segment=SEGMENT, partition=nf.Blocks()), EPS),
+        (torch.float32, nf.Cells(cell_size=16, probes=160, segment=SEGMENT, samples=2), 1e-5),
     ],
     ids=["float64", "blocks", "samples"],
 )
@@ -169,7 +170,8 @@ def test_audit(causal: bool) -> None:
     unit = v.double().square().sum(-1).mean(-1, keepdim=True).sqrt()
     # Audits are float32: their exact rows are within 1e-6 of these.
     torch.testing.assert_close(est.audit.additive_errors.double(), (error / unit).flatten(), atol=1e-5, rtol=1e-3)
-    assert 0 < est.audit.additive < 0.1  # 0.04 on a CPU
+    assert 0 < est.audit.additive < 0.3  # the worst of all rows; other cells than on a CPU (0.04)
+    assert float(est.audit.additive_errors.mean()) < 0.01
     some = nf.estimate(q, k, v, is_causal=causal, method=FEW, audit=59, generator=seeded(1)).audit
     assert some is not None
     assert 0 < some.additive <= est.audit.additive
@@ -377,6 +379,22 @@ def test_another_stream(causal: bool) -> None:
         found = call(late[:3], late[3], is_causal=causal)
     torch.cuda.current_stream().wait_stream(side)
     assert_same(found, expected)
+
+
+def test_what_one_stream_keeps_serves_another() -> None:
+    """Tables are kept from call to call: a call must not find one that another stream has not filled in yet."""
+    values = tensors(2032, heads=7)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend(*tensors(2032, heads=6))  # all but what depends on the number of heads
+        zeros = [torch.zeros(4096, device=DEVICE) for _ in range(512)]
+        del zeros  # memory that is given out next: an unfilled table would be all zero
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        attend(*values)
+    found = attend(*values)
+    torch.cuda.synchronize()
+    assert_same([found], [attend(*values)])
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -593,8 +611,7 @@ def test_shapes(name: str) -> None:
     assert off(output, true) <= tolerance(BF16)
     for found, expected in zip(grads, true_grads, strict=True):
         assert found.dtype == BF16
-        # Slopes are differences, and are rounded in addition.
-        assert off(found, expected) <= 2 * EPS
+        assert off(found, expected) <= tolerance(BF16)
 
 
 def degenerate(name: str) -> QKV:

@@ -151,32 +151,54 @@ def test_kernels_compute_what_the_reference_says(case: Case) -> None:
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "causal"])
-def test_the_best_cells_are_opened(name: str) -> None:
-    """Of what a row sees, by q.mu + 1.5 sd."""
+def routing_scores(found: Run) -> list[dict[int, float]]:
+    """q.mu + 1.5 sd of every cell that has members and that a row of the first entry sees."""
     from nearfield.kernels.triton.layout import layout_of
 
-    found = run(replace(CASES[name], cell_size=2, probes=4))
     case, visible = found.case, found.case.visible()
     layout = layout_of(case.keys, case.settings, DEVICE)
     cell_of = found.cell_of[0].flatten().long()
     every = found.keys[0].double().repeat(case.heights, 1)
     closed = (closed_keys(visible, case.settings)[0] // case.segment) if case.segment else torch.ones_like(visible[0])
+    members = [every[cell_of == cell] for cell in range(layout.cells)]
+    scores: list[dict[int, float]] = []
     for row in range(case.length):
         seen = [span.number for span in layout.spans.seen(int(closed[row]))]
-        scores = {}
-        for cell in range(layout.cells):
-            own = every[cell_of == cell]
+        query = found.queries[0, row].double() * found.scale
+        scores.append({})
+        for cell, own in enumerate(members):
             if len(own) and int(layout.span_of[cell]) in seen:
-                query = found.queries[0, row].double() * found.scale
                 spread = (query.square() * own.var(0, correction=0)).sum().sqrt()
-                scores[cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
-        best = sorted(scores, key=lambda cell: -scores[cell])
+                scores[row][cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
+    return scores
+
+
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_the_best_cells_are_opened(name: str) -> None:
+    """Of what a row sees, by q.mu + 1.5 sd."""
+    found = run(replace(CASES[name], cell_size=2, probes=4))
+    for row, scores in enumerate(routing_scores(found)):
+        best = sorted(scores, key=lambda cell, scores=scores: -scores[cell])
         opened = [cell for cell in found.opened[0, row].tolist() if cell >= 0]
-        assert len(opened) == len(set(opened)) == min(case.probes, len(best))
+        assert len(opened) == len(set(opened)) == min(found.case.probes, len(best))
         # A score is told up to its last ten binary digits.
-        worst = min((scores[cell] for cell in opened), default=0.0)
-        assert not opened or worst >= scores[best[len(opened) - 1]] - 1e-2
+        assert not opened or min(scores[cell] for cell in opened) >= scores[best[len(opened) - 1]] - 1e-2
+
+
+@pytest.mark.parametrize("probes", [6, 40])
+@pytest.mark.parametrize("segment", [0, 48])
+def test_of_many_cells_nearly_all_of_the_best_are_opened(segment: int, probes: int) -> None:
+    """Several tiles of cells. One of the best is missed only where two (for many probes four) better ones share its column."""
+    found = run(Case(length=330, keys=330, segment=segment, cell_size=2, probes=probes, heights=3 if segment else 1))
+    scores = routing_scores(found)
+    wanted = hit = 0
+    for row in range(0, 330, 5):
+        best = sorted(scores[row], key=lambda cell, row=row: -scores[row][cell])[:probes]
+        opened = [cell for cell in found.opened[0, row].tolist() if cell >= 0]
+        assert len(opened) == len(set(opened)) == len(best)
+        assert set(opened) <= set(scores[row])
+        wanted, hit = wanted + len(best), hit + len(set(best) & set(opened))
+    assert hit >= 0.97 * wanted
 
 
 @pytest.mark.parametrize("name", ["plain", "causal"])

@@ -12,6 +12,7 @@ from nearfield.kernels.triton.assign import kmeans
 from nearfield.kernels.triton.far import far
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.limit import limit_sizes
+from nearfield.kernels.triton.local import local
 from nearfield.kernels.triton.merge import merge
 from nearfield.kernels.triton.near import near
 from nearfield.kernels.triton.route import route
@@ -59,6 +60,9 @@ def forward(
     layout = layout_of(keys.shape[1], settings, keys.device)
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
         layout.keep()
+    # First, and not last: it keeps the device busy while the many small kernels that make cells are started.
+    for some in entry_parts(entries):
+        local(queries[some], keys[some], values[some], visible[some], layout, settings, scale, output[some], lse[some])
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
     slots, value_dim = settings.probes, values.shape[2]
@@ -68,7 +72,7 @@ def forward(
         own_keys, own_values, own_tables = keys[some], values[some], tables.of(some)
         into, ends = output[some, part], lse[some, part]
         marks, counts = route(query, sees, own_tables, layout, settings, scale, found)
-        far(query, own_keys, own_values, sees, own_tables, layout, settings, scale, marks, into, ends)
+        far(query, sees, own_tables, layout, settings, scale, marks, into, ends)
         del marks
         parts = queries.new_empty((*found.shape, value_dim))
         parts_lse = torch.empty(found.shape, device=queries.device)
@@ -85,6 +89,12 @@ def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:
 def dense(x: Tensor) -> Tensor:
     """With its columns side by side, which is all that the kernels ask for."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def entry_parts(entries: int) -> Iterator[slice]:
+    """All entries, in as few parts as a grid takes."""
+    for first in range(0, entries, MOST_ENTRIES):
+        yield slice(first, min(first + MOST_ENTRIES, entries))
 
 
 def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice]]:

@@ -148,6 +148,8 @@ def _nearest(
         winner = tl.argmax(score, 1).to(tl.int32) + start
         chosen = tl.where(top > best, winner, chosen)
         best = tl.maximum(top, best)
+    # A score that is not a number is no larger than others, nor smaller: stay inside the span.
+    chosen = tl.minimum(chosen, last - 1)
     if PREPARED:
         chosen += (entry * cells).to(tl.int32) - shift
     height = tl.load(span_height + span).to(tl.int64)

@@ -1,4 +1,4 @@
-"""All that a row does not open, in one kernel: keys seen one by one, and closed cells."""
+"""The far field on a GPU: cells that a row does not open, through their moments."""
 
 from __future__ import annotations
 
@@ -17,57 +17,8 @@ from nearfield.kernels.triton.tuning import blocks_for
 
 
 @triton.jit
-def attend(product, value, scale, top, mass, total, IP: tl.constexpr):
-    """Add keys with logits product * scale (base 2; -inf: not seen) to running sums."""
-    new = tl.maximum(top, tl.max(product, 1) * scale)
-    base = tl.where(new > -float("inf"), new, 0.0)
-    weight = tl.exp2(product * scale - base[:, None])
-    shrink = tl.exp2(top - base)
-    total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
-    return new, mass * shrink + tl.sum(weight, 1), total
-
-
-@triton.jit
-def keys_and_values(
-    keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, MASKED: tl.constexpr
-):
-    """The keys `[columns, positions]` and values `[positions, columns]` at `position`; zeros where it is not `real`."""
-    place = position.to(tl.int64)
-    if MASKED:
-        key = tl.load(keys + place[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
-        value = tl.load(
-            values + place[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
-        )
-    else:
-        key = tl.load(keys + place[None, :] * key_row + column[:, None], mask=wide[:, None], other=0.0)
-        value = tl.load(values + place[:, None] * value_row + value_column[None, :], mask=value_wide[None, :], other=0.0)
-    return key, value
-
-
-@triton.jit
-def edges_of(sees, local, there, sinks, BN: tl.constexpr):
-    """Where keys seen one by one begin, from where and up to where all rows see them all, and where they end.
-
-    In tiles of BN, those of the sinks first: their number, that of the tiles before `whole`, and that of all that need a mask.
-    """
-    last = tl.max(sees, 0)
-    begin = tl.min(local, 0)
-    middle = tl.max(tl.where(there & (sees > 0), local, 0), 0)
-    least = tl.min(tl.where(there, sees, 2147483647), 0)
-    whole = tl.maximum(least - middle, 0) // BN * BN + middle
-    # Rows that see nothing have no place to begin at: no tile can be whole.
-    whole = tl.where(begin < 2147483647, whole, middle)
-    sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
-    before = sink_tiles + tl.maximum(middle - begin + BN - 1, 0) // BN * (begin < 2147483647)
-    tiles = before + tl.maximum(last - whole + BN - 1, 0) // BN
-    return begin, middle, whole, last, sink_tiles, before, tiles
-
-
-@triton.jit
 def _far(
     queries,
-    keys,
-    values,
     visible,
     centroid,
     variance,
@@ -75,6 +26,7 @@ def _far(
     weight,
     cross,
     seen_edges,
+    seen_from,
     seen_cell,
     seen_stop,
     marks,
@@ -86,10 +38,6 @@ def _far(
     value_dim,
     query_entry,
     query_row,
-    key_entry,
-    key_row,
-    value_entry,
-    value_row,
     visible_entry,
     output_entry,
     output_row,
@@ -99,13 +47,11 @@ def _far(
     segment,
     window,
     segments,
-    sinks,
     CAUSAL: tl.constexpr,
     NARROW: tl.constexpr,
     MOST: tl.constexpr,
     MOST_SQ: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
@@ -120,8 +66,6 @@ def _far(
     there = row < rows
     place = entry * rows + row
     queries += entry * query_entry
-    keys += entry * key_entry
-    values += entry * value_entry
     visible += entry * visible_entry
     centroid += entry * cells * dim
     variance += entry * cells * dim
@@ -133,47 +77,13 @@ def _far(
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
-    top = tl.full([BM], -float("inf"), tl.float32)
-    mass = tl.zeros([BM], tl.float32)
-    total = tl.zeros([BM, BV], tl.float32)
-
-    # Keys seen one by one: the sinks, and those after the last closed segment. A sink that is also one of these counts once.
-    if CAUSAL:
-        local = tl.where(there & (sees > 0), closed * segment, 2147483647)
-        begin, middle, whole, last, sink_tiles, before, tiles = edges_of(sees, local, there, sinks, BN)
-        for start in range(middle, whole, BN):
-            position = start + tl.arange(0, BN)
-            key, value = keys_and_values(
-                keys, values, position, position, key_row, value_row, column, value_column, wide, value_wide, False
-            )
-            product = tl.dot(query, key, input_precision=IP)
-            top, mass, total = attend(product, value, scale * LOG2E, top, mass, total, IP)
-    else:
-        local = sees
-        begin, whole, last = 0, 0, tl.max(sees, 0)
-        middle = 0
-        sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
-        before, tiles = sink_tiles, sink_tiles
-    for tile in range(tiles):
-        ahead = tile < sink_tiles
-        start = tl.where(ahead, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
-        start += tl.where(ahead, 0, tl.where(tile < before, begin, whole))
-        stop = tl.where(ahead, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
-        position = start + tl.arange(0, BN)
-        real = position < stop
-        key, value = keys_and_values(
-            keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
-        )
-        product = tl.dot(query, key, input_precision=IP)
-        seen = real[None, :] & (position[None, :] < sees[:, None]) & (ahead == (position[None, :] < local[:, None]))
-        if CAUSAL:
-            # Zero times a later value that is not finite would not be zero: its own rows are told by their logits.
-            fine = value.to(tl.float32) * 0.0 == 0.0
-            odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
-            value = tl.where(fine, value, 0.0).to(value.dtype)
-            product = tl.where(odd[None, :], float("nan"), product)
-        product = tl.where(seen, product, -float("inf"))
-        top, mass, total = attend(product, value, scale * LOG2E, top, mass, total, IP)
+    # Keys seen one by one have been attended to.
+    output += entry * output_entry + row[:, None] * output_row + value_column[None, :]
+    lse += entry * lse_entry + row
+    filled = there[:, None] & value_wide[None, :]
+    top = tl.load(lse, mask=there, other=-float("inf"))
+    mass = tl.where(top == -float("inf"), 0.0, 1.0)
+    total = tl.load(output, mask=filled, other=0.0).to(tl.float32)
 
     # Cells that are not opened.
     square = squares_of(query, scale, 1.0, MOST_SQ, DT)
@@ -188,11 +98,12 @@ def _far(
         number = 0
         for run in range(first_run, last_run):
             stop = tl.load(seen_stop + run)
-            for start in range(tl.load(seen_cell + run), stop, BC):
+            first_cell = tl.load(seen_cell + run)
+            for start in range(tl.load(seen_from + run), stop, BC):
                 cell = start + lane
-                real = cell < stop
+                real = (cell >= first_cell) & (cell < stop)
                 count = tl.load(weight + cell, mask=real, other=-float("inf"))
-                first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
+                first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
                 value = tl.load(
                     mean_value + cell[:, None] * value_dim + value_column[None, :],
                     mask=real[:, None] & value_wide[None, :],
@@ -234,19 +145,12 @@ def _far(
     mass = tl.where(top >= ODD, float("nan"), mass)
     blind = mass <= 0.0
     result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
-    tl.store(
-        output + entry * output_entry + row[:, None] * output_row + value_column[None, :],
-        result.to(output.dtype.element_ty),
-        mask=there[:, None] & value_wide[None, :],
-    )
-    ended = tl.where(blind, -float("inf"), top + tl.log2(tl.where(blind, 1.0, mass)))
-    tl.store(lse + entry * lse_entry + row, ended, mask=there)
+    tl.store(output, result.to(output.dtype.element_ty), mask=filled)
+    tl.store(lse, tl.where(blind, -float("inf"), top + tl.log2(tl.where(blind, 1.0, mass))), mask=there)
 
 
 def far(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
     visible: Tensor,
     tables: Tables,
     layout: Layout,
@@ -256,17 +160,15 @@ def far(
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills in `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]` of all that is not opened.
+    """Add to `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]` what rows see of closed cells.
 
     `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened.
     """
     entries, rows, dim = queries.shape
-    value_dim = values.shape[2]
+    value_dim = output.shape[2]
     blocks = blocks_for("far", max(dim, value_dim), queries.dtype)
     _far[(triton.cdiv(rows, blocks.rows), entries)](
         queries,
-        keys,
-        values,
         visible,
         tables.centroid,
         tables.variance,
@@ -274,6 +176,7 @@ def far(
         tables.weight,
         tables.cross,
         layout.seen_edges,
+        layout.seen_from,
         layout.seen_cell,
         layout.seen_stop,
         marks,
@@ -284,8 +187,6 @@ def far(
         dim,
         value_dim,
         *queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
         visible.stride(0),
         *output.stride()[:2],
         lse.stride(0),
@@ -294,13 +195,11 @@ def far(
         layout.segment,
         settings.window,
         layout.segments,
-        settings.sinks,
         CAUSAL=settings.segment > 0,
         NARROW=queries.dtype == torch.float16,
         MOST=MOST_SPREAD,
         MOST_SQ=MOST_SQUARE,
         BM=blocks.rows,
-        BN=blocks.keys,
         BC=COLUMNS,
         BD=padded(dim),
         BV=padded(value_dim),

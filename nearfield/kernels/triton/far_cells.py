@@ -118,9 +118,16 @@ def _far_cells(
             closed = closed_segments(sees, segment, window, segments, CAUSAL)
             here = tl.load(column_of + closed * spans + span, mask=there, other=-1) + offset
             words_at = marks + (entry * rows + row) * words + here // 32
+            past_word = words - here // 32
+            by = here % 32
             taken = tl.zeros([BC, BM], tl.int32)
             for i in tl.static_range(BC // 32):
+                # Columns need not begin with a word.
                 word = tl.load(words_at + i, mask=there, other=0)
+                more = tl.load(words_at + i + 1, mask=there & (past_word > i + 1) & (by > 0), other=0)
+                word = ((word.to(tl.uint32) >> by.to(tl.uint32)) | (more.to(tl.uint32) << ((32 - by) % 32).to(tl.uint32))).to(
+                    tl.int32
+                )
                 bit = word[None, :] & (1 << (tl.arange(0, BC) % 32))[:, None]
                 taken = tl.where((tl.arange(0, BC) // 32 == i)[:, None], bit, taken)
             square = squares_of(query, scale, 1.0, MOST_SQ, DT)

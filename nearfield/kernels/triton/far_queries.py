@@ -31,6 +31,7 @@ def _far_queries(
     weights,
     cross,
     seen_edges,
+    seen_from,
     seen_cell,
     seen_stop,
     opened,
@@ -173,9 +174,10 @@ def _far_queries(
             number = 0
             for run in range(first_run, last_run):
                 stop = tl.load(seen_stop + run)
-                for start in range(tl.load(seen_cell + run), stop, BC):
+                first_cell = tl.load(seen_cell + run)
+                for start in range(tl.load(seen_from + run), stop, BC):
                     cell = start + lane
-                    real = cell < stop
+                    real = (cell >= first_cell) & (cell < stop)
                     count = tl.load(weights + cell, mask=real, other=-float("inf"))
                     load = real[:, None] & wide[None, :]
                     mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
@@ -253,6 +255,7 @@ def far_queries(
         tables.weight,
         tables.cross,
         layout.seen_edges,
+        layout.seen_from,
         layout.seen_cell,
         layout.seen_stop,
         opened,

@@ -84,8 +84,10 @@ class Layout:
     """`[spans + 1]`: the first cell of each span"""
     seen_edges: Tensor
     """`[segments + 2]`: a row with s closed segments sees the runs of cells from this one on, up to the next entry"""
+    seen_from: Tensor
+    """`[runs]`: the cell in the first column of each run, the cells of one span: its first one, or one before that"""
     seen_cell: Tensor
-    """`[runs]`: the first cell of each run, the cells of one span"""
+    """`[runs]`: the first cell of each run"""
     seen_stop: Tensor
     """`[runs]`: where it ends"""
     column: Tensor
@@ -109,6 +111,8 @@ class Layout:
     span_height: Tensor
     span_at: Tensor
     """`[heights, segments]`: the span of a segment; -1: none of this height"""
+    members: Tensor
+    """`[keys of all spans]`: where they are in `[heights, n]`, span by span"""
     _keys: Chunks = field(repr=False)
     _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _samples: dict[int, Sample] = field(default_factory=dict, repr=False)
@@ -196,6 +200,7 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
     edges = spans.edges(per_segment)
     seen_edges, tile_edges, widest = [0], [0], COLUMNS
     tile_cell: list[int] = []
+    seen_from: list[int] = []
     seen_cell: list[int] = []
     seen_stop: list[int] = []
     column = torch.full((segments + 1, len(spans.all)), -1, dtype=torch.int32)
@@ -206,10 +211,12 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         first = 0
         for span in spans.seen(closed):
             start, stop = edges[span.number], edges[span.number + 1]
-            column[closed, span.number] = first
+            shift = _shift(span, per_segment, spans.tallest)
+            column[closed, span.number] = first + shift
+            seen_from.append(start - shift)
             seen_cell.append(start)
             seen_stop.append(stop)
-            tiles = range(start, stop, COLUMNS)
+            tiles = range(start - shift, stop, COLUMNS)
             tile_cell += tiles
             first += COLUMNS * len(tiles)
         seen_edges.append(len(seen_cell))
@@ -228,6 +235,7 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         spans,
         there(edges),
         there(seen_edges),
+        there(seen_from),
         there(seen_cell),
         there(seen_stop),
         column.to(device),
@@ -241,8 +249,26 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         there(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
         there(span.height for span in spans.all),
         span_at.to(device),
+        _members(spans, length, segment).to(device),
         Chunks([span.segments * segment for span in spans.all], device),
     )
+
+
+def _members(spans: Spans, length: int, segment: int) -> Tensor:
+    found = [
+        torch.arange(span.first * segment, (span.first + span.segments) * segment, dtype=torch.int32) + span.height * length
+        for span in spans.all
+    ]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
+
+
+def _shift(span: Span, per_segment: int, tallest: int) -> int:
+    """Columns before the first cell of a span that does not fill a tile: cells of different spans should be in different ones."""
+    size = span.segments * per_segment
+    if size >= COLUMNS:
+        return 0
+    room = COLUMNS - size
+    return span.number * size % (room + 1) if span.height == tallest else min(per_segment * (span.segments - 1), room)
 
 
 def _last_seen(span: Span, tallest: int, segments: int) -> int:

@@ -42,9 +42,9 @@ def squares_of(query, scale, SPREADS: tl.constexpr, MOST_SQ: tl.constexpr, DT: t
 
 
 @triton.jit
-def cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP: tl.constexpr):
+def cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP: tl.constexpr):
     """q.mu and the squared spread of a tile of cells."""
-    load = (cell < stop)[None, :] & wide[:, None]
+    load = real[None, :] & wide[:, None]
     mean = tl.load(centroid + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
     spread = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
     return tl.dot(query, mean, input_precision=IP), tl.dot(square, spread, input_precision=IP)
@@ -83,6 +83,7 @@ def _route(
     variance,
     void,
     seen_edges,
+    seen_from,
     seen_cell,
     seen_stop,
     tile_edges,
@@ -144,10 +145,12 @@ def _route(
         tile = 0
         for run in range(tl.load(seen_edges + past), end):
             stop = tl.load(seen_stop + run)
-            for start in range(tl.load(seen_cell + run), stop, BC):
+            first_cell = tl.load(seen_cell + run)
+            for start in range(tl.load(seen_from + run), stop, BC):
                 cell = start + lane
-                none = tl.load(void + cell, mask=cell < stop, other=VOID)
-                first, spread = cell_moments(query, square, centroid, variance, cell, stop, column, wide, dim, IP)
+                real = (cell >= first_cell) & (cell < stop)
+                none = tl.load(void + cell, mask=real, other=VOID)
+                first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
                 spread = tl.maximum(spread, 1e-30)
                 score = first * scale + (spread * tl.rsqrt(spread) + none[None, :]) + other[:, None]
                 # The last digits of a score tell its tile, and its column the cell in there.
@@ -220,6 +223,7 @@ def route(
         tables.variance,
         tables.void,
         layout.seen_edges,
+        layout.seen_from,
         layout.seen_cell,
         layout.seen_stop,
         layout.tile_edges,

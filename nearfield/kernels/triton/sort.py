@@ -28,22 +28,25 @@ class Narrow(NamedTuple):
 
 
 @triton.jit
-def _number(cell_of, found, per_entry, cells, last, shift, cell_entry, BP: tl.constexpr):
-    """Cells counted on over the entries; `last` for none."""
+def _number(cell_of, where, found, per_entry, cells, last, shift, cell_entry, CHOSEN: tl.constexpr, BP: tl.constexpr):
+    """Cells counted on over the entries; `last` for none. CHOSEN: only those at `where`."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     there = lane < per_entry
-    cell = tl.load(cell_of + entry * cell_entry + lane, mask=there, other=-1)
+    place = lane
+    if CHOSEN:
+        place = tl.load(where + lane, mask=there, other=0).to(tl.int64)
+    cell = tl.load(cell_of + entry * cell_entry + place, mask=there, other=-1)
     number = tl.where(cell >= 0, cell + entry.to(tl.int32) * cells, last) - shift
     tl.store(found + entry * per_entry + lane, number.to(found.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _members(places, numbers, position, cell, total, length, shift, BP: tl.constexpr):
+def _members(places, where, numbers, position, cell, total, per_entry, length, shift, BP: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     there = lane < total
-    place = tl.load(places + lane, mask=there, other=0)
-    tl.store(position + lane, (place % length).to(tl.int32), mask=there)
+    place = tl.load(where + tl.load(places + lane, mask=there, other=0) % per_entry, mask=there, other=0)
+    tl.store(position + lane, place % length, mask=there)
     tl.store(cell + lane, tl.load(numbers + lane, mask=there, other=0).to(tl.int32) + shift, mask=there)
 
 
@@ -53,23 +56,38 @@ def sorted_numbers(numbers: Tensor, layout: Layout, entries: int) -> tuple[Tenso
     return found, places, torch.searchsorted(found, layout.numbers(entries), out_int32=True)
 
 
-def narrowed(cell_of: Tensor, layout: Layout) -> Tensor:
-    """Cells `[entries, ...]`, -1 for none, as `sorted_numbers` wants them."""
-    entries, per_entry = len(cell_of), cell_of[0].numel()
+def narrowed(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Tensor:
+    """Cells `[entries, ...]`, -1 for none, as `sorted_numbers` wants them. `where`: which of those of an entry; None: all."""
+    entries, per_entry = len(cell_of), cell_of[0].numel() if where is None else len(where)
     kept = Narrow(entries * layout.cells)
     found = torch.empty(entries, per_entry, dtype=kept.dtype, device=cell_of.device)
-    _number[(triton.cdiv(per_entry, 1024), entries)](
-        cell_of, found, per_entry, layout.cells, kept.last, kept.shift, cell_of.stride(0), BP=1024, num_warps=4
-    )
+    if per_entry:
+        _number[(triton.cdiv(per_entry, 1024), entries)](
+            cell_of,
+            where,
+            found,
+            per_entry,
+            layout.cells,
+            kept.last,
+            kept.shift,
+            cell_of.stride(0),
+            CHOSEN=where is not None,
+            BP=1024,
+            num_warps=4,
+        )
     return found
 
 
 def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Positions of keys cell by cell, their cells, and where each cell begins, of `cell_of` `[entries, heights, n]`."""
     entries, length = len(cell_of), cell_of.shape[2]
-    numbers, places, starts = sorted_numbers(narrowed(cell_of, layout), layout, entries)
-    total = cell_of.numel()
+    where = layout.members
+    numbers, places, starts = sorted_numbers(narrowed(cell_of, layout, where), layout, entries)
+    total = entries * len(where)
     position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
     shift = Narrow(entries * layout.cells).shift
-    _members[(triton.cdiv(total, 1024),)](places, numbers, position, cell, total, max(1, length), shift, BP=1024, num_warps=4)
+    if total:
+        _members[(triton.cdiv(total, 1024),)](
+            places, where, numbers, position, cell, total, len(where), length, shift, BP=1024, num_warps=4
+        )
     return position, cell, starts
