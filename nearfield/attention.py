@@ -56,8 +56,8 @@ def attention(
             is random. The same generator state gives the same result.
         backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`, `"triton"`).
         check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN (plain short
-            inputs without a mask: in its column), all others untouched. On a GPU exact attention leaves non-finite inputs to
-            SDPA, which may spoil more rows of a head. It never raises under torch.compile or inside a transform of
+            inputs without a mask: in its column), all others untouched. On a GPU, where nobody waits for a look
+            at the inputs, a NaN may spoil just its column of the rows that see it, and exact attention is SDPA's. It never raises under torch.compile or inside a transform of
             torch.func, where values cannot be looked at.
 
     Returns:

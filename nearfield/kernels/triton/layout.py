@@ -114,6 +114,8 @@ class Layout:
     members: Tensor
     """`[keys of all spans]`: where they are in `[heights, n]`, span by span"""
     _keys: Chunks = field(repr=False)
+    _seen: Tensor = field(repr=False)
+    """`seen` on the host"""
     _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _samples: dict[int, Sample] = field(default_factory=dict, repr=False)
     _made: dict[tuple[str, int], Tensor] = field(default_factory=dict, repr=False)
@@ -143,27 +145,28 @@ class Layout:
 
     def numbers(self, entries: int) -> Tensor:
         """The cells of all entries and one more, as they are when they are sorted: see `sort.Narrow`."""
-        return self._kept("numbers", entries, lambda: self._numbers(entries * self.cells))
-
-    def _numbers(self, last: int) -> Tensor:
+        last = entries * self.cells
         shift, dtype = (1 << 15, torch.int16) if last < 1 << 16 else (0, torch.int32)
-        return torch.arange(-shift, last + 1 - shift, device=self.span_of.device, dtype=dtype)
+        return self._kept("numbers", entries, lambda: torch.arange(-shift, last + 1 - shift, dtype=dtype))
 
     def first_cells(self, entries: int) -> Tensor:
         """`[entries, spans + 1]`: the first cell of each span, counted on over the entries."""
-
-        def make() -> Tensor:
-            return torch.arange(entries, device=self.span_of.device)[:, None] * self.cells + self.span_cell
-
-        return self._kept("first_cells", entries, make)
+        edges = self.spans.edges(self.per_segment)
+        return self._kept("first_cells", entries, lambda: torch.arange(entries)[:, None] * self.cells + torch.tensor(edges))
 
     def seen_chunks(self, size: int) -> Tensor:
         """`[segments + 1, chunks]`: 1 where a row with s closed segments sees the span of a chunk."""
-        return self._kept("seen_chunks", size, lambda: self.seen[:, self.chunks(size)[0].long()])
+
+        def make() -> Tensor:
+            span = [span.number for span in self.spans.all for _ in range(-(-span.segments * self.segment // size))]
+            return self._seen[:, span]
+
+        return self._kept("seen_chunks", size, make)
 
     def _kept(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
+        """Made on the host, so that it is there for all streams, and cannot be made while a graph is captured."""
         if (name, number) not in self._made:
-            self._made[name, number] = make()
+            self._made[name, number] = make().to(self.span_of.device)
         return self._made[name, number]
 
     def sample(self, seed: int) -> Sample:
@@ -251,6 +254,7 @@ def layout_of(length: int, settings: CellSettings, device: torch.device) -> Layo
         span_at.to(device),
         _members(spans, length, segment).to(device),
         Chunks([span.segments * segment for span in spans.all], device),
+        (column >= 0).float(),
     )
 
 

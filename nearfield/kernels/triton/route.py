@@ -139,7 +139,6 @@ def _route(
     second, third, fourth = best, best, best
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        other = tl.where(mine, 0.0, VOID)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
         end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
         tile = 0
@@ -152,7 +151,8 @@ def _route(
                 none = tl.load(void + cell, mask=real, other=VOID)
                 first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
                 spread = tl.maximum(spread, 1e-30)
-                score = first * scale + (spread * tl.rsqrt(spread) + none[None, :]) + other[:, None]
+                score = first * scale + (spread * tl.rsqrt(spread) + none[None, :])
+                score = tl.where(mine[:, None], score, VOID)
                 # The last digits of a score tell its tile, and its column the cell in there.
                 score = ((score.to(tl.int32, bitcast=True) & -TILES) | tile).to(tl.float32, bitcast=True)
                 if DEPTH > 2:
