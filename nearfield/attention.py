@@ -56,9 +56,9 @@ def attention(
             is random. The same generator state gives the same result.
         backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`, `"triton"`).
         check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN (plain short
-            inputs without a mask: in its column), all others untouched. On a GPU, where nobody waits for a look
-            at the inputs, a NaN may spoil just its column of the rows that see it, and exact attention is SDPA's. It never raises under torch.compile or inside a transform of
-            torch.func, where values cannot be looked at.
+            inputs without a mask: in its column), all others untouched. On a GPU, where nobody waits for a look at the inputs,
+            a NaN may spoil just its column of the rows that see it, and exact attention is SDPA's. It never raises under
+            torch.compile or inside a transform of torch.func, where values cannot be looked at.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
