@@ -40,7 +40,7 @@ GROUPS = {
     "own segment": ("_local",),
     "backward: near": ("_near_keys", "_near_queries"),
     "backward: far": ("_far_queries", "_far_cells", "_tilt", "_spread"),
-    "backward: own segment": ("_local_keys",),
+    "backward: own segment": ("_local_keys", "_local_queries"),
     "backward: rest": ("_delta", "_mark"),
 }
 GROUP_OF = {kernel: group for group, kernels in GROUPS.items() for kernel in kernels}

@@ -133,7 +133,7 @@ def _draw_ratios(axis: Any, sections: dict[str, Any]) -> None:
     if any("accurate" in ratios for _, ratios in found):
         axis.barh([0], [0], color=CELLS, label="Cells()")
         axis.barh([0], [0], color=PALE, label=f"Cells({_accurate(sections)})")
-        axis.legend(frameon=False, fontsize=8, loc="lower right")
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     axis.axvline(1, color=SDPA, linewidth=1, linestyle=(0, (2, 2)))
     axis.set_yticks(range(len(found)), [label for label, _ in found], fontsize=8)
     axis.invert_yaxis()

@@ -32,8 +32,8 @@ TABLE = Path(tuning.__file__).with_name("tuning.json")
 LENGTH, HEADS, SEGMENT = 65536, 8, 2048
 PROBES = 8
 WORKERS = 14
-FORWARD = ("route", "near", "far")
-BACKWARD = ("near_keys", "near_queries", "far_queries", "far_cells", "local_keys")
+FORWARD = ("route", "near", "far", "local", "nearest")
+BACKWARD = ("near_keys", "near_queries", "far_queries", "far_cells", "local_keys", "local_queries", "spread")
 SYMBOL = {name: f"_{name}" for name in (*FORWARD, *BACKWARD)}
 BY_CELL_SIZE = ("near", "near_keys", "near_queries")
 """Kernels to which the size of cells matters; the others are measured with cells of 128."""
@@ -70,17 +70,19 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (64, 8, 1, 128),
     ),
     "far": (
-        (64, 4, 1, 64),
-        (64, 4, 2, 64),
-        (64, 4, 3, 64),
-        (64, 8, 2, 64),
-        (64, 4, 2, 128),
-        (128, 8, 1, 64),
-        (128, 8, 2, 64),
-        (128, 8, 3, 64),
-        (128, 8, 2, 128),
-        (128, 4, 2, 64),
+        *((64, warps, stages, keys) for warps in (4, 8) for stages in (1, 2, 3) for keys in (32, 64)),
+        *((128, 8, stages, keys) for stages in (2, 3) for keys in (32, 64)),
     ),
+    "local": (
+        *((64, 4, stages, keys) for stages in (2, 3) for keys in (64, 128)),
+        *((128, 8, stages, keys) for stages in (2, 3) for keys in (64, 128)),
+    ),
+    "nearest": (
+        *((128, 4, stages, keys) for stages in (2, 3) for keys in (64, 128)),
+        *((128, 8, stages, keys) for stages in (2, 3) for keys in (64, 128)),
+        *((64, 4, stages, 64) for stages in (2, 3)),
+    ),
+    "spread": ((32, 4, 1, 64), (32, 8, 1, 64), (64, 4, 1, 64), (64, 8, 1, 64)),
     "near_keys": (
         (64, 4, 1, 64),
         (64, 4, 2, 64),
@@ -107,16 +109,14 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (64, 8, 1, 128),
     ),
     "far_queries": (
-        (64, 4, 1, 64),
-        (64, 4, 2, 64),
-        (64, 8, 1, 64),
-        (64, 8, 2, 64),
-        (128, 8, 1, 64),
-        (128, 8, 2, 64),
-        (32, 4, 1, 64),
-        (32, 4, 2, 64),
-        (64, 4, 1, 32),
-        (64, 8, 1, 32),
+        *((64, warps, stages, keys) for warps in (4, 8) for stages in (1, 2) for keys in (32, 64)),
+        *((32, 4, stages, keys) for stages in (1, 2) for keys in (32, 64)),
+        (128, 8, 1, 32),
+    ),
+    "local_queries": (
+        *((64, 4, stages, keys) for stages in (1, 2) for keys in (32, 64)),
+        *((64, 8, stages, 64) for stages in (1, 2)),
+        *((128, 8, stages, 64) for stages in (1, 2)),
     ),
     "far_cells": (
         (64, 4, 1, 64),
@@ -170,6 +170,7 @@ def cases(kernels: list[str], dtypes: list[str], dims: list[int], cell_sizes: li
     return [
         Case(kernel, dtype, dim, size, blocks)
         for kernel, dtype, dim in product(kernels, dtypes, dims)
+        if dtype != "float32" or dim <= 128
         for size in (cell_sizes if kernel in BY_CELL_SIZE else [128])
         for blocks in candidates(kernel, dtype, dim)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield.blocks import BLOCK_BYTES
 from nearfield.budgets import audit_quantile
 from nearfield.estimate import Audit
@@ -13,6 +14,7 @@ from nearfield.precision import full_precision
 from nearfield.problem import Problem
 
 CONFIDENCE = 0.95
+MOST_ROWS = 1024
 
 
 @torch.no_grad()
@@ -50,7 +52,9 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
 
 
 def _rows_at_a_time(problem: Problem) -> int:
-    """Each audited row gathers the keys and values of its head."""
+    """Each audited row gathers the keys and values of its head, except where a kernel reads them in place."""
+    if kernels.runs_triton(problem.key.device):
+        return MOST_ROWS
     per_row = (problem.key[0, 0].numel() + problem.value[0, 0].numel() + problem.key.shape[2]) * 8
     return max(1, BLOCK_BYTES // max(1, per_row))
 
@@ -63,9 +67,15 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
     entry, head, position = chosen // (heads * length), chosen // length % heads, chosen % length
     if problem.attn_mask is not None and problem.key_padding is None:
         return _exact_masked_rows(problem, entry, head, position)
-    rows = problem.rows
     group = entry * problem.key.shape[1] + head // problem.group_size
     place = head % problem.group_size * length + position
+    if kernels.runs_triton(problem.key.device) and problem.query.dtype != torch.float64:
+        from nearfield.kernels.triton.exact_rows import exact_rows
+
+        own = problem.grouped
+        with kernels.on(own.keys.device):
+            return exact_rows(own.queries, own.keys, own.values, own.visible, group, place, problem.scale)
+    rows = problem.rows
     output, _ = reference.exact_attention(
         rows.queries[group, place][:, None], rows.keys[group], rows.values[group], rows.visible[group, place][:, None]
     )

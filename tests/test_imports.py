@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo", "calibrate"),
     ("demo_plot",),
     ("",),  # the package itself: the public names
-    ("nn",),
+    ("nn", "hf"),
     ("attention",),
     ("methods",),
     ("audit", "crossover"),

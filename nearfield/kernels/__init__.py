@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -41,6 +42,11 @@ def choose(backend: str, device: torch.device) -> ModuleType:
 def name(backend: str, device: torch.device) -> str:
     """What `backend` comes to on `device`."""
     return choose(backend, device).__name__.rpartition(".")[2]
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton starts kernels on the current device, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def runs_triton(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield.kernels import cells_cpu, cells_cpu_backward, cells_reference
 from nearfield.kernels.cells_assign import assign
 from nearfield.kernels.cells_head import Head
@@ -54,7 +55,10 @@ def forward(
         from nearfield.kernels import cells_gpu
 
         iterations, start = options
-        cells_gpu.forward(queries, keys, values, visible, settings, scale, iterations, start, output, lse, results[3], results[5])
+        with kernels.on(queries.device):
+            cells_gpu.forward(
+                queries, keys, values, visible, settings, scale, iterations, start, output, lse, results[3], results[5]
+            )
         return results
     build = BY_NAME[partition](*options)
     for entry in range(len(queries)):
@@ -101,9 +105,10 @@ def backward(
         from nearfield.kernels import cells_gpu_backward
 
         settings = CellSettings(*sizes)
-        return cells_gpu_backward.backward(
-            output_grad, queries, keys, values, visible, output, lse, cell_of, opened, settings, scale
-        )
+        with kernels.on(queries.device):
+            return cells_gpu_backward.backward(
+                output_grad, queries, keys, values, visible, output, lse, cell_of, opened, settings, scale
+            )
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, coarse_of, opened, unfolded, drawn, log_factor)))

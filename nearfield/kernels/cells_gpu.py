@@ -53,6 +53,11 @@ def forward(
     opened: Tensor,
 ) -> None:
     """Fills in the output and log-normaliser of queries `[entries, group * length, dim]`, cells of keys and opened cells."""
+    if len(queries) > MOST_ENTRIES:
+        for some in entry_parts(len(queries)):
+            inputs = queries[some], keys[some], values[some], visible[some]
+            forward(*inputs, settings, scale, iterations, seed, output[some], lse[some], cell_of[some], opened[some])
+        return
     queries, scale = upright(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
@@ -61,8 +66,7 @@ def forward(
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
         layout.keep()
     # First, and not last: it keeps the device busy while the many small kernels that make cells are started.
-    for some in entry_parts(entries):
-        local(queries[some], keys[some], values[some], visible[some], layout, settings, scale, output[some], lse[some])
+    local(queries, keys, values, visible, layout, settings, scale, output, lse)
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
     slots, value_dim = settings.probes, values.shape[2]
@@ -100,7 +104,7 @@ def entry_parts(entries: int) -> Iterator[slice]:
 def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice]]:
     """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: tiles are then full."""
     budget = max(LEAST_BYTES, int(sum(x.numel() * x.element_size() for x in inputs) / SHARE))
-    some = max(1, min(entries, MOST_ENTRIES, budget // max(1, per_row * rows)))
+    some = max(1, min(entries, budget // max(1, per_row * rows)))
     step = rows if some > 1 else max(1024, budget // per_row // 1024 * 1024)
     for first in range(0, entries, some):
         for start in range(0, rows, step):

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import MOST_ENTRIES, dense, parts_of, upright
+from nearfield.kernels.cells_gpu import MOST_ENTRIES, dense, entry_parts, parts_of, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.local_backward import local_keys
+from nearfield.kernels.triton.local_queries import local_queries
 from nearfield.kernels.triton.mark import mark
 from nearfield.kernels.triton.near_backward import near_keys, near_queries
 from nearfield.kernels.triton.rows import Rows, rows_of
@@ -38,6 +39,12 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, the plan held fixed."""
+    if len(queries) > MOST_ENTRIES:
+        found = []
+        for some in entry_parts(len(queries)):
+            inputs = output_grad[some], queries[some], keys[some], values[some], visible[some], output[some], lse[some]
+            found.append(backward(*inputs, cell_of[some], opened[some], settings, scale))
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
     deterministic = torch.are_deterministic_algorithms_enabled()
     factor = 1.0 if scale > 0 else -1.0 if scale else 0.0
     queries, scale = upright(queries, scale)
@@ -46,6 +53,8 @@ def backward(
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_of(keys.shape[1], settings, keys.device)
     rows = rows_of(queries, visible, output, lse, output_grad)
+    # First, and not last: it keeps the device busy while many small kernels are started.
+    local_queries(rows, keys, values, layout, settings, scale, grads[0])
     row_starts = _row_starts(rows.visible, layout, settings)
     moments = moments_of(keys, values, cell_of, layout)
     tables = tabulate(keys, values, moments, layout)
@@ -85,7 +94,7 @@ def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor) -> I
     """Entries of the batch whose float32 sums and grouped pairs fit into memory half as large as the inputs."""
     inputs = sum(x.numel() * x.element_size() for x in (queries, keys, values))
     per_entry = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
-    step = max(1, min(MOST_ENTRIES, max(LEAST_BYTES, inputs // 2) // max(1, per_entry)))
+    step = max(1, max(LEAST_BYTES, inputs // 2) // max(1, per_entry))
     for start in range(0, len(queries), step):
         yield slice(start, min(start + step, len(queries)))
 
@@ -124,8 +133,6 @@ def _queries(
         near_queries(own, own_keys, own_values, own_tables, settings, found, scale, pieces)
         far_queries(
             own,
-            own_keys,
-            own_values,
             own_tables,
             layout,
             settings,

@@ -23,8 +23,8 @@ TWO_LEVELS = 1 << 21
 """From so many keys on two levels pay."""
 UNFOLD = 32
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MOST_COLUMNS, MOST_SEGMENTS, MOST_PROBES, MOST_CELLS = 256, 4096, 160, 65536
-"""What the kernels in Triton serve at most."""
+MOST_COLUMNS, MOST_SEGMENTS, MOST_PROBES, MOST_CELLS = 256, 4096, 160, 32768
+"""What the kernels in Triton serve at most; of float32 half as many columns, for there is not more room on a multiprocessor."""
 MOST_HEIGHTS = 8
 """Causal: closed segments are joined into spans of at most 2^7."""
 
@@ -115,8 +115,9 @@ class Cells:
         """What the kernels in Triton cannot do of this; None: they can do it all."""
         if query.dtype not in TRITON_DTYPES:
             return f"{query.dtype}"
-        if max(query.shape[-1], value.shape[-1]) > MOST_COLUMNS:
-            return f"more than {MOST_COLUMNS} columns"
+        most = MOST_COLUMNS // 2 if query.dtype == torch.float32 else MOST_COLUMNS
+        if max(query.shape[-1], value.shape[-1]) > most:
+            return f"{query.dtype} with more than {most} columns"
         if type(self.partition) is not KMeans:
             return f"{self.partition!r}"
         if dropout:
@@ -133,8 +134,8 @@ class Cells:
             misses = f"more than {MOST_SEGMENTS} segments; use a larger segment"
         if misses is None and settings.probes > MOST_PROBES:
             misses = f"more than {MOST_PROBES} probes; use larger cells"
-        if misses is None and problem.key.shape[2] // settings.cell_size > MOST_CELLS // 2:
-            misses = f"more than {MOST_CELLS // 2} cells; use larger ones"
+        if misses is None and problem.key.shape[2] // settings.cell_size > MOST_CELLS:
+            misses = f"more than {MOST_CELLS} cells; use larger ones"
         if call.backend == "triton" and misses is not None:
             raise ValueError(f"the kernels in Triton do not serve {misses}; backend='auto' takes others")
         wanted = call.backend == "triton" or kernels.runs_triton(problem.query.device)

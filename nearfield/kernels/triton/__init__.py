@@ -1,5 +1,7 @@
-"""The cells engine in Triton, held to the reference by tests/test_triton.py. No method chooses it yet.
+"""The cells engine in Triton, forward and backward, held to the reference by tests/test_triton.py.
 
-Where more cells reach a row's threshold than there are slots (ties, or more than some fifty probes), the first ones are
-opened and not the best.
+`Cells` takes it on CUDA cards of compute capability 8.0 or later, where it serves a call; see docs/gpu.md. A file is a pass:
+cells are made (`assign`, `limit`, `sort`, `tables`), chosen (`route`) and attended to (`local`, `far`, `group`, `near`, `merge`),
+and the same backwards (`rows`, `mark`, `local_queries`, `local_backward`, `near_backward`, `far_queries`, `far_cells`, `spread`).
+`cells_gpu` and `cells_gpu_backward` start them one after the other, and no number goes back to the host.
 """

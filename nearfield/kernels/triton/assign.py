@@ -10,9 +10,9 @@ from torch import Tensor
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
 from nearfield.kernels.triton.layout import Layout, Sample
 from nearfield.kernels.triton.sort import Narrow, sorted_numbers
+from nearfield.kernels.triton.tuning import blocks_for
 
 POINTS = 128
-CELLS = 64
 LOOKED_AT = 1024
 """Keys of a sample that say how wide each coordinate is."""
 
@@ -258,13 +258,14 @@ class _Moving:
         self.layout, self.sample, self.points, self.centroids, self.half = layout, sample, points, centroids, half
         self.offset, self.weight, self.common = offset, weight, common
         entries, _, self.dim = points.shape
+        self.blocks = blocks_for("nearest", self.dim, points.dtype)
         self.narrow = Narrow(entries * layout.cells)
         self.assigned = torch.empty(entries, sample.size, dtype=self.narrow.dtype, device=points.device)
 
     def step(self, turn: int) -> None:
         """Points to their nearest centroids, centroids to the means of their points."""
         first, entries = self.sample.first, len(self.points)
-        self._nearest(self.points, self.sample.edges, self.sample.chunks(POINTS), self.assigned, 0, True)
+        self._nearest(self.points, self.sample.edges, self.sample.chunks(self.blocks.rows), self.assigned, 0, True)
         _, order, starts = sorted_numbers(self.assigned, self.layout, entries)
         _means[(self.narrow.last,)](
             self.points,
@@ -286,7 +287,7 @@ class _Moving:
 
     def settle(self, keys: Tensor, found: Tensor) -> None:
         """All keys to their nearest centroids."""
-        self._nearest(keys, self.layout.span_edges, self.layout.chunks(POINTS), found, found.stride(1), False)
+        self._nearest(keys, self.layout.span_edges, self.layout.chunks(self.blocks.rows), found, found.stride(1), False)
 
     def _nearest(
         self, points: Tensor, edges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_height: int, prepared: bool
@@ -312,10 +313,11 @@ class _Moving:
             found_height,
             self.narrow.shift,
             PREPARED=prepared,
-            BP=POINTS,
-            BC=CELLS,
+            BP=self.blocks.rows,
+            BC=self.blocks.keys,
+            BD=self.common["BD"],
             DT=dot_type(points.dtype),
             IP=precision(points.dtype),
-            num_stages=2 if self.dim <= 128 else 1,
-            **self.common,
+            num_warps=self.blocks.warps,
+            num_stages=self.blocks.stages,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
 from nearfield.kernels.triton.common import dot_type, padded, precision
-from nearfield.kernels.triton.layout import COLUMNS, Layout
+from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.mark import is_marked
 from nearfield.kernels.triton.route import cell_moments, closed_segments, squares_of
 from nearfield.kernels.triton.tables import Tables
@@ -109,7 +109,7 @@ def _far(
                     mask=real[:, None] & value_wide[None, :],
                     other=0.0,
                 )
-                taken = is_marked(marks + place * words + number, there, lane)
+                taken = is_marked(marks + place * words + number, there, lane, BC)
                 boost = 1.0 + 0.25 * tl.minimum(spread, MOST)
                 logit = first * (scale * LOG2E) + count[None, :]
                 if NARROW:
@@ -125,6 +125,7 @@ def _far(
                 total = total * shrink[:, None] + tl.dot(power.to(value.dtype), value, input_precision=IP)
                 top = new
                 number += BC // 32
+            number += number % 2  # a run begins with a tile of 64
         if last_run > first_run:
             far = tl.where(mine, mass - mass_before * tl.exp2(top_before - tl.where(top > -float("inf"), top, 0.0)), 0.0)
             tilt = tl.zeros([BM, BV], tl.float32)
@@ -200,7 +201,7 @@ def far(
         MOST=MOST_SPREAD,
         MOST_SQ=MOST_SQUARE,
         BM=blocks.rows,
-        BC=COLUMNS,
+        BC=blocks.keys,
         BD=padded(dim),
         BV=padded(value_dim),
         BK=min(64, padded(dim)),

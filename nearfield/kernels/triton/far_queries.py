@@ -1,4 +1,4 @@
-"""Gradients of queries on a GPU, row by row: through keys seen one by one, cells left closed, and what opened cells add."""
+"""Gradients of queries on a GPU, row by row: through cells left closed, and what opened cells add."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
 from nearfield.kernels.triton.common import dot_type, padded, precision
-from nearfield.kernels.triton.layout import COLUMNS, Layout
+from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.mark import is_marked
 from nearfield.kernels.triton.route import closed_segments, squares_of
 from nearfield.kernels.triton.rows import Rows
@@ -17,10 +17,37 @@ from nearfield.kernels.triton.tuning import blocks_for
 
 
 @triton.jit
+def back_through(
+    matrix,
+    grads,
+    row,
+    grad_row,
+    there,
+    column,
+    wide,
+    dim,
+    value_dim,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """X^T of the gradient, X being the `matrix` `[value_dim, dim]`."""
+    back = tl.zeros([BM, BD], tl.float32)
+    for start in range(0, BV, BK):
+        some = start + tl.arange(0, BK)
+        narrow = some < value_dim
+        part = tl.load(matrix + some[:, None] * dim + column[None, :], mask=narrow[:, None] & wide[None, :], other=0.0)
+        piece = tl.load(grads + row[:, None] * grad_row + some[None, :], mask=there[:, None] & narrow[None, :], other=0.0)
+        back += tl.dot(piece.to(DT), part.to(DT), input_precision=IP)
+    return back
+
+
+@triton.jit
 def _far_queries(
     queries,
-    keys,
-    values,
     visible,
     grads,
     lse,
@@ -46,10 +73,6 @@ def _far_queries(
     value_dim,
     query_entry,
     query_row,
-    key_entry,
-    key_row,
-    value_entry,
-    value_row,
     visible_entry,
     grad_entry,
     grad_row,
@@ -63,12 +86,10 @@ def _far_queries(
     segment,
     window,
     segments,
-    sinks,
     CAUSAL: tl.constexpr,
     MOST: tl.constexpr,
     MOST_SQ: tl.constexpr,
     BM: tl.constexpr,
-    BN: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
@@ -79,8 +100,6 @@ def _far_queries(
     LOG2E: tl.constexpr = 1.4426950408889634
     entry = tl.program_id(1).to(tl.int64)
     queries += entry * query_entry
-    keys += entry * key_entry
-    values += entry * value_entry
     visible += entry * visible_entry
     grads += entry * grad_entry
     centroid += entry * cells * dim
@@ -99,52 +118,12 @@ def _far_queries(
     product = tl.load(delta + entry * row_entry + row, mask=there, other=0.0)
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    into = query_grad + entry * result_entry + row[:, None] * result_row + column[None, :]
     total = tl.zeros([BM, BD], tl.float32)
-
-    # Keys seen one by one.
-    if CAUSAL:
-        local = tl.where(there & (sees > 0), closed * segment, 2147483647)
-    else:
-        local = sees
-    last = tl.max(sees, 0)
-    for start in range(0, tl.minimum(sinks, last), BN):
-        position = start + tl.arange(0, BN)
-        real = (position < sinks) & (position < last)
-        key = tl.load(
-            keys + position[:, None].to(tl.int64) * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
-        )
-        value = tl.load(
-            values + position[:, None].to(tl.int64) * value_row + value_column[None, :],
-            mask=real[:, None] & value_wide[None, :],
-            other=0.0,
-        )
-        seen = real[None, :] & (position[None, :] < sees[:, None]) & (position[None, :] < local[:, None])
-        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - ended[:, None]
-        weight = tl.where(seen, tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-        slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
-        total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
-    if CAUSAL:
-        for start in range(tl.min(local, 0), last, BN):
-            position = start + tl.arange(0, BN)
-            real = position < last
-            key = tl.load(
-                keys + position[:, None].to(tl.int64) * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
-            )
-            value = tl.load(
-                values + position[:, None].to(tl.int64) * value_row + value_column[None, :],
-                mask=real[:, None] & value_wide[None, :],
-                other=0.0,
-            )
-            seen = (position[None, :] < sees[:, None]) & (position[None, :] >= local[:, None])
-            logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - ended[:, None]
-            weight = tl.where(seen, tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-            slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
-            total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
 
     # Cells left closed.
     square = squares_of(query, scale, 1.0, MOST_SQ, DT)
     stretched = tl.zeros([BM, BD], tl.float32)
-    tilted = tl.zeros([BM, BD], tl.float32)
     far_all = tl.zeros([BM], tl.float32)
     along_all = tl.zeros([BM], tl.float32)
     least = tl.min(tl.where(there, closed, segments), 0)
@@ -157,18 +136,9 @@ def _far_queries(
         first_run = tl.load(seen_edges + past)
         last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
         if last_run > first_run:
-            # What X q has in common with the gradient, and X^T of the gradient.
-            back = tl.zeros([BM, BD], tl.float32)
-            for start in range(0, BV, BK):
-                some = start + tl.arange(0, BK)
-                narrow = some < value_dim
-                matrix = tl.load(
-                    cross + (past * value_dim + some[:, None]) * dim + column[None, :],
-                    mask=narrow[:, None] & wide[None, :],
-                    other=0.0,
-                )
-                piece = tl.load(grads + row[:, None] * grad_row + some[None, :], mask=there[:, None] & narrow[None, :], other=0.0)
-                back += tl.dot(piece.to(DT), matrix.to(DT), input_precision=IP)
+            # What X q has in common with the gradient.
+            matrix = cross + past * value_dim * dim
+            back = back_through(matrix, grads, row, grad_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
             tilt = tl.sum(back * query.to(tl.float32), 1) * scale
             far = tl.zeros([BM], tl.float32)
             number = 0
@@ -190,7 +160,7 @@ def _far_queries(
                     first = tl.dot(query, tl.trans(mean), input_precision=IP)
                     second = tl.dot(square, tl.trans(spread), input_precision=IP)
                     boost = 1.0 + 0.25 * tl.minimum(second, MOST)
-                    taken = is_marked(marks + place * words + number, there, lane)
+                    taken = is_marked(marks + place * words + number, there, lane, BC)
                     logit = first * (scale * LOG2E) + (count[None, :] - base[:, None])
                     weight = tl.where(taken, 0.0, tl.exp2(logit) * (boost * boost))
                     far += tl.sum(weight, 1)
@@ -199,10 +169,15 @@ def _far_queries(
                     bend = tl.where(second < MOST, slope / (2.0 * boost), 0.0)
                     stretched += tl.dot(bend.to(DT), spread, input_precision=IP)
                     number += BC // 32
-            tilted += far[:, None] * back
+                number += number % 2  # a run begins with a tile of 64
+            # Again, and not kept: there are not enough registers.
+            back = back_through(matrix, grads, row, grad_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
+            total += far[:, None] * back
             far_all += far
             along_all = tl.where(mine, tilt, along_all)
-    total = total * scale + tilted * scale + stretched * (2.0 * scale * scale) * query.to(tl.float32)
+    total = total * scale + stretched * (2.0 * scale * scale) * query.to(tl.float32)
+    # What keys seen one by one add is there already.
+    total += tl.load(into, mask=there[:, None] & wide[None, :], other=0.0).to(tl.float32)
 
     # Cells that were opened.
     for slot in range(slots):
@@ -212,19 +187,13 @@ def _far_queries(
             parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
         )
         total += part.to(tl.float32)
-    tl.store(
-        query_grad + entry * result_entry + row[:, None] * result_row + column[None, :],
-        total.to(query_grad.dtype.element_ty),
-        mask=there[:, None] & wide[None, :],
-    )
+    tl.store(into, total.to(query_grad.dtype.element_ty), mask=there[:, None] & wide[None, :])
     tl.store(far_mass + entry * row_entry + row, far_all, mask=there)
     tl.store(along + entry * row_entry + row, along_all, mask=there)
 
 
 def far_queries(
     rows: Rows,
-    keys: Tensor,
-    values: Tensor,
     tables: Tables,
     layout: Layout,
     settings: CellSettings,
@@ -236,15 +205,14 @@ def far_queries(
     far_mass: Tensor,
     along: Tensor,
 ) -> None:
-    """Fills in the gradient of queries, and per row the mass of the closed cells and what X q has in common with the gradient."""
+    """Add to the gradient of queries what closed and opened cells do; per row the mass of the closed cells and what X q has in
+    common with the gradient are filled in."""
     entries, count, dim = rows.queries.shape
-    value_dim = values.shape[2]
-    blocks = blocks_for("far_queries", max(dim, value_dim), keys.dtype)
+    value_dim, dtype = rows.grads.shape[2], rows.queries.dtype
+    blocks = blocks_for("far_queries", max(dim, value_dim), dtype)
     assert far_mass.stride(0) == rows.lse.stride(0) == along.stride(0) == rows.delta.stride(0)
     _far_queries[(triton.cdiv(count, blocks.rows), entries)](
         rows.queries,
-        keys,
-        values,
         rows.visible,
         rows.grads,
         rows.lse,
@@ -269,8 +237,6 @@ def far_queries(
         dim,
         value_dim,
         *rows.queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
         rows.visible.stride(0),
         *rows.grads.stride()[:2],
         rows.lse.stride(0),
@@ -282,18 +248,16 @@ def far_queries(
         layout.segment,
         settings.window,
         layout.segments,
-        settings.sinks,
         CAUSAL=settings.segment > 0,
         MOST=MOST_SPREAD,
         MOST_SQ=MOST_SQUARE,
         BM=blocks.rows,
-        BN=blocks.keys,
-        BC=COLUMNS,
+        BC=blocks.keys,
         BD=padded(dim),
         BV=padded(value_dim),
         BK=min(64, padded(value_dim)),
-        DT=dot_type(keys.dtype),
-        IP=precision(keys.dtype),
+        DT=dot_type(dtype),
+        IP=precision(dtype),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )

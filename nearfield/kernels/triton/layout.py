@@ -15,8 +15,6 @@ from nearfield.kernels.cells_plan import CellSettings, Span, Spans
 
 COLUMNS = 64
 """Cells that a kernel looks at together. A row sees its cells in columns, span by span, each span filled up to a multiple."""
-MOST_TILES = 1024
-"""Tiles of cells that a row may see; their numbers take the place of the last digits of scores."""
 SAMPLED = 16
 """Keys per cell that k-means looks at."""
 KEPT_SAMPLES = 8

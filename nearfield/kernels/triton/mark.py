@@ -13,11 +13,12 @@ from nearfield.kernels.triton.route import closed_segments
 
 
 @triton.jit
-def is_marked(words, there, lane):
-    """Whether cells are marked, for a tile of 64 columns whose first word is at `words`, row by row."""
-    low = tl.load(words, mask=there, other=0)
-    high = tl.load(words + 1, mask=there, other=0)
-    word = tl.where((lane < 32)[None, :], low[:, None], high[:, None])
+def is_marked(words, there, lane, BC: tl.constexpr):
+    """Whether cells are marked, for a tile of 32 or 64 columns whose first word is at `words`, row by row."""
+    word = tl.load(words, mask=there, other=0)[:, None]
+    if BC == 64:
+        more = tl.load(words + 1, mask=there, other=0)
+        word = tl.where((lane < 32)[None, :], word, more[:, None])
     return (word & (1 << (lane % 32))[None, :]) != 0
 
 

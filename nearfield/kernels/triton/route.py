@@ -14,14 +14,14 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SQUARE, ROUTE_SPREADS, CellSettings
 from nearfield.kernels.triton.common import dot_type, padded, precision
-from nearfield.kernels.triton.layout import COLUMNS, MOST_TILES, Layout
+from nearfield.kernels.triton.layout import COLUMNS, Layout
 from nearfield.kernels.triton.tables import VOID, Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 BISECTIONS = 12
 """Cells whose scores differ by less than a 4,096th of those of the best and the worst kept one are as good as each other."""
-FEW_PROBES = 32
-"""Up to so many two scores of each class are kept, beyond that four."""
+FEW_PROBES = 16
+"""Up to so many two scores of each class are kept, and the best found one after the other; beyond that four."""
 
 
 @triton.jit
@@ -57,22 +57,27 @@ def least_of(scores, NONE: tl.constexpr):
 
 
 @triton.jit
+def note(cell, code, slot, taken, opened, marks, counts):
+    """Put cells on the lists of their rows, mark their columns, and count them."""
+    tl.store(opened + slot, cell, mask=taken)
+    tl.atomic_or(marks + code // 32, 1 << (code % 32), mask=taken, sem="relaxed")
+    tl.atomic_add(counts + cell, 1, mask=taken, sem="relaxed")
+
+
+@triton.jit
 def list_above(
-    scores, least, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE: tl.constexpr, TILES: tl.constexpr
+    scores, least, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE: tl.constexpr, CODES: tl.constexpr
 ):
-    """Add the cells whose scores are not below `least` to the list of each row, as long as there is room; mark and count them."""
+    """The cells whose scores are not below `least`, as long as there is room."""
     taken = (scores >= least[:, None]) & (scores > NONE)
     # A product numbers them 1, 2, 3, ...; from 2^23 on the bits of a float32 count up by one.
     number = tl.dot(taken.to(tl.float16), (lane[:, None] <= lane[None, :]).to(tl.float16))
     slot = (number + 8388608.0).to(tl.int32, bitcast=True) + (filled - 0x4B000001)[:, None]
     taken = taken & (slot < probes)
-    tile = scores.to(tl.int32, bitcast=True) & (TILES - 1)
-    cell = tl.load(tile_cell + begin[:, None] + tile, mask=taken, other=0) + lane[None, :]
-    tl.store(opened[:, None] + slot, cell, mask=taken)
-    bit = tl.broadcast_to((1 << (lane % 32))[None, :], tile.shape)
-    tl.atomic_or(marks[:, None] + tile * (lane.shape[0] // 32) + (lane // 32)[None, :], bit, mask=taken, sem="relaxed")
-    tl.atomic_add(counts + cell, 1, mask=taken, sem="relaxed")
-    return filled + tl.max(number, 1).to(tl.int32)
+    code = scores.to(tl.int32, bitcast=True) & (CODES - 1)
+    cell = tl.load(tile_cell + begin[:, None] + code // lane.shape[0], mask=taken, other=0) + code % lane.shape[0]
+    note(cell, code, slot, taken, opened[:, None], marks[:, None], counts)
+    return tl.minimum(filled + tl.max(number, 1).to(tl.int32), probes)
 
 
 @triton.jit
@@ -108,9 +113,9 @@ def _route(
     SPREADS: tl.constexpr,
     MOST_SQ: tl.constexpr,
     VOID: tl.constexpr,
-    TILES: tl.constexpr,
+    CODES: tl.constexpr,
     STEPS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    FEW: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -153,48 +158,50 @@ def _route(
                 spread = tl.maximum(spread, 1e-30)
                 score = first * scale + (spread * tl.rsqrt(spread) + none[None, :])
                 score = tl.where(mine[:, None], score, VOID)
-                # The last digits of a score tell its tile, and its column the cell in there.
-                score = ((score.to(tl.int32, bitcast=True) & -TILES) | tile).to(tl.float32, bitcast=True)
-                if DEPTH > 2:
+                # The last digits of a score tell its column.
+                score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
+                if not FEW:
                     fourth = tl.maximum(fourth, tl.minimum(third, score))
                     third = tl.maximum(third, tl.minimum(second, score))
-                if DEPTH > 1:
-                    second = tl.maximum(second, tl.minimum(best, score))
+                second = tl.maximum(second, tl.minimum(best, score))
                 best = tl.maximum(best, score)
                 tile += 1
-
-    # The largest number, up to bisection, that `probes` of the kept scores reach.
-    high = tl.max(best, 1)
-    low = least_of(best, NONE)
-    if DEPTH > 1:
-        low = tl.minimum(low, least_of(second, NONE))
-    if DEPTH > 2:
-        low = tl.minimum(low, tl.minimum(least_of(third, NONE), least_of(fourth, NONE)))
-    low = tl.minimum(low, high)
-    for _ in range(STEPS):
-        middle = 0.5 * (low + high)
-        reach = tl.sum((best >= middle[:, None]).to(tl.int32), 1)
-        if DEPTH > 1:
-            reach += tl.sum((second >= middle[:, None]).to(tl.int32), 1)
-        if DEPTH > 2:
-            reach += tl.sum((third >= middle[:, None]).to(tl.int32) + (fourth >= middle[:, None]).to(tl.int32), 1)
-        low = tl.where(reach >= probes, middle, low)
-        high = tl.where(reach >= probes, high, middle)
-    low = tl.where(there, low, float("inf"))
 
     opened += entry * opened_entry + row * probes
     marks += (entry * rows + row) * words
     counts += entry * cells
     begin = tl.load(tile_edges + closed)
-    filled = list_above(best, low, tl.zeros([BM], tl.int32), opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
-    if DEPTH > 1:
-        filled = tl.minimum(filled, probes)
-        filled = list_above(second, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
-    if DEPTH > 2:
-        filled = tl.minimum(filled, probes)
-        filled = list_above(third, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
-        filled = tl.minimum(filled, probes)
-        filled = list_above(fourth, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, TILES)
+    if FEW:
+        # One after the other.
+        filled = tl.zeros([BM], tl.int32)
+        for slot in range(probes):
+            high = tl.max(best, 1)
+            taken = there & (high > NONE)
+            code = high.to(tl.int32, bitcast=True) & (CODES - 1)
+            cell = tl.load(tile_cell + begin + code // BC, mask=taken, other=0) + code % BC
+            note(cell, code, slot, taken, opened, marks, counts)
+            filled += taken.to(tl.int32)
+            gone = best == high[:, None]
+            best = tl.where(gone, second, best)
+            second = tl.where(gone, VOID, second)
+    else:
+        # Those above the largest number, up to bisection, that `probes` of the kept scores reach.
+        high = tl.max(best, 1)
+        low = tl.minimum(least_of(best, NONE), least_of(second, NONE))
+        low = tl.minimum(low, tl.minimum(least_of(third, NONE), least_of(fourth, NONE)))
+        low = tl.minimum(low, high)
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            reach = tl.sum((best >= middle[:, None]).to(tl.int32) + (second >= middle[:, None]).to(tl.int32), 1)
+            reach += tl.sum((third >= middle[:, None]).to(tl.int32) + (fourth >= middle[:, None]).to(tl.int32), 1)
+            low = tl.where(reach >= probes, middle, low)
+            high = tl.where(reach >= probes, high, middle)
+        low = tl.where(there, low, float("inf"))
+        filled = tl.zeros([BM], tl.int32)
+        filled = list_above(best, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
+        filled = list_above(second, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
+        filled = list_above(third, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
+        filled = list_above(fourth, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
     for slot in range(probes):
         tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
@@ -248,9 +255,9 @@ def route(
         SPREADS=ROUTE_SPREADS,
         MOST_SQ=MOST_SQUARE,
         VOID=VOID,
-        TILES=MOST_TILES,
+        CODES=triton.next_power_of_2(32 * layout.words),
         STEPS=BISECTIONS,
-        DEPTH=2 if settings.probes <= FEW_PROBES else 4,
+        FEW=settings.probes <= FEW_PROBES,
         BM=blocks.rows,
         BC=COLUMNS,
         BD=padded(dim),

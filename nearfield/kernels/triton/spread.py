@@ -9,6 +9,7 @@ from torch import Tensor
 from nearfield.kernels.triton.common import dot_type, padded, precision
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.tables import Moments
+from nearfield.kernels.triton.tuning import blocks_for
 
 
 @triton.jit
@@ -118,8 +119,8 @@ def spread(
     """
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
-    block = 64 if max(dim, value_dim) <= 128 else 32
-    _spread[(triton.cdiv(length, block), entries)](
+    blocks = blocks_for("spread", max(dim, value_dim), keys.dtype)
+    _spread[(triton.cdiv(length, blocks.rows), entries)](
         keys,
         values,
         cell_of,
@@ -140,12 +141,12 @@ def spread(
         value_dim,
         *keys.stride()[:2],
         *values.stride()[:2],
-        BM=block,
+        BM=blocks.rows,
         BD=padded(dim),
         BV=padded(value_dim),
         BK=min(64, padded(dim), padded(value_dim)),
         DT=dot_type(keys.dtype),
         IP=precision(keys.dtype),
-        num_warps=8 if max(dim, value_dim) > 64 else 4,
-        num_stages=1,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
     )

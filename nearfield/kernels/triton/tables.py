@@ -264,7 +264,7 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             BM=MEMBERS,
             BD=padded(dim),
             BV=padded(value_dim),
-            num_warps=2,
+            num_warps=2 if max(dim, value_dim) <= 64 else 4 if max(dim, value_dim) <= 128 else 8,
         )
     size = starts.diff().view(entries, cells).float()
     return Moments(order, starts, cell_of_member, size, centroid, variance, value, low)

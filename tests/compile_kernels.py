@@ -1,0 +1,70 @@
+"""Compile, for a card that need not be there, every kernel that a forward and a backward pass would launch. A script: see
+test_triton_compiles.py. Prints the name of each kernel and the bytes of shared memory that it takes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from nearfield.kernels import cells_gpu, cells_gpu_backward
+from nearfield.kernels.cells_plan import CellSettings
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+}
+HOPPER = GPUTarget("cuda", 90, 32)
+done: set[str] = set()
+
+
+def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> None:
+    """In place of a launch."""
+    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[place,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], attributes[place,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[place,] = [["tt.divisibility", 16]]
+    key = f"{kernel.fn.__name__} {signature} {constants} {options}"
+    if key not in done:
+        done.add(key)
+        made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+        print(kernel.fn.__name__, made.metadata.shared, flush=True)
+
+
+def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, length: int = 4096) -> None:
+    query, key, value, upstream = (torch.randn(2, length, dim).to(dtype) for _ in range(4))
+    settings = CellSettings(1, 512 if causal else 0, 0, 16, 32, 0, probes, 0, 0, 4 if causal else 1)
+    visible = (torch.arange(length) + 1).repeat(2, 1) if causal else torch.full((2, length), length)
+    output, lse = torch.empty_like(value), torch.empty(2, length)
+    cell_of = torch.empty(2, settings.heights, length, dtype=torch.int32)
+    opened = torch.empty(2, length, probes, dtype=torch.int32)
+    plan = settings, dim**-0.5
+    cells_gpu.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened)
+    # Nothing has run: there is no plan yet.
+    cells_gpu_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
+
+
+if __name__ == "__main__":
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+    name, dtype_name, kind, probes_wanted = sys.argv[1:]
+    passes(int(name), getattr(torch, dtype_name), kind == "causal", int(probes_wanted))
