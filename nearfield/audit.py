@@ -15,6 +15,7 @@ from nearfield.problem import Problem
 
 CONFIDENCE = 0.95
 MOST_ROWS = 1024
+"""Rows that a kernel is given at a time."""
 
 
 @torch.no_grad()
@@ -53,10 +54,16 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
 
 def _rows_at_a_time(problem: Problem) -> int:
     """Each audited row gathers the keys and values of its head, except where a kernel reads them in place."""
-    if kernels.runs_triton(problem.key.device):
+    if _read_in_place(problem):
         return MOST_ROWS
     per_row = (problem.key[0, 0].numel() + problem.value[0, 0].numel() + problem.key.shape[2]) * 8
     return max(1, BLOCK_BYTES // max(1, per_row))
+
+
+def _read_in_place(problem: Problem) -> bool:
+    """Whether a kernel reads the keys of audited rows where they lie."""
+    general_mask = problem.attn_mask is not None and problem.key_padding is None
+    return not general_mask and problem.query.dtype != torch.float64 and kernels.runs_triton(problem.key.device)
 
 
 def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
@@ -69,7 +76,7 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
         return _exact_masked_rows(problem, entry, head, position)
     group = entry * problem.key.shape[1] + head // problem.group_size
     place = head % problem.group_size * length + position
-    if kernels.runs_triton(problem.key.device) and problem.query.dtype != torch.float64:
+    if _read_in_place(problem):
         from nearfield.kernels.triton.exact_rows import exact_rows
 
         own = problem.grouped

@@ -13,7 +13,7 @@ from nearfield.kernels import cpu, reference
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (9, 0)
 """of a card that the kernels in Triton are written for"""
 
 

@@ -117,7 +117,7 @@ def _far(
                     logit = tl.where(taken, -float("inf"), logit + 2.0 * tl.log2(boost))
                 new = tl.where(mine, tl.maximum(top, tl.max(logit, 1)), top)
                 base = tl.where(new > -float("inf"), new, 0.0)
-                power = tl.exp2(logit - tl.where(mine, base, float("inf"))[:, None])
+                power = tl.where(mine[:, None], tl.exp2(logit - base[:, None]), 0.0)
                 if not NARROW:
                     power = tl.where(taken, 0.0, power * (boost * boost))
                 shrink = tl.exp2(top - base)
@@ -140,7 +140,7 @@ def _far(
                     other=0.0,
                 )
                 tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
-            total += (far * scale)[:, None] * tilt
+            total += tl.where(mine[:, None], (far * scale)[:, None] * tilt, 0.0)
 
     # A cell with a member that is not finite outweighs everything.
     mass = tl.where(top >= ODD, float("nan"), mass)
