@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "triton: values of far cells not tilted",
         "kernels/triton/far.py",
-        "total += (far * scale)[:, None] * tilt",
+        "total += tl.where(mine[:, None], (far * scale)[:, None] * tilt, 0.0)",
         "total += 0.0 * tilt",
         (PARITY,),
     ),
