@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.assign import kmeans
+from nearfield.kernels.triton.common import dense
 from nearfield.kernels.triton.far import far
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.limit import limit_sizes
@@ -88,11 +89,6 @@ def forward(
 def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same products with a positive scale, as kernels want it."""
     return (queries, scale) if scale > 0 else (queries * (-1.0 if scale else 0.0), -scale or 1.0)
-
-
-def dense(x: Tensor) -> Tensor:
-    """With its columns side by side, which is all that the kernels ask for."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def entry_parts(entries: int) -> Iterator[slice]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import MOST_ENTRIES, dense, entry_parts, parts_of, upright
+from nearfield.kernels.cells_gpu import MOST_ENTRIES, entry_parts, parts_of, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
+from nearfield.kernels.triton.common import dense
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
 from nearfield.kernels.triton.layout import Layout, layout_of

@@ -54,7 +54,7 @@ class Cells:
         sinks: first keys, near for every row.
         partition: `KMeans()`, `Blocks()` or `HashBuckets()`.
         segment: causal only: keys per segment; None: by the number of keys.
-        branching: fine cells per coarse cell for two levels, 0 for one level; None: two levels from two million keys on.
+        branching: fine cells per coarse cell for two levels, 0 for one; None: two levels from two million keys on (not on GPUs).
         unfold: with two levels, coarse cells per row whose fine cells are scored; None: 32.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -20,6 +21,11 @@ def dot_dtype(dtype: torch.dtype) -> torch.dtype:
 def dot_type(dtype: torch.dtype) -> tl.dtype:
     """The same, as Triton calls it."""
     return tl.float32 if dtype == torch.float32 else tl.bfloat16
+
+
+def dense(x: Tensor) -> Tensor:
+    """With its columns side by side, which is all that the kernels ask for."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def padded(dim: int) -> int:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.triton.common import padded
+from nearfield.kernels.triton.common import dense, padded
 
 SHARES = 64
 """Programs per row."""
@@ -89,7 +89,7 @@ def exact_rows(
     count, value_dim = len(entry), values.shape[2]
     parts = torch.empty(count, SHARES, value_dim, device=keys.device)
     tops, masses = (torch.empty(count, SHARES, device=keys.device) for _ in range(2))
-    queries, keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (queries, keys, values))
+    queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     if count:
         _exact_rows[(count, SHARES)](

@@ -63,6 +63,17 @@ def edges_of(sees, local, there, sinks, BN: tl.constexpr):
 
 
 @triton.jit
+def tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN: tl.constexpr):
+    """The positions of a tile that needs a mask, which of them there are, and whether they are sinks; see `edges_of`."""
+    ahead = tile < sink_tiles
+    start = tl.where(ahead, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
+    start += tl.where(ahead, 0, tl.where(tile < before, begin, whole))
+    stop = tl.where(ahead, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
+    position = start + tl.arange(0, BN)
+    return position, position < stop, ahead
+
+
+@triton.jit
 def _local(
     queries,
     keys,
@@ -128,12 +139,7 @@ def _local(
         sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
         before, tiles = sink_tiles, sink_tiles
     for tile in range(tiles):
-        ahead = tile < sink_tiles
-        start = tl.where(ahead, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
-        start += tl.where(ahead, 0, tl.where(tile < before, begin, whole))
-        stop = tl.where(ahead, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
-        position = start + tl.arange(0, BN)
-        real = position < stop
+        position, real, ahead = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
         key, value = keys_and_values(
             keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
 from nearfield.kernels.triton.layout import Layout
-from nearfield.kernels.triton.local import edges_of, keys_and_values
+from nearfield.kernels.triton.local import edges_of, keys_and_values, tile_at
 from nearfield.kernels.triton.route import closed_segments
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tuning import blocks_for
@@ -98,12 +98,7 @@ def _local_queries(
         sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
         before, tiles = sink_tiles, sink_tiles
     for tile in range(tiles):
-        ahead = tile < sink_tiles
-        start = tl.where(ahead, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
-        start += tl.where(ahead, 0, tl.where(tile < before, begin, whole))
-        stop = tl.where(ahead, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
-        position = start + tl.arange(0, BN)
-        real = position < stop
+        position, real, ahead = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
         key, value = keys_and_values(
             keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
         )

@@ -63,7 +63,6 @@ def _moments(
     order,
     starts,
     centroid,
-    variance,
     value,
     low_centroid,
     low_variance,
@@ -117,7 +116,6 @@ def _moments(
     mean_value = tl.sum(value_total, 0) * share
     tl.store(value + cell * value_dim + value_column, mean_value, mask=value_wide)
     spread = tl.minimum(tl.maximum(tl.sum(square, 0) * share - off_mean * off_mean, 0.0), MOST)
-    tl.store(variance + cell * dim + column, spread, mask=wide)
     # 0 times a number that is not finite is not 0.
     odd = tl.sum(tl.where(mean * 0.0 == 0.0, 0, 1), 0) + tl.sum(tl.where(mean_value * 0.0 == 0.0, 0, 1), 0)
     fine = odd == 0
@@ -211,7 +209,6 @@ class Moments:
     size: Tensor
     """`[entries, cells]`: how many keys, float32"""
     centroid: Tensor
-    variance: Tensor
     value: Tensor
     low: tuple[Tensor, ...]
     """void, weight, centroid, variance and value, see `Tables`"""
@@ -222,7 +219,6 @@ class Moments:
             self,
             size=self.size[entries],
             centroid=self.centroid[entries],
-            variance=self.variance[entries],
             value=self.value[entries],
             low=tuple(x[entries] for x in self.low),
         )
@@ -235,7 +231,7 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
     last = entries * cells
     order, cell_of_member, starts = members_of(cell_of, layout)
     centroid = torch.empty(entries, cells, dim, device=device)
-    variance, value = torch.empty_like(centroid), torch.empty(entries, cells, value_dim, device=device)
+    value = torch.empty(entries, cells, value_dim, device=device)
     low = (
         torch.empty(entries, cells, device=device),
         torch.empty(entries, cells, device=device),
@@ -250,7 +246,6 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             order,
             starts,
             centroid,
-            variance,
             value,
             *low[2:],
             *low[:2],
@@ -267,7 +262,7 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             num_warps=2 if max(dim, value_dim) <= 64 else 4 if max(dim, value_dim) <= 128 else 8,
         )
     size = starts.diff().view(entries, cells).float()
-    return Moments(order, starts, cell_of_member, size, centroid, variance, value, low)
+    return Moments(order, starts, cell_of_member, size, centroid, value, low)
 
 
 def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
