@@ -19,9 +19,11 @@ from nearfield.kernels.triton.near import near
 from nearfield.kernels.triton.route import route
 from nearfield.kernels.triton.tables import moments_of, tabulate
 
-LEAST_BYTES = 64 << 20
-SHARE = 2.6
+LEAST_BYTES = 4 << 20
+SHARE = 3.0
 """Partial results take no more than this part of the inputs, or `LEAST_BYTES`."""
+LEAST_ROWS = 1024
+"""Rows that are looked at together even if they do not fit."""
 MOST_ENTRIES = 32768
 """What the second axis of a grid takes."""
 
@@ -101,7 +103,7 @@ def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) 
     """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: tiles are then full."""
     budget = max(LEAST_BYTES, int(sum(x.numel() * x.element_size() for x in inputs) / SHARE))
     some = max(1, min(entries, budget // max(1, per_row * rows)))
-    step = rows if some > 1 else max(1024, budget // per_row // 1024 * 1024)
+    step = rows if some > 1 else max(LEAST_ROWS, budget // per_row // LEAST_ROWS * LEAST_ROWS)
     for first in range(0, entries, some):
         for start in range(0, rows, step):
             yield slice(first, min(first + some, entries)), slice(start, min(start + step, rows))

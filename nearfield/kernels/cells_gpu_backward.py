@@ -60,12 +60,20 @@ def backward(
     moments = moments_of(keys, values, cell_of, layout)
     tables = tabulate(keys, values, moments, layout)
     far_mass, along = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
-    marks = _queries(rows, keys, values, tables, layout, settings, scale, opened, grads[0], far_mass, along)
-    centroid_grad, variance_grad, mean_grad = far_cells(rows, tables, layout, settings, scale, marks, along, row_starts, SPLITS)
-    del marks
+    found = []
+    for part in _entries(4 * rows.count * layout.words, (queries, keys, values)):
+        own, own_tables = rows.part(part, slice(None)), tables.of(part)
+        marks = mark(opened[part], own.visible, layout, settings)
+        pulls = grads[0][part], far_mass[part], along[part]
+        _queries(own, keys[part], values[part], own_tables, layout, settings, scale, opened[part], marks, *pulls)
+        found.append(far_cells(own, own_tables, layout, settings, scale, marks, along[part], row_starts[part], SPLITS))
+        del marks
+    centroid_grad, variance_grad, mean_grad = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*found, strict=True))
+    del found
     covariance_grad = tilt(rows, layout, settings, scale, far_mass, row_starts).div_(tables.pooled[:, 1:, None, None])
     cross_grad = torch.matmul(layout.seen[1:].T, covariance_grad.flatten(2)).unflatten(2, covariance_grad.shape[2:])
-    for part in _entries(queries, keys, values, opened):
+    sums_and_pairs = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
+    for part in _entries(sums_and_pairs, (queries, keys, values)):
         own_keys, own_values = keys[part], values[part]
         key_grad, value_grad = (torch.empty(x.shape, device=x.device) for x in (own_keys, own_values))
         own_grads = centroid_grad[part], variance_grad[part], mean_grad[part], cross_grad[part]
@@ -91,13 +99,15 @@ def backward(
     return (grads[0] if factor == 1.0 else grads[0] * factor, *grads[1:])
 
 
-def _entries(queries: Tensor, keys: Tensor, values: Tensor, opened: Tensor) -> Iterator[slice]:
-    """Entries of the batch whose float32 sums and grouped pairs fit into memory half as large as the inputs."""
-    inputs = sum(x.numel() * x.element_size() for x in (queries, keys, values))
-    per_entry = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
-    step = max(1, max(LEAST_BYTES, inputs // 2) // max(1, per_entry))
-    for start in range(0, len(queries), step):
-        yield slice(start, min(start + step, len(queries)))
+def _entries(per_entry: int, inputs: tuple[Tensor, ...]) -> Iterator[slice]:
+    """Entries of the batch for which so many bytes each take no more memory than half of the inputs."""
+    entries, step = len(inputs[0]), max(1, max(LEAST_BYTES, _bytes(inputs) // 2) // max(1, per_entry))
+    for start in range(0, entries, step):
+        yield slice(start, min(start + step, entries))
+
+
+def _bytes(tensors: tuple[Tensor, ...]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _row_starts(visible: Tensor, layout: Layout, settings: CellSettings) -> Tensor:
@@ -118,14 +128,14 @@ def _queries(
     settings: CellSettings,
     scale: float,
     opened: Tensor,
+    marks: Tensor,
     query_grad: Tensor,
     far_mass: Tensor,
     along: Tensor,
-) -> Tensor:
-    """Fills in the gradient of queries part by part; returns the marks of all rows."""
+) -> None:
+    """Adds to the gradient of queries, part by part."""
     entries, _, slots = opened.shape
     dim = keys.shape[2]
-    marks = mark(opened, rows.visible, layout, settings)
     per_row = slots * (dim * keys.element_size() + 8)
     for some, part in parts_of(entries, rows.count, per_row, (rows.queries, keys, values)):
         own, found = rows.part(some, part), opened[some, part]
@@ -145,4 +155,3 @@ def _queries(
             far_mass[some, part],
             along[some, part],
         )
-    return marks

@@ -154,7 +154,7 @@ class Cells:
         segments = length // segment if causal else 1
         return sizes._replace(
             window=-(-(self.window or 0) // segment) if causal else 0,
-            probes=max(1, min(self.probes or default_probes(length, cell_size, on_gpu), segments * fine)),
+            probes=max(1, min(self.probes or default_probes(length, cell_size, causal, on_gpu), segments * fine)),
             unfold=max(1, min(self.unfold or UNFOLD, segments * coarse)) if branching else 0,
             heights=_heights(length, segment) if causal else 1,
         )
@@ -175,17 +175,18 @@ def default_cell_size(length: int, causal: bool = False, on_gpu: bool = False) -
     return max(64, size // 2) if causal and size > 64 else size
 
 
-def default_probes(length: int, cell_size: int, on_gpu: bool = False) -> int:
+def default_probes(length: int, cell_size: int, causal: bool = False, on_gpu: bool = False) -> int:
     """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8.
 
-    On a GPU half as many: 512 of 131k, in at least 4 cells.
+    On a GPU half as many without a mask: 512 of 131k, in at least 4 cells. A causal row sees several spans, and needs more.
     """
-    return max(4, round(27 * length**0.25 / cell_size)) if on_gpu else max(8, round(54 * length**0.25 / cell_size))
+    few = on_gpu and not causal
+    return max(4 if few else 8, round((27 if few else 54) * length**0.25 / cell_size))
 
 
 def default_segment(length: int, on_gpu: bool = False) -> int:
-    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k. On a GPU a quarter of that."""
-    return 2 ** max(6, round(math.log2((2.8 if on_gpu else 11) * math.sqrt(max(1, length)))))
+    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k. On a GPU half of that."""
+    return 2 ** max(6, round(math.log2((5.6 if on_gpu else 11) * math.sqrt(max(1, length)))))
 
 
 def _heights(length: int, segment: int) -> int:

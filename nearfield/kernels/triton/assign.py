@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout, Sample
 from nearfield.kernels.triton.sort import Narrow, sorted_numbers
 from nearfield.kernels.triton.tuning import blocks_for
@@ -17,7 +17,7 @@ LOOKED_AT = 1024
 """Keys of a sample that say how wide each coordinate is."""
 
 
-@triton.jit
+@Kernel
 def _widths(
     keys,
     position,
@@ -55,7 +55,7 @@ def _widths(
     tl.store(weight + into, tl.sqrt(tl.sum(square, 0) / count), mask=wide)
 
 
-@triton.jit
+@Kernel
 def _prepare(
     keys,
     position,
@@ -89,7 +89,7 @@ def _prepare(
     tl.store(points + entry * point_entry + lane.to(tl.int64)[:, None] * dim + column[None, :], x, mask=mask)
 
 
-@triton.jit
+@Kernel
 def _nearest(
     points,
     point_first,
@@ -156,7 +156,7 @@ def _nearest(
     tl.store(found + entry * found_entry + height * found_height + point, chosen.to(found.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@Kernel
 def _means(
     points,
     order,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,15 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def cdiv(number: int, size: int) -> int:
+    """How many of `size` it takes. Triton's own does much more than to divide."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
 def padded(dim: int) -> int:
     """Columns of a block that holds rows of `dim` numbers."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))

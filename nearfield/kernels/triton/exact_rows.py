@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.triton.common import dense, padded
+from nearfield.kernels.triton.launch import Kernel
 
 SHARES = 64
 """Programs per row."""
 
 
-@triton.jit
+@Kernel
 def _exact_rows(
     queries,
     keys,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
-from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.common import cdiv, dot_type, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.mark import is_marked
 from nearfield.kernels.triton.route import cell_moments, closed_segments, squares_of
@@ -16,7 +16,7 @@ from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 
-@triton.jit
+@Kernel
 def _far(
     queries,
     visible,
@@ -168,7 +168,7 @@ def far(
     entries, rows, dim = queries.shape
     value_dim = output.shape[2]
     blocks = blocks_for("far", max(dim, value_dim), queries.dtype)
-    _far[(triton.cdiv(rows, blocks.rows), entries)](
+    _far[(cdiv(rows, blocks.rows), entries)](
         queries,
         visible,
         tables.centroid,

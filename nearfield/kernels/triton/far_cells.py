@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
-from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.common import cdiv, dot_type, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.route import closed_segments, squares_of
 from nearfield.kernels.triton.rows import Rows
@@ -16,7 +16,7 @@ from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 
-@triton.jit
+@Kernel
 def _far_cells(
     queries,
     visible,
@@ -221,7 +221,11 @@ def far_cells(
     return centroid, variance, value
 
 
-@triton.jit
+FULL = 1024
+"""Programs that fill a card."""
+
+
+@Kernel
 def _tilt(
     queries,
     grads,
@@ -282,11 +286,11 @@ def tilt(rows: Rows, layout: Layout, settings: CellSettings, scale: float, far_m
     """`[entries, segments, value_dim, dim]`: the gradient of the covariance that rows with 1, 2, ... closed segments see."""
     entries, count, dim = rows.queries.shape
     value_dim = rows.grads.shape[2]
-    splits = 1 if layout.segments >= 16 else 32
+    splits = max(1, min(32, FULL // max(1, entries * layout.segments)))
     found = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
     block = min(64, padded(value_dim))
     if layout.segments:
-        _tilt[(layout.segments * splits, entries, triton.cdiv(value_dim, block))](
+        _tilt[(layout.segments * splits, entries, cdiv(value_dim, block))](
             rows.queries,
             rows.grads,
             far_mass,

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, CellSettings
-from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.common import cdiv, dot_type, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.mark import is_marked
 from nearfield.kernels.triton.route import closed_segments, squares_of
@@ -45,7 +46,7 @@ def back_through(
     return back
 
 
-@triton.jit
+@Kernel
 def _far_queries(
     queries,
     visible,
@@ -119,28 +120,30 @@ def _far_queries(
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
     into = query_grad + entry * result_entry + row[:, None] * result_row + column[None, :]
-    total = tl.zeros([BM, BD], tl.float32)
-
-    # Cells left closed.
     square = squares_of(query, scale, 1.0, MOST_SQ, DT)
-    stretched = tl.zeros([BM, BD], tl.float32)
-    far_all = tl.zeros([BM], tl.float32)
-    along_all = tl.zeros([BM], tl.float32)
     least = tl.min(tl.where(there, closed, segments), 0)
     most = tl.max(closed, 0)
     lane = tl.arange(0, BC)
+    # Rows that see different cells are kept apart to the end: what is not finite in a later one must not reach an earlier one.
     for past in range(least, most + 1):
         mine = (closed == past) & there
         # Minus infinity where a row is not to see these cells.
         base = tl.where(mine, ended * LOG2E, float("inf"))
         first_run = tl.load(seen_edges + past)
-        last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        runs_end = tl.load(seen_edges + past + 1)
+        some = tl.max(mine.to(tl.int32), 0) > 0
+        last_run = tl.where(some, runs_end, 0)
+        total = tl.zeros([BM, BD], tl.float32)
+        stretched = tl.zeros([BM, BD], tl.float32)
+        far = tl.zeros([BM], tl.float32)
+        tilt = tl.zeros([BM], tl.float32)
+
+        # Cells left closed.
         if last_run > first_run:
             # What X q has in common with the gradient.
             matrix = cross + past * value_dim * dim
             back = back_through(matrix, grads, row, grad_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
             tilt = tl.sum(back * query.to(tl.float32), 1) * scale
-            far = tl.zeros([BM], tl.float32)
             number = 0
             for run in range(first_run, last_run):
                 stop = tl.load(seen_stop + run)
@@ -173,23 +176,21 @@ def _far_queries(
             # Again, and not kept: there are not enough registers.
             back = back_through(matrix, grads, row, grad_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
             total += far[:, None] * back
-            far_all += far
-            along_all = tl.where(mine, tilt, along_all)
-    total = total * scale + stretched * (2.0 * scale * scale) * query.to(tl.float32)
-    # What keys seen one by one add is there already.
-    total += tl.load(into, mask=there[:, None] & wide[None, :], other=0.0).to(tl.float32)
-
-    # Cells that were opened.
-    for slot in range(slots):
-        cell = tl.load(opened + entry * opened_entry + row * slots + slot, mask=there, other=-1)
-        real = there & (cell >= 0)
-        part = tl.load(
-            parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
-        )
-        total += part.to(tl.float32)
-    tl.store(into, total.to(query_grad.dtype.element_ty), mask=there[:, None] & wide[None, :])
-    tl.store(far_mass + entry * row_entry + row, far_all, mask=there)
-    tl.store(along + entry * row_entry + row, along_all, mask=there)
+        if some:
+            total = total * scale + stretched * (2.0 * scale * scale) * query.to(tl.float32)
+            # What keys seen one by one add is there already.
+            total += tl.load(into, mask=mine[:, None] & wide[None, :], other=0.0).to(tl.float32)
+            # Cells that were opened.
+            for slot in range(slots):
+                cell = tl.load(opened + entry * opened_entry + row * slots + slot, mask=mine, other=-1)
+                real = mine & (cell >= 0)
+                part = tl.load(
+                    parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
+                )
+                total += part.to(tl.float32)
+            tl.store(into, total.to(query_grad.dtype.element_ty), mask=mine[:, None] & wide[None, :])
+            tl.store(far_mass + entry * row_entry + row, far, mask=mine)
+            tl.store(along + entry * row_entry + row, tilt, mask=mine)
 
 
 def far_queries(
@@ -211,7 +212,7 @@ def far_queries(
     value_dim, dtype = rows.grads.shape[2], rows.queries.dtype
     blocks = blocks_for("far_queries", max(dim, value_dim), dtype)
     assert far_mass.stride(0) == rows.lse.stride(0) == along.stride(0) == rows.delta.stride(0)
-    _far_queries[(triton.cdiv(count, blocks.rows), entries)](
+    _far_queries[(cdiv(count, blocks.rows), entries)](
         rows.queries,
         rows.visible,
         rows.grads,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.kernels.triton.common import cdiv
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.sort import narrowed, sorted_numbers
 from nearfield.kernels.triton.tables import Tables
@@ -38,7 +40,7 @@ def block_at(blocks, number):
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
-@triton.jit
+@Kernel
 def _count(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
     """How many pairs there are of each cell."""
     entry = tl.program_id(1).to(tl.int64)
@@ -47,7 +49,7 @@ def _count(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
     tl.atomic_add(counts + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
 
 
-@triton.jit
+@Kernel
 def _scan(counts, first, edges, total, size, BC: tl.constexpr):
     """Running sums of the counts, and of the blocks of `size` that they take; `counts` becomes where the next pair goes."""
     pairs = 0
@@ -67,7 +69,7 @@ def _scan(counts, first, edges, total, size, BC: tl.constexpr):
     tl.store(edges + total, blocks)
 
 
-@triton.jit
+@Kernel
 def _scatter(opened, places, pair, per_entry, cells, opened_entry, BP: tl.constexpr):
     """Every pair to the next place of its cell."""
     entry = tl.program_id(1).to(tl.int64)
@@ -77,7 +79,7 @@ def _scatter(opened, places, pair, per_entry, cells, opened_entry, BP: tl.conste
     tl.store(pair + place, (entry * per_entry + lane).to(tl.int32), mask=cell >= 0)
 
 
-@triton.jit
+@Kernel
 def _blocks(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr, BB: tl.constexpr):
     """What each block is about: the cell by bisection, and its ranges."""
     block = tl.program_id(0) * BB + tl.arange(0, BB)
@@ -114,13 +116,13 @@ def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = Non
     assert opened.stride(1) == slots
     assert opened.numel() < 2**31
     first, edges = (torch.empty(total + 1, dtype=torch.int32, device=device) for _ in range(2))
-    grid = (triton.cdiv(per_entry, PAIRS), entries)
+    grid = (cdiv(per_entry, PAIRS), entries)
     if counts is None:
         counts = torch.zeros(total, dtype=torch.int32, device=device)
         if total:
             _count[grid](opened, counts, per_entry, cells, opened.stride(0), BP=PAIRS, num_warps=4)
     _scan[(1,)](counts, first, edges, total, size, BC=1024, num_warps=4)
-    most = triton.cdiv(opened.numel(), size) + total
+    most = cdiv(opened.numel(), size) + total
     blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)
     if stable is not None:
         pair = sorted_numbers(narrowed(opened, stable), stable, entries)[1].int()
@@ -129,7 +131,7 @@ def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = Non
         if total:
             _scatter[grid](opened, counts, pair, per_entry, cells, opened.stride(0), BP=PAIRS, num_warps=4)
     if total:
-        _blocks[(triton.cdiv(most, 256),)](
+        _blocks[(cdiv(most, 256),)](
             first, edges, tables.starts, blocks, most, total, size, STEPS=total.bit_length() + 1, BB=256, num_warps=4
         )
     else:

@@ -120,7 +120,7 @@ class Layout:
 
     @property
     def cells(self) -> int:
-        return len(self.span_of)
+        return self.span_of.shape[0]
 
     @property
     def heights(self) -> list[tuple[int, int]]:
@@ -149,8 +149,11 @@ class Layout:
 
     def first_cells(self, entries: int) -> Tensor:
         """`[entries, spans + 1]`: the first cell of each span, counted on over the entries."""
-        edges = self.spans.edges(self.per_segment)
-        return self._kept("first_cells", entries, lambda: torch.arange(entries)[:, None] * self.cells + torch.tensor(edges))
+
+        def make() -> Tensor:
+            return torch.arange(entries)[:, None] * self.cells + torch.tensor(self.spans.edges(self.per_segment))
+
+        return self._kept("first_cells", entries, make)
 
     def seen_chunks(self, size: int) -> Tensor:
         """`[segments + 1, chunks]`: 1 where a row with s closed segments sees the span of a chunk."""

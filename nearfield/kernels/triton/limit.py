@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.kernels.triton.common import cdiv
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.partition.limit import MOST_TIMES_THE_MEAN
 
 KEYS = 1024
 
 
-@triton.jit
+@Kernel
 def _sizes(cell_of, sizes, per_entry, cells, cell_entry, BP: tl.constexpr):
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
@@ -21,7 +22,7 @@ def _sizes(cell_of, sizes, per_entry, cells, cell_entry, BP: tl.constexpr):
     tl.atomic_add(sizes + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
 
 
-@triton.jit
+@Kernel
 def _hosts(sizes, parts, begins, host, span_cell, span_edges, cells, times, BC: tl.constexpr):
     """For each cell of a span that is too large, how many parts it is cut into, and small cells that take them in."""
     span, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -53,16 +54,17 @@ def _hosts(sizes, parts, begins, host, span_cell, span_edges, cells, times, BC: 
             tl.store(begins + cell, begin)
 
 
-@triton.jit
+@Kernel
 def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP: tl.constexpr):
-    """Keys of a cell that is cut, by their positions, to its parts."""
+    """Keys of a cell that is cut to its parts, by positions: as if at random, for equal keys may come at equal distances."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     here = cell_of + entry * cell_entry + lane
     cell = tl.load(here, mask=lane < per_entry, other=-1)
     there = cell >= 0
     count = tl.load(parts + entry * cells + cell, mask=there, other=0)
-    part = ((lane % length) % (count + 1)).to(tl.int32)
+    mixed = (lane % length * 2654435761 >> 16) & 65535
+    part = (mixed % (count + 1)).to(tl.int32)
     moved = there & (part > 0)
     begin = tl.load(begins + entry * cells + cell, mask=moved, other=0)
     tl.store(here, tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0), mask=moved)
@@ -79,7 +81,7 @@ def limit_sizes(cell_of: Tensor, layout: Layout) -> None:
     device, total = cell_of.device, (entries, layout.cells)
     sizes, parts = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
     begins, host = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(2))
-    grid = (triton.cdiv(heights * length, KEYS), entries)
+    grid = (cdiv(heights * length, KEYS), entries)
     shape = (heights * length, layout.cells, cell_of.stride(0))
     _sizes[grid](cell_of, sizes, *shape, BP=KEYS, num_warps=4)
     _hosts[(len(layout.spans.all), entries)](

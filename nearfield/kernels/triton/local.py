@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
-from nearfield.kernels.triton.common import padded, precision
+from nearfield.kernels.triton.common import cdiv, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.route import closed_segments
 from nearfield.kernels.triton.tuning import blocks_for
@@ -44,6 +45,14 @@ def keys_and_values(
 
 
 @triton.jit
+def rows_at(number, positions, BM: tl.constexpr):
+    """The rows of a block, and which of them there are. No block has rows of two heads that share keys."""
+    per_head = tl.cdiv(positions, BM)
+    position = number % per_head * BM + tl.arange(0, BM)
+    return (number // per_head).to(tl.int64) * positions + position, position < positions
+
+
+@triton.jit
 def edges_of(sees, local, there, sinks, BN: tl.constexpr):
     """Where keys seen one by one begin, from where and up to where all rows see them all, and where they end.
 
@@ -73,7 +82,7 @@ def tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN: tl.
     return position, position < stop, ahead
 
 
-@triton.jit
+@Kernel
 def _local(
     queries,
     keys,
@@ -81,7 +90,7 @@ def _local(
     visible,
     output,
     lse,
-    rows,
+    positions,
     dim,
     value_dim,
     query_entry,
@@ -108,8 +117,7 @@ def _local(
 ):
     """A sink that is also one of the keys after the last closed segment counts once. `scale` is that of logits to base 2."""
     entry = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
+    row, there = rows_at(tl.program_id(0), positions, BM)
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -179,14 +187,15 @@ def local(
     entries, rows, dim = queries.shape
     value_dim = values.shape[2]
     blocks = blocks_for("local", max(dim, value_dim), queries.dtype)
-    _local[(triton.cdiv(rows, blocks.rows), entries)](
+    positions = rows // settings.group
+    _local[(settings.group * cdiv(positions, blocks.rows), entries)](
         queries,
         keys,
         values,
         visible,
         output,
         lse,
-        rows,
+        positions,
         dim,
         value_dim,
         *queries.stride()[:2],

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
-from nearfield.kernels.triton.common import padded, precision
+from nearfield.kernels.triton.common import cdiv, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.route import closed_segments
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tuning import blocks_for
 
 
-@triton.jit
+@Kernel
 def _local_keys(
     queries,
     keys,
@@ -120,10 +120,10 @@ def _local_keys(
             slope = weight * (tl.dot(value, tl.trans(grad), input_precision=IP) - product[None, :])
             to_key += tl.dot(slope.to(query.dtype), query, input_precision=IP)
     place = entry * length + far
-    tl.atomic_add(key_grad + place[:, None] * dim + column[None, :], to_key * scale, mask=real[:, None] & wide[None, :])
-    tl.atomic_add(
-        value_grad + place[:, None] * value_dim + value_column[None, :], to_value, mask=real[:, None] & value_wide[None, :]
-    )
+    into, mask = key_grad + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
+    tl.atomic_add(into, to_key * scale, mask=mask, sem="relaxed")
+    into, mask = value_grad + place[:, None] * value_dim + value_column[None, :], real[:, None] & value_wide[None, :]
+    tl.atomic_add(into, to_value, mask=mask, sem="relaxed")
 
 
 def local_keys(
@@ -142,9 +142,9 @@ def local_keys(
     entries, length, dim = keys.shape
     value_dim, positions = values.shape[2], rows.count // settings.group
     tuned = blocks_for("local_keys", max(dim, value_dim), keys.dtype)
-    kinds = [(False, triton.cdiv(length, tuned.keys), 1)] if settings.segment else []
+    kinds = [(False, cdiv(length, tuned.keys), 1)] if settings.segment else []
     if settings.sinks:
-        kinds.append((True, triton.cdiv(min(settings.sinks, length), tuned.keys), 1 if deterministic else 64))
+        kinds.append((True, cdiv(min(settings.sinks, length), tuned.keys), 1 if deterministic else 64))
     for sinks, blocks, splits in kinds:
         first = torch.arange(blocks, device=keys.device, dtype=rows.visible.dtype) * tuned.keys
         seen_from = torch.searchsorted(

@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
-from nearfield.kernels.triton.common import padded, precision
+from nearfield.kernels.triton.common import cdiv, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
-from nearfield.kernels.triton.local import edges_of, keys_and_values, tile_at
+from nearfield.kernels.triton.local import edges_of, keys_and_values, rows_at, tile_at
 from nearfield.kernels.triton.route import closed_segments
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tuning import blocks_for
@@ -27,7 +28,7 @@ def pull(query, key, value, grad, ended, product, scale, seen, MASKED: tl.conste
     return tl.dot(slope.to(key.dtype), tl.trans(key), input_precision=IP)
 
 
-@triton.jit
+@Kernel
 def _local_queries(
     queries,
     keys,
@@ -37,7 +38,7 @@ def _local_queries(
     lse,
     delta,
     query_grad,
-    rows,
+    positions,
     dim,
     value_dim,
     query_entry,
@@ -66,8 +67,7 @@ def _local_queries(
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     entry = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
+    row, there = rows_at(tl.program_id(0), positions, BM)
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -103,6 +103,9 @@ def _local_queries(
             keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
         )
         seen = real[None, :] & (position[None, :] < sees[:, None]) & (ahead == (position[None, :] < local[:, None]))
+        if CAUSAL:
+            # Zero times a later key that is not finite would not be zero.
+            key = tl.where(key.to(tl.float32) * 0.0 == 0.0, key, 0.0).to(key.dtype)
         total += pull(query, key, value, grad, ended, product, scale, seen, True, IP)
     tl.store(
         query_grad + entry * result_entry + row[:, None] * result_row + column[None, :],
@@ -124,7 +127,8 @@ def local_queries(
     entries, count, dim = rows.queries.shape
     value_dim = values.shape[2]
     blocks = blocks_for("local_queries", max(dim, value_dim), keys.dtype)
-    _local_queries[(triton.cdiv(count, blocks.rows), entries)](
+    positions = count // settings.group
+    _local_queries[(settings.group * cdiv(positions, blocks.rows), entries)](
         rows.queries,
         keys,
         values,
@@ -133,7 +137,7 @@ def local_queries(
         rows.lse,
         rows.delta,
         query_grad,
-        count,
+        positions,
         dim,
         value_dim,
         *rows.queries.stride()[:2],

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
+from nearfield.kernels.triton.common import cdiv
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.route import closed_segments
 
@@ -22,7 +24,7 @@ def is_marked(words, there, lane, BC: tl.constexpr):
     return (word & (1 << (lane % 32))[None, :]) != 0
 
 
-@triton.jit
+@Kernel
 def _mark(
     opened,
     visible,
@@ -65,7 +67,7 @@ def mark(opened: Tensor, visible: Tensor, layout: Layout, settings: CellSettings
     """`[entries, rows, words]`: 1 where the row opened the cell of the column."""
     entries, rows, slots = opened.shape
     marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=opened.device)
-    _mark[(triton.cdiv(rows, 128), entries)](
+    _mark[(cdiv(rows, 128), entries)](
         opened,
         visible,
         layout.span_of,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.triton.common import padded
+from nearfield.kernels.triton.common import cdiv, padded
+from nearfield.kernels.triton.launch import Kernel
 
 
-@triton.jit
+@Kernel
 def _merge(
     parts,
     part_lse,
@@ -63,7 +63,7 @@ def _merge(
 def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: Tensor) -> None:
     """Add to `output` and `lse` (base 2, natural afterwards) all parts `[entries, rows, slots, value_dim]` that have a cell."""
     entries, rows, slots, value_dim = parts.shape
-    _merge[(triton.cdiv(rows, 32), entries)](
+    _merge[(cdiv(rows, 32), entries)](
         parts,
         part_lse,
         opened,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
 from nearfield.kernels.triton.group import block_at, group
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 
-@triton.jit
+@Kernel
 def _near(
     queries,
     keys,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
 from nearfield.kernels.triton.group import block_at, group
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tables import Tables
 from nearfield.kernels.triton.tuning import blocks_for
 
 
-@triton.jit
+@Kernel
 def _near_keys(
     queries,
     keys,
@@ -64,7 +64,8 @@ def _near_keys(
     if cell >= entries * cells:
         return
     own_cell = cell % cells
-    if (own_cell < least) | (own_cell >= beyond):
+    begin_row, last = tl.load(first + cell), tl.load(first + cell + 1)
+    if (own_cell < least) | (own_cell >= beyond) | (begin_row >= last):
         return
     entry = (cell // cells).to(tl.int64)
     queries += entry * query_entry
@@ -87,8 +88,7 @@ def _near_keys(
     )
     to_key = tl.zeros([BN, BD], tl.float32)
     to_value = tl.zeros([BN, BV], tl.float32)
-    last = tl.load(first + cell + 1)
-    for start in range(tl.load(first + cell), last, BM):
+    for start in range(begin_row, last, BM):
         lane = start + tl.arange(0, BM)
         there = lane < last
         row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64) - entry * rows
@@ -104,13 +104,13 @@ def _near_keys(
         slope = weight * (tl.dot(value, tl.trans(grad), input_precision=IP) - product[None, :])
         to_key += tl.dot(slope.to(query.dtype), query, input_precision=IP)
     place = entry * length + position
-    tl.atomic_add(key_grad + place[:, None] * dim + column[None, :], to_key * scale, mask=real[:, None] & wide[None, :])
-    tl.atomic_add(
-        value_grad + place[:, None] * value_dim + value_column[None, :], to_value, mask=real[:, None] & value_wide[None, :]
-    )
+    into, mask = key_grad + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
+    tl.atomic_add(into, to_key * scale, mask=mask, sem="relaxed")
+    into, mask = value_grad + place[:, None] * value_dim + value_column[None, :], real[:, None] & value_wide[None, :]
+    tl.atomic_add(into, to_value, mask=mask, sem="relaxed")
 
 
-@triton.jit
+@Kernel
 def _near_queries(
     queries,
     keys,

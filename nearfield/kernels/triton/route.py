@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import MOST_SQUARE, ROUTE_SPREADS, CellSettings
-from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.common import cdiv, dot_type, next_power_of_2, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import COLUMNS, Layout
 from nearfield.kernels.triton.tables import VOID, Tables
 from nearfield.kernels.triton.tuning import blocks_for
@@ -80,7 +81,7 @@ def list_above(
     return tl.minimum(filled + tl.max(number, 1).to(tl.int32), probes)
 
 
-@triton.jit
+@Kernel
 def _route(
     queries,
     visible,
@@ -223,7 +224,7 @@ def route(
     marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=queries.device)
     counts = torch.zeros(entries * layout.cells, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("route", dim, queries.dtype)
-    _route[(triton.cdiv(rows, blocks.rows), entries)](
+    _route[(cdiv(rows, blocks.rows), entries)](
         queries,
         visible,
         tables.centroid,
@@ -255,7 +256,7 @@ def route(
         SPREADS=ROUTE_SPREADS,
         MOST_SQ=MOST_SQUARE,
         VOID=VOID,
-        CODES=triton.next_power_of_2(32 * layout.words),
+        CODES=next_power_of_2(32 * layout.words),
         STEPS=BISECTIONS,
         FEW=settings.probes <= FEW_PROBES,
         BM=blocks.rows,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.triton.common import padded
+from nearfield.kernels.triton.common import cdiv, padded
+from nearfield.kernels.triton.launch import Kernel
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rows:
         return Rows(*(x[entries, rows] for x in (self.queries, self.visible, self.grads, self.lse, self.delta)))
 
 
-@triton.jit
+@Kernel
 def _delta(
     output, grads, found, rows, value_dim, output_entry, output_row, grad_entry, grad_row, BM: tl.constexpr, BV: tl.constexpr
 ):
@@ -49,7 +49,7 @@ def _delta(
 def rows_of(queries: Tensor, visible: Tensor, output: Tensor, lse: Tensor, grads: Tensor) -> Rows:
     entries, rows, value_dim = output.shape
     delta = torch.empty(entries, rows, device=output.device)
-    _delta[(triton.cdiv(rows, 64), entries)](
+    _delta[(cdiv(rows, 64), entries)](
         output,
         grads,
         delta,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.kernels.triton.common import cdiv
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 
 
@@ -27,7 +28,7 @@ class Narrow(NamedTuple):
         return torch.int16 if self.shift else torch.int32
 
 
-@triton.jit
+@Kernel
 def _number(cell_of, where, found, per_entry, cells, last, shift, cell_entry, CHOSEN: tl.constexpr, BP: tl.constexpr):
     """Cells counted on over the entries; `last` for none. CHOSEN: only those at `where`."""
     entry = tl.program_id(1).to(tl.int64)
@@ -41,7 +42,7 @@ def _number(cell_of, where, found, per_entry, cells, last, shift, cell_entry, CH
     tl.store(found + entry * per_entry + lane, number.to(found.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@Kernel
 def _members(places, where, numbers, position, cell, total, per_entry, length, shift, BP: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     there = lane < total
@@ -62,7 +63,7 @@ def narrowed(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Te
     kept = Narrow(entries * layout.cells)
     found = torch.empty(entries, per_entry, dtype=kept.dtype, device=cell_of.device)
     if per_entry:
-        _number[(triton.cdiv(per_entry, 1024), entries)](
+        _number[(cdiv(per_entry, 1024), entries)](
             cell_of,
             where,
             found,
@@ -87,7 +88,7 @@ def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]
     position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
     shift = Narrow(entries * layout.cells).shift
     if total:
-        _members[(triton.cdiv(total, 1024),)](
+        _members[(cdiv(total, 1024),)](
             places, where, numbers, position, cell, total, len(where), length, shift, BP=1024, num_warps=4
         )
     return position, cell, starts

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.triton.common import dot_type, padded, precision
+from nearfield.kernels.triton.common import cdiv, dot_type, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.tables import Moments
 from nearfield.kernels.triton.tuning import blocks_for
 
 
-@triton.jit
+@Kernel
 def _spread(
     keys,
     values,
@@ -120,7 +120,7 @@ def spread(
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("spread", max(dim, value_dim), keys.dtype)
-    _spread[(triton.cdiv(length, blocks.rows), entries)](
+    _spread[(cdiv(length, blocks.rows), entries)](
         keys,
         values,
         cell_of,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.triton.common import dot_dtype, dot_type, padded, precision
+from nearfield.kernels.triton.common import cdiv, dot_dtype, dot_type, padded, precision
+from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.sort import members_of
 from nearfield.partition.cells import MOST_VARIANCE
@@ -56,7 +56,7 @@ class Tables:
         return Tables(self.order, starts, *(x[entries] for x in others))
 
 
-@triton.jit
+@Kernel
 def _moments(
     keys,
     values,
@@ -131,7 +131,7 @@ def _moments(
     tl.store(weight + cell, tl.where(fine, count, 3e38))
 
 
-@triton.jit
+@Kernel
 def _products(
     keys,
     values,
@@ -281,7 +281,7 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
     span, number = layout.chunks(CHUNK)
     found = torch.empty(entries, len(span), value_dim, dim, device=device)
     block = min(64, padded(value_dim))
-    _products[(len(span), entries, triton.cdiv(value_dim, block))](
+    _products[(len(span), entries, cdiv(value_dim, block))](
         keys,
         values,
         moments.order,

@@ -1,0 +1,182 @@
+"""Paths through the engine in Triton that shapes of everyday do not take, under the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from by_hand import seeded
+from test_triton import DEVICE, Case, run
+from torch import Tensor
+
+import nearfield as nf
+
+pytest.importorskip("triton")
+
+
+SMALL = {
+    "plain": Case(entries=2, length=20, keys=24, cell_size=6, probes=2),
+    "causal": Case(entries=2, group=2, length=20, keys=20, segment=8, heights=2, probes=2),
+}
+
+
+def assert_right(case: Case) -> None:
+    found = run(case)
+    output, lse, grads = found.expected()
+    torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
+    for mine, true in zip(found.gradients(), grads, strict=True):
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for partial results."""
+    from nearfield.kernels import cells_gpu, cells_gpu_backward
+
+    monkeypatch.setattr(cells_gpu, "LEAST_BYTES", 1)
+    monkeypatch.setattr(cells_gpu, "SHARE", 1e9)
+    monkeypatch.setattr(cells_gpu, "LEAST_ROWS", 16)
+    monkeypatch.setattr(cells_gpu_backward, "LEAST_BYTES", 1)
+    monkeypatch.setattr(cells_gpu_backward, "_bytes", lambda tensors: 0)
+    assert_right(SMALL[name])
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sums_in_a_fixed_order_are_the_same_sums(deterministic: None, name: str) -> None:
+    assert_right(SMALL[name])
+
+
+def inputs(length: int = 32, dim: int = 16) -> list[Tensor]:
+    return [torch.randn(1, 1, length, dim, generator=seeded(i)).to(DEVICE).requires_grad_() for i in range(3)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(scale: float, causal: bool) -> None:
+    """With all cells opened it is exact attention, whatever the scale."""
+    method = nf.Cells(cell_size=4, probes=40, segment=8 if causal else None)
+    upstream = torch.randn(1, 1, 32, 16, generator=seeded(9)).to(DEVICE)
+    found = []
+    for way, backend in ((method, "triton"), (nf.Exact(), "auto")):
+        values = inputs()
+        output = nf.attention(*values, is_causal=causal, scale=scale, method=way, backend=backend)
+        found.append([output, *torch.autograd.grad(output, values, upstream)])
+    for mine, true in zip(*found, strict=True):
+        torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "method", "causal", "remedy"),
+    [
+        ("MOST_SEGMENTS", nf.Cells(cell_size=4, segment=8), True, "larger segment"),
+        ("MOST_PROBES", nf.Cells(cell_size=4, probes=3), False, "larger cells"),
+        ("MOST_CELLS", nf.Cells(cell_size=4), False, "larger ones"),
+    ],
+)
+def test_limits_name_the_remedy(monkeypatch: pytest.MonkeyPatch, limit: str, method: nf.Cells, causal: bool, remedy: str) -> None:
+    monkeypatch.setattr(f"nearfield.methods.cells.{limit}", 2)
+    with pytest.raises(ValueError, match=remedy):
+        nf.attention(*inputs(), is_causal=causal, method=method, backend="triton")
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
+def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
+    """A block of rows that do not all see the same segments: what is not finite in a later one stays there."""
+    case = Case(length=24, keys=24, segment=8, heights=1, sinks=2, probes=1)
+    clean = run(case)
+    spoilt = run(case)
+    (clean.keys, clean.values)[which - 1][:, 20:] = torch.inf
+    (spoilt.keys, spoilt.values)[which - 1][:, 20:] = torch.nan
+    for found in (clean, spoilt):
+        forward_again(found)
+        found.upstream[:, 20:] = 0.0
+    first, second = clean.gradients()[0][:, :20], spoilt.gradients()[0][:, :20]
+    assert torch.isfinite(clean.output[:, :20]).all()
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, second)
+
+
+def forward_again(found: Any) -> None:
+    from nearfield.kernels.cells_gpu import forward
+
+    case = found.case
+    plan = case.settings, found.scale, 3, 0
+    forward(found.queries, found.keys, found.values, case.visible(), *plan, found.output, found.lse, found.cell_of, found.opened)
+
+
+def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:
+    """Half of all keys are one and the same, every other one: a cut by odd and even would move all of them, or none."""
+    from nearfield.kernels.triton.layout import layout_of
+    from nearfield.kernels.triton.limit import limit_sizes
+
+    case = Case(length=1, keys=512, cell_size=4, sinks=0)
+    layout = layout_of(case.keys, case.settings, DEVICE)
+    cell_of = torch.arange(512, dtype=torch.int32, device=DEVICE)[None, None] % layout.cells
+    cell_of[..., ::2] = 0
+    limit_sizes(cell_of, layout)
+    sizes = torch.bincount(cell_of.flatten().long(), minlength=layout.cells)
+    assert int(sizes.sum()) == 512
+    assert int(sizes.max()) <= 12 * 4
+
+
+def test_blocks_of_rows_belong_to_one_head() -> None:
+    """Grouped heads whose length is no multiple of a block."""
+    assert_right(replace(SMALL["causal"], entries=1, group=3, length=70, keys=70, segment=32, cell_size=8))
+
+
+class OnACard:
+    """Stands in for a tensor."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+def test_a_call_that_was_made_before_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled is started with all arguments in the order of the signature, on the stream of the moment."""
+    from triton.runtime.jit import JITFunction
+
+    from nearfield.kernels.triton.launch import Kernel
+
+    @Kernel
+    def kernel(x, size, FIRST, SECOND):
+        pass
+
+    compiled: list[Any] = []
+    started: list[Any] = []
+
+    def compile_and_start(grid: tuple[int, ...]) -> Any:
+        def start(*arguments: Any, **constants: Any) -> Any:
+            compiled.append((grid, arguments, constants))
+            return {(*grid, 1, 1)[:3]: lambda *arguments, stream: started.append((grid, arguments, stream))}
+
+        return start
+
+    jitted = MagicMock(spec=JITFunction, arg_names=["x", "size", "FIRST", "SECOND"])
+    jitted.__getitem__ = lambda self, grid: compile_and_start(grid)
+    monkeypatch.setattr(kernel, "jitted", jitted)
+    monkeypatch.setattr("nearfield.kernels.triton.launch.KNOWN", True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    x = OnACard()
+    for size in (5, 5, 6, 6, 5):
+        kernel[(3,)](x, size, SECOND=2, FIRST=1, num_warps=4)
+    kernel[(4, 2)](x, 5, SECOND=2, FIRST=1, num_warps=4)
+    kernel[(3,)](x, 5, SECOND=2, FIRST=1, num_warps=8)
+    assert [(grid, arguments[1], constants["num_warps"]) for grid, arguments, constants in compiled] == [
+        ((3,), 5, 4),
+        ((3,), 6, 4),
+        ((4, 2), 5, 4),
+        ((3,), 5, 8),
+    ]
+    assert started == [((3,), (x, size, 1, 2), 77) for size in (5, 6, 5)]
