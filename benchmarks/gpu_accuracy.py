@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from cells_speed import settings
 from gpu_keys import closed_keys, keys_of
 from gpu_speed import mask_name
-from gpu_timing import DEVICE, DTYPE, METHODS, QKV, clustered
+from gpu_timing import DEVICE, DTYPE, QKV, clustered, methods
 from record import each, table
 from rich.table import Table
 from torch import Tensor
@@ -82,7 +82,7 @@ def accuracy(quick: bool, captured: Path | None = None) -> dict[str, Any]:
     found = [
         {"inputs": inputs, "causal": causal, "setting": setting, **_summary([(name, one[setting]) for name, one in some])}
         for (inputs, causal), some in layers.items()
-        for setting in METHODS
+        for setting in methods(causal)
     ]
     return {"rows_per_head": rows, "dtype": str(DTYPE), "captured": _about(captured), "rows": found}
 
@@ -107,14 +107,15 @@ def per_head(inputs: QKV, causal: bool, rows: int) -> dict[str, list[dict[str, A
     group = query.shape[1] // key.shape[1]
     n = key.shape[2]
     generator = torch.Generator().manual_seed(1)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
+    compared = methods(causal)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in compared}
     for head in range(key.shape[1]):
         own = query[:, head * group : (head + 1) * group], key[:, head : head + 1], value[:, head : head + 1]
         wide_key, wide_value = (x.expand(-1, group, -1, -1).contiguous() for x in own[1:])
         sdpa = F.scaled_dot_product_attention(own[0], wide_key, wide_value, is_causal=causal)
         # Head by head, so that the number of keys is that of the head.
-        ours = {name: nf.estimate(*own, is_causal=causal, enable_gqa=True, method=method) for name, method in METHODS.items()}
-        known = {name: keys_read(own, causal, method, ours[name]) for name, method in METHODS.items()}
+        ours = {name: nf.estimate(*own, is_causal=causal, enable_gqa=True, method=method) for name, method in compared.items()}
+        known = {name: keys_read(own, causal, method, ours[name]) for name, method in compared.items()}
         for member in range(group):
             positions = torch.randperm(n, generator=generator)[:rows].to(DEVICE)
             scaled = own[0][0, member, positions].float() / math.sqrt(query.shape[3])

@@ -13,7 +13,7 @@ import real
 import torch
 import torch.nn.functional as F
 from gpu_speed import attend, gradients, with_grad
-from gpu_timing import CUDA, DEVICE, DTYPE, FAST, backends, clustered, fastest, interleaved, peak_megabytes, sdpa
+from gpu_timing import CUDA, DEFAULT, DEVICE, DTYPE, backends, clustered, fastest, interleaved, peak_megabytes, sdpa
 from record import each, table
 from rich.table import Table
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ def model(quick: bool, text: Path | None = None) -> dict[str, Any]:
     del leaves, upstream
     ways: dict[str, Attend] = {
         "sdpa": lambda query, key, value: sdpa(backend, query, key, value, causal=True),
-        "cells": lambda query, key, value: attend((query, key, value), True, FAST),
+        "cells": lambda query, key, value: attend((query, key, value), True, DEFAULT),
     }
     trainers = {name: Trainer(data, length, way) for name, way in ways.items()}
     for trainer in trainers.values():

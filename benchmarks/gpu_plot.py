@@ -8,7 +8,7 @@ from typing import Any
 
 from cells_plot import CELLS, QUIET, SDPA, WASH
 
-TOPK, PALE = "#4f9d87", "#f2b8a6"
+TOPK, BETWEEN, PALE = "#4f9d87", "#e8967c", "#f6cfc3"
 LINES = {64: "-", 128: (0, (4, 1.5))}
 COMPARED = 131_072
 
@@ -61,7 +61,7 @@ def _times(causal: bool) -> Draw:
         top = [row for row in mine if row["n"] == sizes[-1]]
         exact, ours = max(row["exact"]["ms"] for row in top), max(row["ours"]["fast"]["ms"] for row in top)
         name = "SDPA, $n^2$ (not run)" if top[0]["exact"]["extrapolated"] else "SDPA"
-        for label, y, color in ((name, exact, SDPA), ("Cells()", ours, CELLS)):
+        for label, y, color in ((name, exact, SDPA), ("Cells(probes=4)", ours, CELLS)):
             axis.annotate(label, (sizes[-1], y), (-6, 7), textcoords="offset points", color=color, ha="right", weight="bold")
         for trend in results["trends"]:
             if trend["causal"] == causal:
@@ -110,7 +110,7 @@ def _ratios(sections: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
             found.append((label, {name: own["exact_over_ours"] for name, own in row["ours"].items()}))
     if "model" in sections:
         whole = sections["model"]
-        found.append((f"a whole model,\nn = {whole['n']:,}", {"fast": whole["sdpa_over_cells"]}))
+        found.append((f"a whole model,\nn = {whole['n']:,}", {"default": whole["sdpa_over_cells"]}))
     return found
 
 
@@ -123,17 +123,18 @@ def _accurate(sections: dict[str, Any]) -> str:
 def _draw_ratios(axis: Any, sections: dict[str, Any]) -> None:
     found = _ratios(sections)
     most = max(max(ratios.values()) for _, ratios in found)
+    colors = {"fast": CELLS, "default": BETWEEN, "accurate": PALE}
     for place, (_, ratios) in enumerate(found):
-        names = [name for name in ("fast", "accurate") if name in ratios]
-        high = 0.7 / len(names)
+        names = [name for name in colors if name in ratios]
+        high = 0.8 / max(2, len(names))
         for number, name in enumerate(names):
             y = place + (number - (len(names) - 1) / 2) * high
-            axis.barh(y, ratios[name], high * 0.92, color=CELLS if name == "fast" else PALE)
+            axis.barh(y, ratios[name], high * 0.9, color=colors[name])
             axis.text(ratios[name] + 0.015 * most, y, f"{ratios[name]:.1f}×", va="center", fontsize=8)
-    if any("accurate" in ratios for _, ratios in found):
-        axis.barh([0], [0], color=CELLS, label="Cells()")
-        axis.barh([0], [0], color=PALE, label=f"Cells({_accurate(sections)})")
-        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    labels = {"fast": "Cells(probes=4)", "default": "Cells()", "accurate": f"Cells({_accurate(sections)})"}
+    for name, color in colors.items():
+        axis.barh([0], [0], color=color, label=labels[name])
+    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3, columnspacing=1.0)
     axis.axvline(1, color=SDPA, linewidth=1, linestyle=(0, (2, 2)))
     axis.set_yticks(range(len(found)), [label for label, _ in found], fontsize=8)
     axis.invert_yaxis()

@@ -1,4 +1,4 @@
-"""Sections of bench_gpu.py: how fast Cells() is next to the fastest backend of SDPA, forward and in training."""
+"""Sections of bench_gpu.py: how fast Cells are next to the fastest backend of SDPA, forward and in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import errors
 import torch
 from cells_speed import settings
 from gpu_timing import (
-    ACCURATE,
     DTYPE,
     FAST,
     HEADS,
@@ -22,6 +21,7 @@ from gpu_timing import (
     fastest,
     hopeful,
     interleaved,
+    methods,
     peak_megabytes,
     sdpa,
 )
@@ -38,7 +38,7 @@ TRAINING = (16_384, 32_768, 65_536, 131_072)
 LONGEST_EXACT = 262_144
 """Beyond this SDPA is not run: its time is taken to grow as n^2, its memory as n."""
 COMPARED = 131_072
-"""The length at which the accurate setting is measured as well."""
+"""The length at which other settings are measured as well."""
 FITTED_FROM = 65_536
 GRADIENTS_AT = 16_384
 AUDITED = 299
@@ -55,12 +55,12 @@ def forward(quick: bool) -> dict[str, Any]:
     longest = 512 if quick else LONGEST_EXACT
     for dim, causal, n in each(plan, lambda item: f"forward, d = {item[0]}, {mask_name(item[1])}, n = {item[2]:,}"):
         inputs = clustered(n, dim)
-        methods = {"fast": FAST, "accurate": ACCURATE} if n == (512 if quick else COMPARED) else {"fast": FAST}
+        several = methods(causal) if n == (512 if quick else COMPARED) else {"fast": FAST}
         names = tried.get((dim, causal), backends()) if n <= longest else ()
         exact = {name: functools.partial(sdpa, name, *inputs, causal) for name in names}
         # The audits come first: they also compile the kernels.
-        ours = {name: audited(inputs, causal, method) for name, method in methods.items()}
-        calls = {name: functools.partial(attend, inputs, causal, method) for name, method in methods.items()}
+        ours = {name: audited(inputs, causal, method) for name, method in several.items()}
+        calls = {name: functools.partial(attend, inputs, causal, method) for name, method in several.items()}
         row = {"n": n, "dim": dim, "causal": causal, **compared(exact, calls, inputs, ours)}
         if row["exact"]:
             tried[dim, causal] = hopeful(row["exact"]["tried_ms"])

@@ -24,8 +24,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16
 HEADS = 8
-FAST, ACCURATE = nf.Cells(), nf.Cells(cell_size=32, probes=32)
-METHODS = {"fast": FAST, "accurate": ACCURATE}
+FAST, DEFAULT, ACCURATE = nf.Cells(probes=4), nf.Cells(), nf.Cells(cell_size=64, probes=32, segment=2048)
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -60,6 +59,11 @@ def clustered(n: int, dim: int, heads: int = HEADS, seed: int = 0) -> QKV:
         inputs[1][0, head] = centres[own] + 0.3 * normal(n)
         inputs[2][0, head] = values[own] + 0.5 * normal(n)
     return inputs[0], inputs[1], inputs[2]
+
+
+def methods(causal: bool) -> dict[str, nf.Cells]:
+    """What is compared at one length. Without a mask the default is the fast one from 131,072 keys on."""
+    return {"fast": FAST, **({"default": DEFAULT} if causal else {}), "accurate": ACCURATE}
 
 
 def backends() -> tuple[str, ...]:
