@@ -34,7 +34,7 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup:
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None or (value == 1 and isinstance(value, int) and not parameter.do_not_specialize):
             signature[parameter.name], constants[place,] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[place,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
@@ -42,7 +42,7 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup:
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[place,] = [["tt.divisibility", 16]]
     key = f"{kernel.fn.__name__} {signature} {constants} {options}"
     if key not in done:

@@ -39,7 +39,8 @@ def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     from nearfield.kernels import cells_gpu, cells_gpu_backward
 
     monkeypatch.setattr(cells_gpu, "LEAST_BYTES", 1)
-    monkeypatch.setattr(cells_gpu, "SHARE", 1e9)
+    monkeypatch.setattr(cells_gpu, "BEYOND", 0.0)
+    monkeypatch.setattr(cells_gpu, "LEAST", 0.0)
     monkeypatch.setattr(cells_gpu, "LEAST_ROWS", 16)
     monkeypatch.setattr(cells_gpu_backward, "LEAST_BYTES", 1)
     monkeypatch.setattr(cells_gpu_backward, "_bytes", lambda tensors: 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +12,22 @@ from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.assign import kmeans
 from nearfield.kernels.triton.common import dense
 from nearfield.kernels.triton.far import far
+from nearfield.kernels.triton.group import group
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.limit import limit_sizes
 from nearfield.kernels.triton.local import local
 from nearfield.kernels.triton.merge import merge
-from nearfield.kernels.triton.near import near
+from nearfield.kernels.triton.near import near, near_blocks
 from nearfield.kernels.triton.route import route
 from nearfield.kernels.triton.tables import moments_of, tabulate
 
 LEAST_BYTES = 4 << 20
-SHARE = 3.0
-"""Partial results take no more than this part of the inputs, or `LEAST_BYTES`."""
+BEYOND = 0.48
+"""Everything that is made on the way should take no more than this part of inputs and output, or `LEAST_BYTES`."""
+PAIRS = 0.04
+"""What of this (row, cell) pairs may take while they are grouped."""
+LEAST = 0.09
+"""Partial results get this much at least: with too few rows at a time, tiles are half empty."""
 LEAST_ROWS = 1024
 """Rows that are looked at together even if they do not fit."""
 MOST_ENTRIES = 32768
@@ -72,20 +78,26 @@ def forward(
     local(queries, keys, values, visible, layout, settings, scale, output, lse)
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
-    slots, value_dim = settings.probes, values.shape[2]
-    per_row = max(slots * (value_dim * queries.element_size() + 8), 4 * layout.words)
-    for some, part in parts_of(entries, rows, per_row, (queries, keys, values)):
-        query, sees, found = queries[some, part], visible[some, part], opened[some, part]
-        own_keys, own_values, own_tables = keys[some], values[some], tables.of(some)
-        into, ends = output[some, part], lse[some, part]
-        marks, counts = route(query, sees, own_tables, layout, settings, scale, found)
-        far(query, sees, own_tables, layout, settings, scale, marks, into, ends)
+    room = room_for((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()))
+    counts = torch.zeros(entries, tables.cells, dtype=torch.int32, device=keys.device)
+    for some, part in parts_of(entries, rows, 4 * layout.words, room.parts):
+        query, sees, own_tables = queries[some, part], visible[some, part], tables.of(some)
+        marks = route(query, sees, own_tables, layout, settings, scale, opened[some, part], counts[some])
+        far(query, sees, own_tables, layout, settings, scale, marks, output[some, part], lse[some, part])
         del marks
-        parts = queries.new_empty((*found.shape, value_dim))
-        parts_lse = torch.empty(found.shape, device=queries.device)
-        near(query, own_keys, own_values, own_tables, settings, found, counts, scale, parts, parts_lse)
-        merge(parts, parts_lse, found, into, ends)
-        del parts
+    value_dim, size = values.shape[2], near_blocks(queries, values, settings).rows
+    per_row = settings.probes * (value_dim * queries.element_size() + 4)
+    for slab in slabs_of(entries, rows, settings.probes, per_row, room):
+        own, part = slab.entries, slab.rows
+        query, key, value, found, own_tables = queries[own, part], keys[own], values[own], opened[own, part], tables.of(own)
+        groups = group(found, own_tables, size, counts[own].view(-1) if part == slice(0, rows) else None)
+        into, ends = output[own, part], lse[own, part]
+        for some in slab.parts:
+            parts = queries.new_empty((some.stop - some.start, *found.shape[1:], value_dim))
+            parts_lse = torch.empty(parts.shape[:3], device=queries.device)
+            near(query, key, value, own_tables, settings, groups, some, scale, parts, parts_lse)
+            merge(parts, parts_lse, found[some], into[some], ends[some])
+            del parts
 
 
 def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -99,11 +111,48 @@ def entry_parts(entries: int) -> Iterator[slice]:
         yield slice(first, min(first + MOST_ENTRIES, entries))
 
 
-def parts_of(entries: int, rows: int, per_row: int, inputs: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice]]:
-    """Entries, and rows of theirs, whose partial results fit into the budget. Rows stay together: tiles are then full."""
-    budget = max(LEAST_BYTES, int(sum(x.numel() * x.element_size() for x in inputs) / SHARE))
-    some = max(1, min(entries, budget // max(1, per_row * rows)))
-    step = rows if some > 1 else max(LEAST_ROWS, budget // per_row // LEAST_ROWS * LEAST_ROWS)
+class Room(NamedTuple):
+    """Bytes for what is made on the way."""
+
+    parts: int
+    """partial results: the output of each opened cell by itself"""
+    pairs: int
+    """(row, cell) pairs, grouped"""
+
+
+def room_for(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...]) -> Room:
+    """Room that, with what is held already, comes to `BEYOND` of inputs and output, unless that would be very little."""
+    total, ours = (sum(x.numel() * x.element_size() for x in tensors) for tensors in (inputs, held))
+    pairs = int(PAIRS * total)
+    return Room(max(LEAST_BYTES, int(LEAST * total), int(BEYOND * total) - pairs - ours), pairs)
+
+
+def parts_of(entries: int, rows: int, per_row: int, bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Entries, and rows of theirs, for which so many bytes each fit. Rows stay together where they can: tiles are then full."""
+    some = max(1, min(entries, bytes // max(1, per_row * rows)))
+    step = rows if some > 1 else max(LEAST_ROWS, bytes // per_row // LEAST_ROWS * LEAST_ROWS)
     for first in range(0, entries, some):
         for start in range(0, rows, step):
             yield slice(first, min(first + some, entries)), slice(start, min(start + step, rows))
+
+
+class Slab(NamedTuple):
+    """What is grouped together: all rows of some entries, or some rows of one."""
+
+    entries: slice
+    rows: slice
+    parts: list[slice]
+    """Entries of it whose partial results fit at a time."""
+
+
+def slabs_of(entries: int, rows: int, slots: int, per_row: int, room: Room) -> Iterator[Slab]:
+    parts = list(parts_of(entries, rows, per_row, room.parts))
+    for some, part in parts:
+        if part != slice(0, rows):
+            yield Slab(some, part, [slice(0, 1)])
+    whole = [some for some, part in parts if part == slice(0, rows)]
+    together = max(1, room.pairs // max(1, 4 * rows * slots * (whole[0].stop if whole else 1)))
+    for start in range(0, len(whole), together):
+        own = whole[start : start + together]
+        first = own[0].start
+        yield Slab(slice(first, own[-1].stop), slice(0, rows), [slice(x.start - first, x.stop - first) for x in own])

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import MOST_ENTRIES, entry_parts, parts_of, upright
+from nearfield.kernels.cells_gpu import MOST_ENTRIES, entry_parts, room_for, slabs_of, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.common import dense
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
+from nearfield.kernels.triton.group import group
 from nearfield.kernels.triton.layout import Layout, layout_of
 from nearfield.kernels.triton.local_backward import local_keys
 from nearfield.kernels.triton.local_queries import local_queries
 from nearfield.kernels.triton.mark import mark
-from nearfield.kernels.triton.near_backward import near_keys, near_queries
+from nearfield.kernels.triton.near_backward import near_keys, near_queries, query_blocks
 from nearfield.kernels.triton.rows import Rows, rows_of
 from nearfield.kernels.triton.spread import spread
 from nearfield.kernels.triton.tables import Tables, moments_of, tabulate
@@ -134,24 +135,20 @@ def _queries(
     along: Tensor,
 ) -> None:
     """Adds to the gradient of queries, part by part."""
-    entries, _, slots = opened.shape
+    entries, count, slots = opened.shape
     dim = keys.shape[2]
-    per_row = slots * (dim * keys.element_size() + 8)
-    for some, part in parts_of(entries, rows.count, per_row, (rows.queries, keys, values)):
-        own, found = rows.part(some, part), opened[some, part]
-        own_keys, own_values, own_tables = keys[some], values[some], tables.of(some)
-        pieces = keys.new_empty((*found.shape, dim))
-        near_queries(own, own_keys, own_values, own_tables, settings, found, scale, pieces)
-        far_queries(
-            own,
-            own_tables,
-            layout,
-            settings,
-            scale,
-            found,
-            marks[some, part].contiguous(),
-            pieces,
-            query_grad[some, part],
-            far_mass[some, part],
-            along[some, part],
-        )
+    per_row = slots * dim * keys.element_size()
+    room = room_for((rows.queries, rows.grads, keys, values), ())
+    for slab in slabs_of(entries, count, slots, per_row, room):
+        own, found = rows.part(slab.entries, slab.rows), opened[slab.entries, slab.rows]
+        own_keys, own_values, own_tables = keys[slab.entries], values[slab.entries], tables.of(slab.entries)
+        own_marks = marks[slab.entries, slab.rows]
+        into = [x[slab.entries, slab.rows] for x in (query_grad, far_mass, along)]
+        groups = group(found, own_tables, query_blocks(keys, values, settings).rows)
+        for some in slab.parts:
+            pieces = keys.new_empty((some.stop - some.start, *found.shape[1:], dim))
+            near_queries(own, own_keys, own_values, own_tables, settings, groups, some, scale, pieces)
+            one, tables_of_one = own.part(some, slice(None)), own_tables.of(some)
+            bits = own_marks[some].contiguous()
+            pulls = [x[some] for x in into]
+            far_queries(one, tables_of_one, layout, settings, scale, found[some], bits, pieces, *pulls)

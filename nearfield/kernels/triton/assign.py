@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -156,7 +158,7 @@ def _nearest(
     tl.store(found + entry * found_entry + height * found_height + point, chosen.to(found.dtype.element_ty), mask=there)
 
 
-@Kernel
+@partial(Kernel, varied=("turn",))
 def _means(
     points,
     order,
@@ -217,7 +219,7 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tens
         keys, sample.position, sample.first, offset, weight, spans, dim, *keys.stride()[:2], MOST=LOOKED_AT, BP=64, **common
     )
     chunk_span, chunk_number = sample.chunks(POINTS)
-    _prepare[(len(chunk_span), entries)](
+    _prepare[(chunk_span.shape[0], entries)](
         keys,
         sample.position,
         sample.first,
@@ -233,9 +235,7 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tens
         BP=POINTS,
         **common,
     )
-    centroids = points.index_select(1, sample.starts)
-    half = centroids.float().square().sum(-1) / 2
-    moving = _Moving(layout, sample, points, centroids, half, offset, weight, common)
+    moving = _Moving(layout, sample, points, offset, weight, common)
     for turn in range(1, iterations + 1):
         moving.step(turn)
     moving.settle(keys, found)
@@ -249,29 +249,34 @@ class _Moving:
         layout: Layout,
         sample: Sample,
         points: Tensor,
-        centroids: Tensor,
-        half: Tensor,
         offset: Tensor,
         weight: Tensor,
         common: dict[str, int],
     ) -> None:
-        self.layout, self.sample, self.points, self.centroids, self.half = layout, sample, points, centroids, half
+        self.layout, self.sample, self.points = layout, sample, points
         self.offset, self.weight, self.common = offset, weight, common
         entries, _, self.dim = points.shape
+        self.centroids = points.new_empty((entries, layout.cells, self.dim))
+        self.half = torch.empty(entries, layout.cells, device=points.device)
         self.blocks = blocks_for("nearest", self.dim, points.dtype)
         self.narrow = Narrow(entries * layout.cells)
         self.assigned = torch.empty(entries, sample.size, dtype=self.narrow.dtype, device=points.device)
+        # All cells are empty yet, and start at the first points of the sample.
+        nothing = layout.nothing(entries)
+        self._means(nothing, nothing, 0)
 
     def step(self, turn: int) -> None:
         """Points to their nearest centroids, centroids to the means of their points."""
-        first, entries = self.sample.first, len(self.points)
         self._nearest(self.points, self.sample.edges, self.sample.chunks(self.blocks.rows), self.assigned, 0, True)
-        _, order, starts = sorted_numbers(self.assigned, self.layout, entries)
+        _, order, starts = sorted_numbers(self.assigned, self.layout, self.points.shape[0])
+        self._means(order, starts, turn)
+
+    def _means(self, order: Tensor, starts: Tensor, turn: int) -> None:
         _means[(self.narrow.last,)](
             self.points,
             order,
             starts,
-            first,
+            self.sample.first,
             self.layout.span_of,
             self.layout.span_cell,
             self.centroids,
@@ -293,7 +298,7 @@ class _Moving:
         self, points: Tensor, edges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_height: int, prepared: bool
     ) -> None:
         chunk_span, chunk_number = chunks
-        _nearest[(len(chunk_span), len(points))](
+        _nearest[(chunk_span.shape[0], points.shape[0])](
             points,
             edges,
             chunk_span,

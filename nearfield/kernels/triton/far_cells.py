@@ -167,7 +167,7 @@ def far_cells(
     found = [torch.empty(splits, entries, cells, width, device=device) for width in (dim, dim, value_dim)]
     if cells:
         tile_span, tile_cell = layout.cell_tiles(blocks.keys)
-        _far_cells[(len(tile_span), entries, splits)](
+        _far_cells[(tile_span.shape[0], entries, splits)](
             rows.queries,
             rows.visible,
             rows.grads,

@@ -28,15 +28,23 @@ class Groups:
     """`[rows * slots]`: pairs in the order of their cells"""
     first: Tensor
     """`[entries * cells + 1]`: where the pairs of each cell begin"""
+    edges: Tensor
+    """`[entries * cells + 1]`: the first block of each cell"""
     blocks: Tensor
     """`[most, 8]`: cell, first pair, where they end, first key of the cell in `Tables.order`, where they end. Those not needed
     are empty."""
+    size: int
+    """of a block"""
+
+    def most(self, entries: int, rows: int, slots: int, cells: int) -> int:
+        """Blocks that the pairs of some entries take at most."""
+        return cdiv(entries * rows * slots, self.size) + entries * cells
 
 
 @triton.jit
-def block_at(blocks, number):
-    """Cell, first pair, where they end, first key, where they end."""
-    at = blocks + number.to(tl.int64) * 8
+def block_at(blocks, edges, first_cell):
+    """The blocks from a cell on, one for each program: cell, first pair, where they end, first key, where they end."""
+    at = blocks + (tl.load(edges + first_cell) + tl.program_id(0)).to(tl.int64) * 8
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
@@ -136,4 +144,4 @@ def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = Non
         )
     else:
         blocks.zero_()
-    return Groups(pair, first, blocks)
+    return Groups(pair, first, edges, blocks, size)

@@ -26,12 +26,12 @@ class Kernel:
     """A function in Triton's language, to be started as `kernel[grid](*arguments, **constants)`, like one of `triton.jit`.
 
     Two calls are the same if they have the same numbers, and tensors of the same dtypes that are equally well aligned: all that
-    Triton would look at, and more.
+    Triton would look at, and more. Of numbers that change from launch to launch (`varied`) no value gets a version of its own.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], varied: tuple[str, ...] = ()) -> None:
         self.__name__ = function.__name__
-        self.jitted = triton.jit(function)
+        self.jitted = triton.jit(function, do_not_specialize=varied)
         self.remembered: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:

@@ -51,7 +51,6 @@ class Sample:
             start + torch.randperm(count, generator=generator)[:size]
             for start, count, size in zip(starts, counts, sizes, strict=True)
         ]
-        begins = [first[i] + torch.arange(edges[i + 1] - edges[i]) for i in range(len(counts))]
         self.size = first[-1]
         self.position = torch.cat(picked).to(device, torch.int32) if picked else _ints([], device)
         """`[size]`: key positions, span by span"""
@@ -59,8 +58,6 @@ class Sample:
         """`[spans + 1]`: where those of each span begin"""
         self.edges = _ints([edge for pair in pairwise(first) for edge in pair], device)
         """`[2 * spans]`: where they begin and end"""
-        self.starts = torch.cat(begins).to(device) if begins else _ints([], device)
-        """`[cells]`: the first centroid of each cell"""
         self._chunks = Chunks(sizes, device)
 
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
@@ -146,6 +143,10 @@ class Layout:
         last = entries * self.cells
         shift, dtype = (1 << 15, torch.int16) if last < 1 << 16 else (0, torch.int32)
         return self._kept("numbers", entries, lambda: torch.arange(-shift, last + 1 - shift, dtype=dtype))
+
+    def nothing(self, entries: int) -> Tensor:
+        """Where the keys of each cell of all entries begin as long as there are none."""
+        return self._kept("nothing", entries, lambda: torch.zeros(entries * self.cells + 1, dtype=torch.int32))
 
     def first_cells(self, entries: int) -> Tensor:
         """`[entries, spans + 1]`: the first cell of each span, counted on over the entries."""

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
-from nearfield.kernels.triton.group import block_at, group
+from nearfield.kernels.triton.group import Groups, block_at
 from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.tables import Tables
-from nearfield.kernels.triton.tuning import blocks_for
+from nearfield.kernels.triton.tuning import Blocks, blocks_for
 
 
-@Kernel
+@partial(Kernel, varied=("first_entry", "beyond"))
 def _near(
     queries,
     keys,
     values,
     order,
     blocks,
+    edges,
     pair,
     output,
     lse,
+    first_entry,
+    beyond,
     rows,
     cells,
     dim,
@@ -43,9 +47,9 @@ def _near(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Output and log2-normaliser of up to BM pairs of one cell."""
-    cell, begin, end, start_key, stop_key = block_at(blocks, tl.program_id(0))
-    if begin >= end:
+    """Output and log2-normaliser of up to BM pairs of one cell, for the entries from the first one on up to `beyond`."""
+    cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
+    if (begin >= end) | (cell >= beyond * cells):
         return
     entry = (cell // cells).to(tl.int64)
     queries += entry * query_entry
@@ -76,7 +80,7 @@ def _near(
         )
         total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
         top = new
-    own = own.to(tl.int64)
+    own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
     tl.store(lse + own, top + tl.log2(mass), mask=there)
     result = (total / mass[:, None]).to(output.dtype.element_ty)
     tl.store(output + own[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
@@ -88,29 +92,28 @@ def near(
     values: Tensor,
     tables: Tables,
     settings: CellSettings,
-    opened: Tensor,
-    counts: Tensor,
+    groups: Groups,
+    some: slice,
     scale: float,
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills in `output` `[entries, rows, slots, value_dim]` and log2-normalisers for each opened cell.
-
-    `counts` `[entries * cells]`: how many rows open each.
-    """
-    rows = opened.shape[1]
-    dim, value_dim = queries.shape[2], values.shape[2]
-    blocks = blocks_for("near", max(dim, value_dim), queries.dtype, settings.cell_size)
-    groups = group(opened, tables, blocks.rows, counts)
-    _near[(len(groups.blocks),)](
+    """Fills in `output` `[some entries, rows, slots, value_dim]` and log2-normalisers for each opened cell."""
+    entries, rows, slots, value_dim = output.shape
+    dim = queries.shape[2]
+    blocks = near_blocks(queries, values, settings)
+    _near[(groups.most(entries, rows, slots, tables.cells),)](
         queries,
         keys,
         values,
         tables.order,
         groups.blocks,
+        groups.edges,
         groups.pair,
         output,
         lse,
+        some.start,
+        some.stop,
         rows,
         tables.cells,
         dim,
@@ -119,7 +122,7 @@ def near(
         *keys.stride()[:2],
         *values.stride()[:2],
         scale * math.log2(math.e),
-        SLOTS=opened.shape[2],
+        SLOTS=slots,
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),
@@ -128,3 +131,8 @@ def near(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+
+
+def near_blocks(queries: Tensor, values: Tensor, settings: CellSettings) -> Blocks:
+    """How the pairs are to be grouped."""
+    return blocks_for("near", max(queries.shape[2], values.shape[2]), queries.dtype, settings.cell_size)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.kernels.cells_plan import CellSettings
 from nearfield.kernels.triton.common import padded, precision
-from nearfield.kernels.triton.group import block_at, group
+from nearfield.kernels.triton.group import Groups, block_at, group
 from nearfield.kernels.triton.launch import Kernel
 from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.rows import Rows
 from nearfield.kernels.triton.tables import Tables
-from nearfield.kernels.triton.tuning import blocks_for
+from nearfield.kernels.triton.tuning import Blocks, blocks_for
 
 
 @Kernel
@@ -110,7 +112,7 @@ def _near_keys(
     tl.atomic_add(into, to_value, mask=mask, sem="relaxed")
 
 
-@Kernel
+@partial(Kernel, varied=("first_entry", "beyond"))
 def _near_queries(
     queries,
     keys,
@@ -120,8 +122,11 @@ def _near_queries(
     delta,
     order,
     blocks,
+    edges,
     pair,
     output,
+    first_entry,
+    beyond,
     rows,
     cells,
     dim,
@@ -143,10 +148,10 @@ def _near_queries(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Of up to BM (row, cell) pairs of one cell: what the cell's keys add to the gradient of the query."""
+    """Of up to BM (row, cell) pairs of one cell: what the cell's keys add to the gradient of the query. For some entries."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    cell, begin, end, start_key, stop_key = block_at(blocks, tl.program_id(0))
-    if begin >= end:
+    cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
+    if (begin >= end) | (cell >= beyond * cells):
         return
     entry = (cell // cells).to(tl.int64)
     queries += entry * query_entry
@@ -179,7 +184,8 @@ def _near_queries(
         slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
         total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
     result = (total * scale).to(output.dtype.element_ty)
-    tl.store(output + own.to(tl.int64)[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
+    own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
+    tl.store(output + own[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
 
 
 def near_keys(
@@ -202,7 +208,7 @@ def near_keys(
     groups = group(opened, tables, blocks.rows, stable=stable)
     edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
     for least, beyond in heights:
-        _near_keys[(len(of_block),)](
+        _near_keys[(of_block.shape[0],)](
             rows.queries,
             keys,
             values,
@@ -246,7 +252,7 @@ def key_blocks(starts: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]
     """The first block of `size` keys of each cell, and the cell of each block."""
     edges = torch.zeros_like(starts)
     edges[1:] = ((starts.diff() + size - 1) // size).cumsum(0)
-    most = -(-members // size) + len(starts) - 1
+    most = -(-members // size) + starts.shape[0] - 1
     block = torch.arange(most, device=starts.device, dtype=torch.int32)
     return edges, torch.searchsorted(edges[1:], block, right=True).int()
 
@@ -257,15 +263,16 @@ def near_queries(
     values: Tensor,
     tables: Tables,
     settings: CellSettings,
-    opened: Tensor,
+    groups: Groups,
+    some: slice,
     scale: float,
     output: Tensor,
 ) -> None:
-    """Fills in `output` `[entries, rows, slots, dim]`; undefined where no cell was opened."""
-    dim, value_dim = keys.shape[2], values.shape[2]
-    blocks = blocks_for("near_queries", max(dim, value_dim), keys.dtype, settings.cell_size)
-    groups = group(opened, tables, blocks.rows)
-    _near_queries[(len(groups.blocks),)](
+    """Fills in `output` `[some entries, rows, slots, dim]`; undefined where no cell was opened."""
+    entries, count, slots, dim = output.shape
+    value_dim = values.shape[2]
+    blocks = query_blocks(keys, values, settings)
+    _near_queries[(groups.most(entries, count, slots, tables.cells),)](
         rows.queries,
         keys,
         values,
@@ -274,9 +281,12 @@ def near_queries(
         rows.delta,
         tables.order,
         groups.blocks,
+        groups.edges,
         groups.pair,
         output,
-        rows.count,
+        some.start,
+        some.stop,
+        count,
         tables.cells,
         dim,
         value_dim,
@@ -286,7 +296,7 @@ def near_queries(
         *rows.grads.stride()[:2],
         rows.lse.stride(0),
         scale,
-        SLOTS=opened.shape[2],
+        SLOTS=slots,
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),
@@ -295,3 +305,8 @@ def near_queries(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+
+
+def query_blocks(keys: Tensor, values: Tensor, settings: CellSettings) -> Blocks:
+    """How the pairs are to be grouped."""
+    return blocks_for("near_queries", max(keys.shape[2], values.shape[2]), keys.dtype, settings.cell_size)

@@ -215,14 +215,14 @@ def route(
     settings: CellSettings,
     scale: float,
     opened: Tensor,
-) -> tuple[Tensor, Tensor]:
+    counts: Tensor,
+) -> Tensor:
     """Fills in the cells that queries `[entries, rows, dim]` open, `[entries, rows, probes]`; -1 where there are no more.
 
-    Returns the same as marks, see `mark`, and how many rows open each cell, `[entries * cells]`.
+    Returns the same as marks, see `mark`. To `counts` `[entries, cells]` is added how many rows open each.
     """
     entries, rows, dim = queries.shape
     marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=queries.device)
-    counts = torch.zeros(entries * layout.cells, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("route", dim, queries.dtype)
     _route[(cdiv(rows, blocks.rows), entries)](
         queries,
@@ -267,4 +267,4 @@ def route(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
-    return marks, counts
+    return marks

@@ -59,7 +59,8 @@ def sorted_numbers(numbers: Tensor, layout: Layout, entries: int) -> tuple[Tenso
 
 def narrowed(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Tensor:
     """Cells `[entries, ...]`, -1 for none, as `sorted_numbers` wants them. `where`: which of those of an entry; None: all."""
-    entries, per_entry = len(cell_of), cell_of[0].numel() if where is None else len(where)
+    entries = cell_of.shape[0]
+    per_entry = cell_of[0].numel() if where is None else where.shape[0]
     kept = Narrow(entries * layout.cells)
     found = torch.empty(entries, per_entry, dtype=kept.dtype, device=cell_of.device)
     if per_entry:
@@ -81,14 +82,14 @@ def narrowed(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Te
 
 def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Positions of keys cell by cell, their cells, and where each cell begins, of `cell_of` `[entries, heights, n]`."""
-    entries, length = len(cell_of), cell_of.shape[2]
+    entries, _, length = cell_of.shape
     where = layout.members
     numbers, places, starts = sorted_numbers(narrowed(cell_of, layout, where), layout, entries)
-    total = entries * len(where)
+    total = entries * where.shape[0]
     position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
     shift = Narrow(entries * layout.cells).shift
     if total:
         _members[(cdiv(total, 1024),)](
-            places, where, numbers, position, cell, total, len(where), length, shift, BP=1024, num_warps=4
+            places, where, numbers, position, cell, total, where.shape[0], length, shift, BP=1024, num_warps=4
         )
     return position, cell, starts

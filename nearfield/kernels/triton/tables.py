@@ -279,9 +279,9 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
     if not spans:
         return torch.zeros(entries, 1, value_dim, dim, device=device), torch.ones(entries, 1, device=device)
     span, number = layout.chunks(CHUNK)
-    found = torch.empty(entries, len(span), value_dim, dim, device=device)
+    found = torch.empty(entries, span.shape[0], value_dim, dim, device=device)
     block = min(64, padded(value_dim))
-    _products[(len(span), entries, cdiv(value_dim, block))](
+    _products[(span.shape[0], entries, cdiv(value_dim, block))](
         keys,
         values,
         moments.order,
@@ -298,7 +298,7 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
         value_dim,
         *keys.stride()[:2],
         *values.stride()[:2],
-        len(span),
+        span.shape[0],
         CHUNK=CHUNK,
         BM=AT_A_TIME if max(dim, value_dim) <= 128 else MEMBERS,
         BD=padded(dim),
