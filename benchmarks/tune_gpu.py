@@ -151,6 +151,8 @@ SMALL = (
     (32, 8, 1, 32),
     (32, 4, 2, 32),
     (16, 4, 1, 64),
+    (16, 8, 1, 32),
+    (16, 8, 1, 16),
     (32, 4, 1, 64),
     (32, 8, 1, 64),
     (64, 8, 1, 32),
@@ -163,6 +165,7 @@ def candidates(kernel: str, dtype: str, dim: int) -> Iterator[Blocks]:
     yield from {
         Blocks(*sizes)._replace(**({"keys": 64} if kernel == "route" else {})): None
         for sizes in (SMALL if small else CANDIDATES[kernel])
+        if sizes[3] >= 32 or kernel == "far_cells"  # the others read the marks of 32 cells or more
     }
 
 
@@ -170,7 +173,6 @@ def cases(kernels: list[str], dtypes: list[str], dims: list[int], cell_sizes: li
     return [
         Case(kernel, dtype, dim, size, blocks)
         for kernel, dtype, dim in product(kernels, dtypes, dims)
-        if dtype != "float32" or dim <= 128
         for size in (cell_sizes if kernel in BY_CELL_SIZE else [128])
         for blocks in candidates(kernel, dtype, dim)
     ]

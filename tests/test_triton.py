@@ -219,7 +219,6 @@ GRID: list[Any] = [
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for dim in (16, 40, 64, 128, 256)
     for segment in (0, 128)
-    if dtype != torch.float32 or dim <= 128
 ]
 
 

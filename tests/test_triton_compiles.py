@@ -25,6 +25,7 @@ BACKWARD = {"_local_queries", "_near_queries", "_far_queries", "_far_cells", "_t
         (128, "float16", "plain", 40),
         (256, "bfloat16", "causal", 4),
         (128, "float32", "causal", 4),
+        (256, "float32", "causal", 4),
     ],
 )
 def test_kernels_compile_and_fit(dim: int, dtype: str, kind: str, probes: int, tmp_path: Path) -> None:

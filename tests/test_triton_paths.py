@@ -47,6 +47,20 @@ def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert_right(SMALL[name])
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_heads_grouped_together_and_computed_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the partial results of one head, and for the pairs of all."""
+    from nearfield.kernels import cells_gpu, cells_gpu_backward
+
+    case = SMALL[name]
+    room = cells_gpu.Room(case.group * case.length * case.probes * (4 * case.dim + 4), 1 << 30)
+    for module in (cells_gpu, cells_gpu_backward):
+        monkeypatch.setattr(module, "room_for", lambda *_: room)
+    slabs = list(cells_gpu.slabs_of(case.entries, case.group * case.length, case.probes, case.probes * (4 * case.dim + 4), room))
+    assert [slab.parts for slab in slabs] == [[slice(0, 1), slice(1, 2)]]
+    assert_right(case)
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

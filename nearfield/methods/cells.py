@@ -109,15 +109,19 @@ class Cells:
 
     def never_waits(self, query: Tensor, value: Tensor, dropout: bool) -> bool:
         """Whether a call is served by kernels that leave non-finite inputs where they are, and nobody waits for them."""
-        return self._misses(query, value, dropout) is None and kernels.runs_triton(query.device)
+        if not kernels.runs_triton(query.device) or self._misses(query, value, dropout) is not None:
+            return False
+        length = value.shape[-2]
+        cell_size = self.cell_size or default_cell_size(length, on_gpu=True)
+        probes = self.probes or default_probes(length, cell_size, causal=True, on_gpu=True)
+        return _exceeds(length, self.segment or default_segment(length, on_gpu=True), cell_size, probes) is None
 
     def _misses(self, query: Tensor, value: Tensor, dropout: bool) -> str | None:
         """What the kernels in Triton cannot do of this; None: they can do it all."""
         if query.dtype not in TRITON_DTYPES:
             return f"{query.dtype}"
-        most = MOST_COLUMNS // 2 if query.dtype == torch.float32 else MOST_COLUMNS
-        if max(query.shape[-1], value.shape[-1]) > most:
-            return f"{query.dtype} with more than {most} columns"
+        if max(query.shape[-1], value.shape[-1]) > MOST_COLUMNS:
+            return f"more than {MOST_COLUMNS} columns"
         if type(self.partition) is not KMeans:
             return f"{self.partition!r}"
         if dropout:
@@ -130,12 +134,7 @@ class Cells:
         if call.backend in ("reference", "cpu"):
             return "reference" if call.backend == "reference" else "torch"
         misses = self._misses(problem.query, problem.value, bool(problem.dropout_p))
-        if misses is None and settings.segment and problem.key.shape[2] // settings.segment > MOST_SEGMENTS:
-            misses = f"more than {MOST_SEGMENTS} segments; use a larger segment"
-        if misses is None and settings.probes > MOST_PROBES:
-            misses = f"more than {MOST_PROBES} probes; use larger cells"
-        if misses is None and problem.key.shape[2] // settings.cell_size > MOST_CELLS:
-            misses = f"more than {MOST_CELLS} cells; use larger ones"
+        misses = misses or _exceeds(problem.key.shape[2], settings.segment, settings.cell_size, settings.probes)
         if call.backend == "triton" and misses is not None:
             raise ValueError(f"the kernels in Triton do not serve {misses}; backend='auto' takes others")
         wanted = call.backend == "triton" or kernels.runs_triton(problem.query.device)
@@ -158,6 +157,15 @@ class Cells:
             unfold=max(1, min(self.unfold or UNFOLD, segments * coarse)) if branching else 0,
             heights=_heights(length, segment) if causal else 1,
         )
+
+
+def _exceeds(length: int, segment: int, cell_size: int, probes: int) -> str | None:
+    """Which limit of the kernels in Triton, if any; `segment` is 0 without a mask."""
+    if segment and length // segment > MOST_SEGMENTS:
+        return f"more than {MOST_SEGMENTS} segments; use a larger segment"
+    if probes > MOST_PROBES:
+        return f"more than {MOST_PROBES} probes; use larger cells"
+    return f"more than {MOST_CELLS} cells; use larger ones" if length // cell_size > MOST_CELLS else None
 
 
 # How the defaults were chosen is told, with the measurements, in docs/cells.md.

@@ -8,6 +8,8 @@ PARITY = "test_triton.py::test_kernels_compute_what_the_reference_says"
 BEST = "test_triton.py::test_the_best_cells_are_opened"
 MANY = "test_triton.py::test_of_many_cells_nearly_all_of_the_best_are_opened"
 ALIKE = "test_triton.py::test_keys_that_are_alike_do_not_share_one_cell"
+GROUPED = "test_triton_paths.py::test_heads_grouped_together_and_computed_in_turn"
+LATER = "test_triton_paths.py::test_earlier_rows_have_gradients_whatever_follows"
 
 MUTANTS = (
     Mutant(
@@ -170,5 +172,54 @@ MUTANTS = (
         "moving.step(turn)",
         "pass",
         ("test_triton.py::test_cells_are_as_tight_as_on_a_cpu",),
+    ),
+    Mutant(
+        "triton: parts of heads start at the first block",
+        "kernels/triton/group.py",
+        "at = blocks + (tl.load(edges + first_cell) + tl.program_id(0)).to(tl.int64) * 8",
+        "at = blocks + (tl.load(edges + first_cell * 0) + tl.program_id(0)).to(tl.int64) * 8",
+        (GROUPED,),
+    ),
+    Mutant(
+        "triton: results of later heads where those of the first belong",
+        "kernels/triton/near.py",
+        "own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS",
+        "own = (own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS) * (first_entry == 0)",
+        (GROUPED,),
+    ),
+    Mutant(
+        "triton: rows of a block take gradients from cells that they do not see",
+        "kernels/triton/far_queries.py",
+        "mine = (closed == past) & there",
+        "mine = (closed >= past) & there",
+        (PARITY,),
+    ),
+    Mutant(
+        "triton: later keys that are not finite in the gradient of queries",
+        "kernels/triton/local_queries.py",
+        "key = tl.where(key.to(tl.float32) * 0.0 == 0.0, key, 0.0).to(key.dtype)",
+        "key = key.to(key.dtype)",
+        (LATER,),
+    ),
+    Mutant(
+        "triton: large cells cut by odd and even",
+        "kernels/triton/limit.py",
+        "part = (mixed % (count + 1)).to(tl.int32)",
+        "part = (lane % length % (count + 1)).to(tl.int32)",
+        ("test_triton_paths.py::test_cells_of_equal_keys_at_equal_distances_are_cut",),
+    ),
+    Mutant(
+        "triton: heads that share keys are one head",
+        "kernels/triton/local.py",
+        "return (number // per_head).to(tl.int64) * positions + position, position < positions",
+        "return (number // per_head).to(tl.int64) * 0 + position, position < positions",
+        ("test_triton_paths.py::test_blocks_of_rows_belong_to_one_head",),
+    ),
+    Mutant(
+        "triton: a kernel compiled for one grid serves another",
+        "kernels/triton/launch.py",
+        "key = (device, grid, *constants.values(), *same)",
+        "key = (device, *constants.values(), *same)",
+        ("test_triton_paths.py::test_a_call_that_was_made_before_is_not_compiled_again",),
     ),
 )

@@ -121,7 +121,7 @@ def _far_cells(
             past_word = words - here // 32
             by = here % 32
             taken = tl.zeros([BC, BM], tl.int32)
-            for i in tl.static_range(BC // 32):
+            for i in tl.static_range((BC + 31) // 32):
                 # Columns need not begin with a word.
                 word = tl.load(words_at + i, mask=there, other=0)
                 more = tl.load(words_at + i + 1, mask=there & (past_word > i + 1) & (by > 0), other=0)
