@@ -1,9 +1,10 @@
-"""The command line: `nearfield plan`, `nearfield demo` and `nearfield bench`."""
+"""The command line: `nearfield plan`, `nearfield demo`, `nearfield bench` and `nearfield eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -66,31 +67,99 @@ def bench(
     length: int = typer.Option(16384, min=1, help="Queries and keys, where nothing is calibrated."),
 ) -> None:
     """Time cells against exact attention on this machine; with --calibrate, find the length from which on they win."""
-    import torch
-
     from nearfield import calibrate as measurement
-    from nearfield.crossover import dtype_name
-    from nearfield.problem import DTYPES
 
-    known = {dtype_name(x): x for x in DTYPES}
-    for name in dtype:
-        if name not in known:
-            raise typer.BadParameter(f"--dtype must be one of {', '.join(known)}, got {name}")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(f"{device}: {error}") from error
-    for chosen in [known[name] for name in dict.fromkeys(dtype)] or measurement.usual_dtypes(place):
+    dtypes = [_dtype(name) for name in dict.fromkeys(dtype)]
+    place = _device(device)
+    for chosen in dtypes or measurement.usual_dtypes(place):
         if calibrate:
             measurement.calibrate(place, chosen)
         else:
             measurement.compare(place, length, chosen)
 
 
+@app.command("eval")
+def evaluate(
+    model: str = typer.Argument(help="Folder or .gguf file of a causal language model, or what else from_pretrained takes."),
+    texts: list[Path] = typer.Argument(help="Texts in UTF-8."),
+    tokens: int = typer.Option(8192, min=1, help="Tokens of each text, at most."),
+    methods: str = typer.Option("cells,topk", help="What to compare with exact attention, of cells, topk and auto."),
+    budgets: str = typer.Option("4,7,10", help="Shares of the past keys to read, in per cent."),
+    cell_size: int = typer.Option(16, min=1, help="Keys per cell."),
+    segment: int = typer.Option(0, min=0, help="Keys before a row that are exact. Default: 1024, or an eighth of a short text."),
+    sinks: int = typer.Option(16, min=0, help="First keys, exact for every row."),
+    tolerance: str = typer.Option("", help="Allowed excess of perplexity in per cent, such as 0.4: choose a budget per layer."),
+    ladder: str = typer.Option("1,2,4,7,10,15,25", help="Budgets of cells to choose from for a layer, in per cent."),
+    config: Path = typer.Option(None, help="A config.json of an earlier run, to be compared as well."),
+    out: Path = typer.Option(Path("nearfield-eval"), help="Folder for eval.json, eval.png and config.json."),
+    device: str = typer.Option("", help="cpu, cuda, cuda:1, ... Default: cuda where there is one."),
+    dtype: str = typer.Option("", help="Of the model. Default: float32, on CUDA bfloat16."),
+    download: bool = typer.Option(False, "--download", help="Let Transformers look for the model on the hub."),
+) -> None:
+    """Perplexity of a language model with exact attention and with others, the error of every head, and a choice per layer."""
+    from nearfield.evaluate.command import run
+
+    try:
+        run(
+            model,
+            texts,
+            out=out,
+            tokens=tokens,
+            methods=_words(methods),
+            budgets=[_percent("--budgets", word) for word in _words(budgets)],
+            cell_size=cell_size,
+            segment=segment or None,
+            sinks=sinks,
+            ladder=[_percent("--ladder", word) for word in _words(ladder)],
+            tolerance=_percent("--tolerance", tolerance) if tolerance else None,
+            config=config,
+            device=str(_device(device)) if device else None,
+            dtype=_dtype(dtype) if dtype else None,
+            download=download,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def _words(listed: str) -> list[str]:
+    return [word.strip() for word in listed.split(",") if word.strip()]
+
+
+def _percent(option: str, word: str) -> float:
+    """`0.4` or `0.4%` as .004."""
+    try:
+        share = float(word.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise typer.BadParameter(f"{option} must be per cents between 0 and 100, got {word!r}")
+    return share
+
+
+def _dtype(name: str) -> Any:
+    from nearfield.crossover import dtype_name
+    from nearfield.problem import DTYPES
+
+    known = {dtype_name(x): x for x in DTYPES}
+    if name not in known:
+        raise typer.BadParameter(f"--dtype must be one of {', '.join(known)}, got {name}")
+    return known[name]
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(f"{name}: {error}") from error
+    return place
 
 
 def _size_table(budgets: list[Budget], n: int, title: str) -> Table:

@@ -18,7 +18,7 @@ PACKAGE = Path(nearfield.__file__).parent
 # From the user's call down to plain arithmetic. A module imports only what stands on a later line, or its own subpackage.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("demo", "calibrate"),
+    ("demo", "calibrate", "evaluate"),
     ("demo_plot",),
     ("",),  # the package itself: the public names
     ("nn", "hf"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from nearfield.checks import check_strategy
 from nearfield.hf.calls import LayerCall, serve
+from nearfield.hf.config import LayerConfig, read_config
 from nearfield.hf.masks import LazyMask, make_mask
 from nearfield.methods.auto import Auto
 from nearfield.methods.base import Method
@@ -30,13 +32,20 @@ REMEDY = {
 }
 
 
-def register(name: str = "nearfield", method: Method | Mapping[int | str, Method] | None = None) -> None:
+def register(
+    name: str = "nearfield",
+    method: Method | Mapping[int | str, Method] | None = None,
+    *,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> None:
     """Make `attn_implementation=name` mean attention by `method` in all models of Transformers.
 
     Args:
         name: what to call it; a name may be registered again, and then means the new method.
         method: as in `nearfield.attention`; None: its default. A mapping gives layers methods of their own: from the number of a
             layer, and `"default"` for all others (`Auto()` where there is none).
+        config: instead of `method`: the path of a file that says the same, or what it holds. `nearfield eval` writes such files;
+            `nearfield.hf.config` describes them.
 
     The method serves what it can: bidirectional and causal attention, with any padding, of whole sequences (packed ones each by
     itself) and of at least the last half of them. All else is exact attention with the mask made for a bounded number of rows at
@@ -52,10 +61,15 @@ def register(name: str = "nearfield", method: Method | Mapping[int | str, Method
         >>> model.set_attn_implementation("nearfield")
         >>> hf.register("nearfield-top64", nearfield.TopK(64))
         >>> hf.register("nearfield-mixed", {0: nearfield.Exact(), "default": nearfield.Cells()})
+        >>> layers = {"1": {"method": "Cells", "cell_size": 16, "probes": 18}}
+        >>> hf.register("nearfield-tuned", config={"format": "nearfield-layers", "version": 1, "layers": layers})
     """
+    if config is not None and method is not None:
+        raise ValueError("config says which methods to use, and so does method; give one of them")
     attentions, masks = _interfaces()
     _check_name(name, attentions)
-    function = AttentionFunction(_by_layer(method))
+    found = LayerConfig(_by_layer(method)) if config is None else read_config(config)
+    function = AttentionFunction({"default": Auto(), **found.methods}, found.num_hidden_layers)
     attentions.register(name, function)
     masks.register(name, make_mask)
 
@@ -96,6 +110,8 @@ class AttentionFunction:
     """The attention function that layers call, in the interface of Transformers."""
 
     methods: Mapping[int | str, Method]
+    num_hidden_layers: int | None = None
+    """of the model that the methods were chosen for, where that is known"""
 
     def __call__(
         self,
@@ -119,6 +135,8 @@ class AttentionFunction:
         return output.transpose(1, 2).contiguous(), None
 
     def _method(self, module: nn.Module) -> Method:
+        if self.num_hidden_layers is not None:
+            self._check_model(module)
         if len(self.methods) == 1:
             return self.methods["default"]
         layer = getattr(module, "layer_idx", None)
@@ -128,6 +146,14 @@ class AttentionFunction:
                 "register one method for all layers"
             )
         return self.methods.get(layer, self.methods["default"])
+
+    def _check_model(self, module: nn.Module) -> None:
+        layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+        if layers is not None and layers != self.num_hidden_layers:
+            raise ValueError(
+                f"the registered config is for a model of {self.num_hidden_layers} layers, and this one has {layers}; make one "
+                "for it with `nearfield eval MODEL TEXT --tolerance 0.4`, or leave num_hidden_layers out of the config"
+            )
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -1,0 +1,86 @@
+"""Continue a long prompt: nearfield reads the prompt, each new token is exact attention over the cache.
+
+python examples/generate.py                                       # a small random model of bytes; seconds on two cores
+python examples/generate.py MODEL --text TEXT --tokens 4096       # a folder of Transformers or a .gguf file
+python examples/generate.py MODEL --text TEXT --config nearfield-eval/config.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import nearfield as nf
+from nearfield import hf
+from nearfield.evaluate import load_model
+
+
+def random_model(positions: int) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    # Larger weights than usual: attention of the usual ones is nearly uniform.
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, **sizes, initializer_range=0.05, **ends, max_position_embeddings=positions)
+    ).eval()
+
+
+def generate(model: Any, ids: Tensor, attention: str, count: int) -> tuple[float, float, Tensor]:
+    """Seconds until the first new token, seconds for each further one, and the new tokens."""
+    model.set_attn_implementation(attention)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=2, **options)  # whatever is set up once
+    times = []
+    for tokens in (1, count):
+        start = time.perf_counter()
+        found = model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)[0, ids.shape[1] :].cpu()
+        times.append(time.perf_counter() - start)
+    return times[0], max(0.0, times[1] - times[0]) / max(1, count - 1), found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="without one, a small random model")
+    parser.add_argument("--text", type=Path, help="without one, Python's own documentation")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
+    parser.add_argument("--new", type=int, default=24, help="tokens to generate")
+    parser.add_argument("--config", type=Path, help="methods by layer, as `nearfield eval` writes them")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    words = options.text.read_text(encoding="utf-8") if options.text else "\n".join(topics.values())
+    if options.model:
+        model, tokenizer = load_model(options.model, options.device)
+        ids = tokenizer(words[: 8 * options.tokens], return_tensors="pt", verbose=False)["input_ids"][:, : options.tokens]
+    else:
+        model, tokenizer = random_model(options.tokens + options.new).to(options.device), None
+        ids = torch.tensor([list(words.encode()[: options.tokens])])
+
+    if options.config:
+        hf.register("nearfield", config=options.config)
+    else:
+        # Named, because at this length the default may still be SDPA.
+        hf.register("nearfield", nf.Cells())
+    table = Table("attention", "prompt, s", "per token, ms", "tokens as with SDPA", title=f"a prompt of {ids.shape[1]:,} tokens")
+    results = {name: generate(model, ids.to(options.device), name, options.new) for name in ("sdpa", "nearfield")}
+    exact = results["sdpa"][2]
+    for name, (prompt, each, found) in results.items():
+        same = int((found == exact).int().cumprod(0).sum())
+        table.add_row(name, f"{prompt:.2f}", f"{1000 * each:.1f}", f"the first {same} of {len(exact)}")
+    console = Console()
+    console.print(table)
+    if tokenizer is not None:
+        for name, (_, _, found) in results.items():
+            console.print(f"{name}: {tokenizer.decode(found)!r}", markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Read a long prompt with a language model: time, and what the model would say next, with SDPA and with nearfield.
+
+python examples/prefill.py                                        # a small random model of bytes; half a minute on two cores
+python examples/prefill.py MODEL --text TEXT --tokens 8192        # a folder of Transformers or a .gguf file
+python examples/prefill.py MODEL --text TEXT --config nearfield-eval/config.json    # what `nearfield eval` has chosen for it
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import nearfield as nf
+from nearfield import hf
+from nearfield.evaluate import load_model, token_ids
+
+LAST = 64
+"""Positions at the end whose predictions are compared."""
+
+
+def random_model(positions: int) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    # Larger weights than usual: attention of the usual ones is nearly uniform.
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, **sizes, initializer_range=0.05, max_position_embeddings=positions)
+    ).eval()
+
+
+def prompt(tokenizer: Any | None, text: Path | None, tokens: int) -> Tensor:
+    """`[1, tokens]`: of a text, or of Python's own documentation; bytes where there is no tokenizer."""
+    if tokenizer is not None and text is not None:
+        return token_ids(tokenizer, text)[:, :tokens]
+    words = text.read_text(encoding="utf-8") if text else "\n".join(topics.values())
+    if tokenizer is not None:
+        return tokenizer(words[: 8 * tokens], return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
+    return torch.tensor([list(words.encode()[:tokens])])
+
+
+@torch.no_grad()
+def read(model: Any, ids: Tensor, attention: str) -> tuple[float, Tensor]:
+    """Seconds, and log-probabilities of the next token at the last positions."""
+    model.set_attn_implementation(attention)
+    model(ids[:, :64])  # whatever is set up once
+    start = time.perf_counter()
+    logits = model(ids, use_cache=False, logits_to_keep=LAST).logits[0]
+    found = logits.float().log_softmax(-1).cpu()  # waits for a GPU
+    return time.perf_counter() - start, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="without one, a small random model")
+    parser.add_argument("--text", type=Path, help="without one, Python's own documentation")
+    parser.add_argument("--tokens", type=int, default=32_768, help="at most what the model knows")
+    parser.add_argument("--config", type=Path, help="methods by layer, as `nearfield eval` writes them")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    if options.model:
+        model, tokenizer = load_model(options.model, options.device)
+    else:
+        model, tokenizer = random_model(options.tokens).to(options.device), None
+    tokens = min(options.tokens, model.config.get_text_config().max_position_embeddings)
+    ids = prompt(tokenizer, options.text, tokens).to(options.device)
+
+    hf.register("nearfield")  # SDPA or cells, whatever is faster at this length
+    hf.register("nearfield-cells", nf.Cells())
+    names = ["nearfield", "nearfield-cells"]
+    if options.config:
+        hf.register("nearfield-config", config=options.config)
+        names.append("nearfield-config")
+
+    seconds, exact = read(model, ids, "sdpa")
+    table = Table("attention", "seconds", "SDPA / this", "same next token", "divergence", title=f"{ids.shape[1]:,} tokens")
+    table.add_row("sdpa", f"{seconds:.2f}", "1.00", "", "")
+    for name in names:
+        own, found = read(model, ids, name)
+        same = (found.argmax(-1) == exact.argmax(-1)).float().mean()
+        divergence = (exact.exp() * (exact - found)).sum(-1).mean()
+        table.add_row(name, f"{own:.2f}", f"{seconds / own:.2f}", f"{same:.0%}", f"{divergence:.1e}")
+    console = Console()
+    console.print(table)
+    console.print(f"Same next token and Kullback-Leibler divergence (nats): over the last {LAST} positions, against SDPA.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Causal language models and texts as tokens, from this machine unless a download is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def load_model(
+    name: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, download: bool = False
+) -> tuple[Any, Any]:
+    """A causal language model of Transformers, ready for inference, and its tokenizer.
+
+    Args:
+        name: a folder as `save_pretrained` writes it, a `.gguf` file (or a folder that holds one and no other weights; this needs
+            the package gguf), or what else `from_pretrained` takes.
+        download: whether Transformers may look for the model on the hub.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
+
+    weights = _gguf(Path(name))
+    try:
+        if weights is not None:
+            model = _from_gguf(weights, dtype)
+            # A tokenizer beside the weights is quicker to read than the one inside them.
+            inside = {} if (weights.parent / "tokenizer.json").exists() else {"gguf_file": weights.name}
+            tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True, **inside)
+        else:
+            options: dict[str, Any] = {"local_files_only": not download}
+            model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype, **options)
+            tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name} is no causal language model that Transformers finds on this machine ({_first_line(error)}); give the folder "
+            "of one or a .gguf file, or allow a download with --download"
+        ) from error
+    return model.to(device).eval(), tokenizer
+
+
+def _gguf(path: Path) -> Path | None:
+    """The GGUF file that is meant, if one is."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or any(next(path.glob(kind), None) for kind in WEIGHTS):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ValueError(f"{path} holds {len(files)} GGUF files; name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+def _from_gguf(weights: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    # Later versions may keep weights packed, earlier ones always unpack them and have no such setting.
+    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        str(weights.parent), gguf_file=weights.name, local_files_only=True, dtype=torch.float32, **unpacked
+    )
+    # Parameters only: the frequencies of rotary embeddings are buffers, and have to stay in float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def token_ids(tokenizer: Any, text: Path) -> Tensor:
+    """All tokens of a text, `[1, tokens]`."""
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{text} is not a text file in UTF-8 ({_first_line(error)})") from error
+    ids: Tensor = tokenizer(words, return_tensors="pt", verbose=False)["input_ids"]
+    return ids
+
+
+def longest_context(model: Any) -> int | None:
+    """How many positions the model knows, where it says so."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def layer_count(model: Any) -> int:
+    count: int = model.config.get_text_config().num_hidden_layers
+    return count
