@@ -8,9 +8,12 @@ python benchmarks/bench_language.py --quick                                # sho
 perplexity  8,192 tokens of each --text and of the prose of Python's language reference, all layers: exact attention, Cells, and
             the heaviest keys with as many of them (a perfect index), at 4, 7 and 10% of the past; errors of all heads
 needle      50 times: a sentence with a number, hidden in 7,000 tokens before the last segment, has to be completed at the end
+prefill     131,072 tokens of all texts, positions extended, bfloat16: time of a forward pass, and perplexity, next to SDPA
+finetune    100 steps of 4,096 tokens, float32 weights, bfloat16 arithmetic: losses, memory and time next to SDPA
 
-Own segment (1,024) and 16 first keys are exact for all. The model is what `make smollm2` fetches, or a folder that holds nothing
-but its .gguf file. A few minutes on a GPU; hours on two cores, so that without a GPU it takes --device cpu to start.
+In the first two, own segment (1,024) and 16 first keys are exact for all. The model is what `make smollm2` fetches, or a folder
+that holds nothing but its .gguf file. A few minutes on a GPU; hours on two cores, so that without a GPU it takes --device cpu to
+start.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from language_long import finetune, prefill, show_finetune, show_prefill
 from real import SMOLLM2
 from record import FIGURES, RESULTS, each, merge, show, table
 from rich.table import Table
@@ -165,7 +169,25 @@ def show_needle(results: dict[str, Any]) -> Table:
     return found
 
 
-SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {"perplexity": perplexity, "needle": needle}
+def long(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A section of language_long.py, which is given the tokens of all texts, one after the other."""
+
+    def run(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+        ids = torch.cat([ids_of(tokenizer, text) for text in texts.values()], 1).to(model.device)
+        return {"texts": list(texts), **measure(model, ids, options)}
+
+    return run
+
+
+SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "perplexity": perplexity,
+    "needle": needle,
+    "prefill": long(prefill),
+    "finetune": long(finetune),
+}
+SHOWN: dict[str, Callable[[dict[str, Any]], Table]] = {"needle": show_needle, "prefill": show_prefill, "finetune": show_finetune}
+DTYPES = {"prefill": torch.bfloat16, "finetune": torch.float32}
+"""Of weights, where --dtype does not say it."""
 
 
 def main() -> None:
@@ -175,8 +197,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help="these sections")
     parser.add_argument("--out", type=Path, help="folder for language.json and language.png")
     parser.add_argument("--device", help="cpu, cuda, ...; without it a GPU, if there is one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--tokens", type=int, help=f"instead of {TOKENS:,} and {NEEDLE_TOKENS:,}")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="perplexity and needle")
+    parser.add_argument("--tokens", type=int, help="per text, window or case, instead of what is said above")
     parser.add_argument("--cases", type=int, help=f"needles, instead of {CASES}")
     parser.add_argument("--tolerance", type=float, help="excess of perplexity in per cent: choose a budget per layer as well")
     parser.add_argument("--quick", action="store_true", help="short texts, few cases, nothing written unless --out says where")
@@ -191,12 +213,13 @@ def main() -> None:
     path = (options.out or RESULTS).absolute() / "language"
     path.parent.mkdir(parents=True, exist_ok=True)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(options.model, device, getattr(torch, options.dtype))
     texts = read_texts(options.text)
     for section in options.only:
+        # Each has a model of its own: two of them change theirs.
+        model, tokenizer = load_model(options.model, device, DTYPES.get(section, getattr(torch, options.dtype)))
         results = SECTIONS[section](model, tokenizer, texts, options)
-        if section == "needle":
-            show(show_needle(results))
+        if section in SHOWN:
+            show(SHOWN[section](results))
         if options.saves:
             saved = {"model": options.model.name, "where": environment(model), **results}
             print("written:", merge(str(path), section, saved), flush=True)

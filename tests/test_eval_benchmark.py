@@ -40,19 +40,23 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="?")
 
 
-def test_both_sections_run_quickly(
+def test_all_sections_run_quickly(
     bench: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model("llama", max_position_embeddings=1024).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
-    monkeypatch.setattr(sys, "argv", ["bench_language.py", *arguments, "--only", "needle", "perplexity"])
+    monkeypatch.setattr(sys, "argv", ["bench_language.py", *arguments, "--only", "needle", "perplexity", "prefill", "finetune"])
     bench.main()
     shown = capsys.readouterr().out
     assert "numbers found, 512 tokens" in shown
     assert "cells, 10%" in shown
     saved = json.loads((tmp_path / "out" / "language.json").read_text())
-    assert set(saved) == {"needle", "perplexity"}
+    assert set(saved) == {"needle", "perplexity", "prefill", "finetune"}
+    assert [row["method"] for row in saved["prefill"]["results"]["rows"]] == ["Cells()", "Cells(probes=4)", "Cells(probes=20)"]
+    tuned = saved["finetune"]["results"]["runs"]
+    assert {name: len(run["losses"]) for name, run in tuned.items()} == {"sdpa": 3, "cells": 3, "sdpa_other_order": 3}
+    assert tuned["sdpa"]["losses"][0] == pytest.approx(tuned["cells"]["losses"][0], abs=0.05)
     assert saved["needle"]["results"]["cases"] == len(saved["needle"]["results"]["by_case"]) == 2
     labels = [one["label"] for one in saved["perplexity"]["results"]["settings"]]
     assert labels == ["exact", "cells, 10%", "topk, 10%"]

@@ -71,9 +71,7 @@ def forward(
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     entries, rows, _ = queries.shape
-    layout = layout_of(keys.shape[1], settings, keys.device)
-    if keys.is_cuda and torch.cuda.is_current_stream_capturing():
-        layout.keep()
+    layout = layout_for(keys, settings)
     # First, and not last: it keeps the device busy while the many small kernels that make cells are started.
     local(queries, keys, values, visible, layout, settings, scale, output, lse)
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
@@ -98,6 +96,14 @@ def forward(
             near(query, key, value, own_tables, settings, groups, some, scale, parts, parts_lse)
             merge(parts, parts_lse, found[some], into[some], ends[some])
             del parts
+
+
+def layout_for(keys: Tensor, settings: CellSettings) -> Layout:
+    """The layout of such keys; it stays for good if a graph is being captured, which will read it."""
+    layout = layout_of(keys.shape[1], settings, keys.device)
+    if keys.is_cuda and torch.cuda.is_current_stream_capturing():
+        layout.keep()
+    return layout
 
 
 def upright(queries: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import MOST_ENTRIES, entry_parts, room_for, slabs_of, upright
+from nearfield.kernels.cells_gpu import MOST_ENTRIES, entry_parts, layout_for, room_for, slabs_of, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.common import dense
 from nearfield.kernels.triton.far_cells import far_cells, tilt
 from nearfield.kernels.triton.far_queries import far_queries
 from nearfield.kernels.triton.group import group
-from nearfield.kernels.triton.layout import Layout, layout_of
+from nearfield.kernels.triton.layout import Layout
 from nearfield.kernels.triton.local_backward import local_keys
 from nearfield.kernels.triton.local_queries import local_queries
 from nearfield.kernels.triton.mark import mark
@@ -53,7 +53,7 @@ def backward(
     output_grad, queries, keys, values = (dense(x) for x in (output_grad, queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
-    layout = layout_of(keys.shape[1], settings, keys.device)
+    layout = layout_for(keys, settings)
     rows = rows_of(queries, visible, output, lse, output_grad)
     # First, and not last: it keeps the device busy while many small kernels are started.
     local_queries(rows, keys, values, layout, settings, scale, grads[0])
