@@ -34,7 +34,7 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup:
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (value == 1 and isinstance(value, int) and not parameter.do_not_specialize):
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
             signature[parameter.name], constants[place,] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[place,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
