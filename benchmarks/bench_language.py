@@ -187,7 +187,9 @@ SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 SHOWN: dict[str, Callable[[dict[str, Any]], Table]] = {"needle": show_needle, "prefill": show_prefill, "finetune": show_finetune}
 DTYPES = {"prefill": torch.bfloat16, "finetune": torch.float32}
-"""Of weights, where --dtype does not say it."""
+"""Of weights; --dtype is for the others."""
+FEWEST_CHARACTERS = 600_000
+"""That come to 131,072 tokens."""
 
 
 def main() -> None:
@@ -214,6 +216,9 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     texts = read_texts(options.text)
+    long_sections = [section for section in options.only if section in DTYPES]
+    if long_sections and not options.quick and sum(map(len, texts.values())) < FEWEST_CHARACTERS:
+        sys.exit(f"{' and '.join(long_sections)} take more text; give some {FEWEST_CHARACTERS:,} characters with --text")
     for section in options.only:
         # Each has a model of its own: two of them change theirs.
         model, tokenizer = load_model(options.model, device, DTYPES.get(section, getattr(torch, options.dtype)))

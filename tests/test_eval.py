@@ -26,12 +26,12 @@ from hf_models import GROUPED, VOCABULARY, model, tokens
 import nearfield as nf
 from nearfield import hf
 from nearfield.cli import app
-from nearfield.evaluate import attending, evaluate, load_model, perplexity, sensitivity, token_losses
+from nearfield.evaluate import attending, evaluate, load_model, perplexity, report, sensitivity, token_losses
 from nearfield.evaluate.choose import Ladder, Trial, choose
 from nearfield.evaluate.errors import measure_errors
 from nearfield.evaluate.peers import PastTopK
 from nearfield.evaluate.perplexity import compared
-from nearfield.evaluate.run import Shown
+from nearfield.evaluate.run import Evaluation, Shown
 from nearfield.evaluate.sensitivity import measure_sensitivity
 from nearfield.evaluate.settings import Geometry, Setting, usual_segment
 from nearfield.hf.config import LayerConfig
@@ -106,6 +106,21 @@ def test_excess_is_paired() -> None:
     assert same.perplexity == pytest.approx(math.exp(float(exact.mean()) + 0.01))
     shift = torch.where(torch.arange(500) % 2 == 0, 0.3, -0.1).double()
     assert compared(exact + shift, exact).stderr == pytest.approx(1.105 * 0.2 / math.sqrt(500), rel=1e-2)
+
+
+def test_what_is_not_a_number_is_never_within_a_tolerance() -> None:
+    fine, broken = torch.ones(9, dtype=torch.float64), torch.full((9,), torch.nan, dtype=torch.float64)
+    for losses in (broken, torch.full_like(fine, 800.0)):
+        assert compared(losses, fine).excess == compared(losses, fine).perplexity == math.inf
+    first, second = compared(fine, fine), compared(broken, fine)
+    for order in ([first, second], [second, first]):
+        assert Shown(Setting("cells", nf.Cells()), order, 0.0).excess == math.inf
+
+
+def test_one_method_at_a_time() -> None:
+    net = model("llama")
+    with attending(net, nf.Exact()), pytest.raises(RuntimeError, match="leave it first"), attending(net, nf.TopK(3)):
+        pass
 
 
 def test_the_worst_text_counts() -> None:
@@ -375,6 +390,17 @@ def test_the_command_says_what_is_wrong(arguments: tuple[str, ...], message: str
     # Rich breaks lines in a box.
     assert message in printed.replace("│ │ ", "").replace("│", "")
     assert not (folder / "unused").exists()
+
+
+def test_what_was_measured_is_json_whatever_it_is(tmp_path: Path) -> None:
+    numbers = [0.00123456789012345, 0.0023456789012345678, math.nan, math.inf, 17.25]
+    geometry = Geometry(512, 64)
+    perplexities = [perplexity.Perplexity(x, x, x) for x in numbers]
+    exact = Shown(Setting("exact", nf.Exact()), perplexities, 1.0, keys=256.5)
+    found = Evaluation([str(x) for x in numbers], geometry, 2, exact, [], None)
+    (path,) = report.save(found, {"model": "some"}, tmp_path)
+    assert json.loads(path.read_text())["settings"][0]["perplexity"] == [*numbers[:2], None, None, numbers[4]]
+    assert '"excess": [0.00123456789012345, 0.0023456789012345678, null, null, 17.25]' in path.read_text()
 
 
 def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:

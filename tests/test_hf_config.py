@@ -47,7 +47,10 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert sum(line.strip().startswith(('"0"', '"3"', '"11"')) for line in lines) == 3
 
 
-@pytest.mark.parametrize("method", [nf.Exact(), nf.Auto(), nf.Cells(), nf.TopK(), nf.LazyGumbel()])
+WITH_FAISS = nf.TopK(8, index=nf.FaissIndex("Flat"))
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.Auto(), nf.Cells(), nf.TopK(), nf.LazyGumbel(), WITH_FAISS])
 def test_every_method_can_be_written(method: Any, tmp_path: Path) -> None:
     write_config(tmp_path / "config.json", LayerConfig({"default": method}))
     assert read_config(tmp_path / "config.json").methods == {"default": method}

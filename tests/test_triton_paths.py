@@ -151,6 +151,37 @@ def test_blocks_of_rows_belong_to_one_head() -> None:
     assert_right(replace(SMALL["causal"], entries=1, group=3, length=70, keys=70, segment=32, cell_size=8))
 
 
+def test_tensors_of_another_dtype_or_alignment_are_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.jit import JITFunction
+
+    from nearfield.kernels.triton.launch import Kernel
+
+    @Kernel
+    def kernel(x):
+        pass
+
+    compiled: list[Any] = []
+
+    def compile_and_start(self: Any, grid: tuple[int, ...]) -> Any:
+        return lambda x: compiled.append(x) or {(1, 1, 1): lambda *_, stream: None}
+
+    jitted = MagicMock(spec=JITFunction, arg_names=["x"])
+    jitted.__getitem__ = compile_and_start
+    monkeypatch.setattr(kernel, "jitted", jitted)
+    monkeypatch.setattr("nearfield.kernels.triton.launch.KNOWN", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    aligned = torch.zeros(64)
+    subclass = torch.nn.Parameter(aligned)
+    different = [aligned, aligned[1:], aligned.double(), aligned.int()]
+    for _ in range(3):
+        for x in (*different, subclass):
+            kernel[(1,)](x)
+    assert [id(x) for x in compiled[:4]] == [id(x) for x in different]
+    assert all(x is subclass for x in compiled[4:])
+    assert len(compiled) == 4 + 3  # what is no plain tensor is compiled by Triton's own rules, every time
+
+
 class OnACard:
     """Stands in for a tensor."""
 

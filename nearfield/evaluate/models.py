@@ -34,7 +34,7 @@ def load_model(
             inside = {} if (weights.parent / "tokenizer.json").exists() else {"gguf_file": weights.name}
             tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True, **inside)
         else:
-            options: dict[str, Any] = {"local_files_only": not download}
+            options: dict[str, Any] = {"local_files_only": not download, "trust_remote_code": False}
             model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype, **options)
             tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
     except OSError as error:

@@ -23,11 +23,16 @@ HEAD_BYTES = 4 * BLOCK_BYTES
 
 @contextmanager
 def attending(model: Any, method: Method | Mapping[int | str, Method]) -> Iterator[None]:
-    """Let the layers of a model attend by `method` (see `nearfield.hf.register`), and then as they did before."""
+    """Let the layers of a model attend by `method` (see `nearfield.hf.register`), and then as they did before.
+
+    Not one inside the other: there is one name for all methods.
+    """
     before = model.config._attn_implementation
+    if before == NAME:
+        raise RuntimeError("attending() is at work already; leave it first")
     register(NAME, method)
-    model.set_attn_implementation(NAME)
     try:
+        model.set_attn_implementation(NAME)
         yield
     finally:
         model.set_attn_implementation(before)
@@ -48,7 +53,7 @@ def token_losses(model: Any, ids: Tensor, tick: Callable[[], None] | None = None
     for block in row_blocks((1, ids.shape[1] - 1), bytes_of_logits(model)):
         logits = head(model, states[:, block], ids)
         following = ids[0, block.start + 1 : block.stop + 1]
-        found.append(F.cross_entropy(logits[0].float(), following, reduction="none").double().cpu())
+        found.append(F.cross_entropy(logits[0].float(), following, reduction="none").cpu().double())
     return torch.cat(found)
 
 
@@ -111,8 +116,8 @@ class Perplexity:
 
 
 def compared(losses: Tensor, exact: Tensor) -> Perplexity:
-    """Paired: both are losses of the same tokens."""
+    """Paired: both are losses of the same tokens. What is not a number is infinite: no tolerance allows for it."""
     difference = losses - exact
-    excess = math.exp(float(difference.mean())) - 1
+    excess = float(difference.mean().exp().nan_to_num(nan=math.inf, posinf=math.inf)) - 1
     spread = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
-    return Perplexity(math.exp(float(losses.mean())), excess, (1 + excess) * spread)
+    return Perplexity(float(losses.mean().exp().nan_to_num(nan=math.inf, posinf=math.inf)), excess, (1 + excess) * spread)

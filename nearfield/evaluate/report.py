@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -23,6 +24,8 @@ from nearfield.evaluate.run import Evaluation, Recommendation, Shown
 from nearfield.evaluate.settings import Setting, percent
 from nearfield.hf.config import describe, write_config
 
+NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
+
 
 def environment(model: Any) -> dict[str, Any]:
     """Where and with what the numbers were measured."""
@@ -35,7 +38,7 @@ def environment(model: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(model.device) if cuda else "cpu",
+        "device": torch.cuda.get_device_name(model.device) if cuda else model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -103,8 +106,9 @@ def sentence(recommendation: Recommendation, all_keys: float) -> str:
 
 
 def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
+    """All of it; null where there is no finite number."""
     geometry, chosen = found.geometry, found.recommendation
-    return {
+    whole = {
         **about,
         "tokens": geometry.tokens,
         "segment": geometry.segment,
@@ -115,6 +119,16 @@ def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
         "settings": [_as_json(shown) for shown in (found.exact, *found.shown)],
         "recommendation": None if chosen is None else _recommended(chosen, found),
     }
+    told: dict[str, Any] = _finite(whole)
+    return told
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_json(shown: Shown) -> dict[str, Any]:
@@ -167,9 +181,9 @@ def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> list[Path
     """Write `eval.json` and, where there is a recommendation, `config.json`; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "eval.json"]
-    text = json.dumps(as_json(found, about), indent=2)
+    text = json.dumps(as_json(found, about), indent=2, allow_nan=False)
     # Lists of numbers on one line.
-    text = re.sub(r"\[((?:\s*(?:[-+\d.eE]+|null),?)+)\s*\]", lambda part: "[" + " ".join(part[1].split()) + "]", text)
+    text = re.sub(rf"\[\s*({NUMBER}(?:,\s*{NUMBER})*)\s*\]", lambda part: "[" + " ".join(part[1].split()) + "]", text)
     written[0].write_text(text + "\n", encoding="utf-8")
     if found.recommendation is not None:
         written.append(folder / "config.json")

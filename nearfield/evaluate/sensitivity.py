@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ TOKENS = 512
 
 
 @torch.no_grad()
-def measure_sensitivity(model: Any, ids: Tensor, layers: Collection[int], tick: Callable[[], None] | None = None) -> Tensor:
+def measure_sensitivity(model: Any, ids: Tensor, layers: Collection[int]) -> Tensor:
     """`[layers]`: how much the loss grows per squared relative error of a layer's attention; NaN where it was not asked for.
 
     Noise of norm `NOISE` times that of each row is added to the attention of one layer at a time. The growth is the
@@ -33,11 +33,11 @@ def measure_sensitivity(model: Any, ids: Tensor, layers: Collection[int], tick: 
     ids = ids[:, :TOKENS]
     by_default: dict[int | str, Method] = {"default": Exact()}
     with attending(model, by_default):
-        right = final_states(model, ids, tick)
-        found = torch.full((layer_count(model),), torch.nan, dtype=torch.float64)
-        for layer in layers:
-            with attending(model, {**by_default, layer: _Noise(layer)}):
-                found[layer] = _divergence(model, right, final_states(model, ids, tick), ids) / NOISE**2
+        right = final_states(model, ids)
+    found = torch.full((layer_count(model),), torch.nan, dtype=torch.float64)
+    for layer in layers:
+        with attending(model, {**by_default, layer: _Noise(layer)}):
+            found[layer] = _divergence(model, right, final_states(model, ids), ids) / NOISE**2
     return found
 
 

@@ -68,7 +68,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LayerConf
         raise FileNotFoundError(f"config {path} is not a file; {REMEDY}")
     try:
         given = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except ValueError as error:  # not JSON, not UTF-8, or something twice
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, something twice, or too deep
         raise ValueError(f"config {path} cannot be read: {error}; {REMEDY}") from error
     return _parsed(given, f"config {path}")
 
@@ -96,12 +96,12 @@ def describe(method: Method) -> dict[str, Any]:
 
 
 def _arguments(strategy: Any) -> dict[str, Any]:
-    usual = type(strategy)()
     found = {}
     for field in dataclasses.fields(strategy):
         value = getattr(strategy, field.name)
         if dataclasses.is_dataclass(value):
-            if value == getattr(usual, field.name):
+            usual = field.default_factory() if callable(field.default_factory) else field.default
+            if value == usual:
                 continue
             value = {"name": type(value).__name__, **_arguments(value)}
         if value is not None:

@@ -24,7 +24,7 @@ TWO_LEVELS = 1 << 21
 UNFOLD = 32
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_COLUMNS, MOST_SEGMENTS, MOST_PROBES, MOST_CELLS = 256, 4096, 160, 32768
-"""What the kernels in Triton serve at most; of float32 half as many columns, for there is not more room on a multiprocessor."""
+"""What the kernels in Triton serve at most."""
 MOST_HEIGHTS = 8
 """Causal: closed segments are joined into spans of at most 2^7."""
 

@@ -218,8 +218,15 @@ MUTANTS = (
     Mutant(
         "triton: a kernel compiled for one grid serves another",
         "kernels/triton/launch.py",
-        "key = (device, grid, *constants.values(), *same)",
-        "key = (device, *constants.values(), *same)",
+        "key = (device, grid, *constants.items(), *same)",
+        "key = (device, *constants.items(), *same)",
         ("test_triton_paths.py::test_a_call_that_was_made_before_is_not_compiled_again",),
+    ),
+    Mutant(
+        "triton: a kernel compiled for aligned tensors serves others",
+        "kernels/triton/launch.py",
+        "same = [(x.dtype, x.data_ptr() & 15) if type(x) is Tensor else x for x in arguments]",
+        "same = [(x.dtype, 0) if type(x) is Tensor else x for x in arguments]",
+        ("test_triton_paths.py::test_tensors_of_another_dtype_or_alignment_are_another_call",),
     ),
 )

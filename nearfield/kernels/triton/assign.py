@@ -262,7 +262,7 @@ class _Moving:
         self.narrow = Narrow(entries * layout.cells)
         self.assigned = torch.empty(entries, sample.size, dtype=self.narrow.dtype, device=points.device)
         # All cells are empty yet, and start at the first points of the sample.
-        nothing = layout.nothing(entries)
+        nothing = torch.zeros(entries * layout.cells + 1, dtype=torch.int32, device=points.device)
         self._means(nothing, nothing, 0)
 
     def step(self, turn: int) -> None:

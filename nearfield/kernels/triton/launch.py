@@ -40,14 +40,16 @@ class Kernel:
     def start(self, grid: Grid, *arguments: Any, **constants: Any) -> None:
         device = arguments[0].get_device()
         same = [(x.dtype, x.data_ptr() & 15) if type(x) is Tensor else x for x in arguments]
-        key = (device, grid, *constants.values(), *same)
+        key = (device, grid, *constants.items(), *same)
         found = self.remembered.get(key) if device >= 0 else None
         if found is not None:
             run, tail = found
             run(*arguments, *tail, stream=torch._C._cuda_getCurrentRawStream(device))
             return
         made = self.jitted[grid](*arguments, **constants)
-        if device < 0 or not KNOWN or not isinstance(self.jitted, JITFunction) or any(isinstance(x, Tensor) for x in same):
+        if device < 0 or made is None or not KNOWN or not isinstance(self.jitted, JITFunction):
+            return
+        if any(isinstance(x, Tensor) for x in same):  # of a class of its own, which may be anything
             return
         if len(self.remembered) >= MOST:
             self.remembered.clear()

@@ -144,10 +144,6 @@ class Layout:
         shift, dtype = (1 << 15, torch.int16) if last < 1 << 16 else (0, torch.int32)
         return self._kept("numbers", entries, lambda: torch.arange(-shift, last + 1 - shift, dtype=dtype))
 
-    def nothing(self, entries: int) -> Tensor:
-        """Where the keys of each cell of all entries begin as long as there are none."""
-        return self._kept("nothing", entries, lambda: torch.zeros(entries * self.cells + 1, dtype=torch.int32))
-
     def first_cells(self, entries: int) -> Tensor:
         """`[entries, spans + 1]`: the first cell of each span, counted on over the entries."""
 
