@@ -393,14 +393,14 @@ def test_the_command_says_what_is_wrong(arguments: tuple[str, ...], message: str
 
 
 def test_what_was_measured_is_json_whatever_it_is(tmp_path: Path) -> None:
-    numbers = [0.00123456789012345, 0.0023456789012345678, math.nan, math.inf, 17.25]
+    numbers = [0.00123456789012345, 0.002345678901234568, math.nan, math.inf, 17.25]
     geometry = Geometry(512, 64)
     perplexities = [perplexity.Perplexity(x, x, x) for x in numbers]
     exact = Shown(Setting("exact", nf.Exact()), perplexities, 1.0, keys=256.5)
     found = Evaluation([str(x) for x in numbers], geometry, 2, exact, [], None)
     (path,) = report.save(found, {"model": "some"}, tmp_path)
     assert json.loads(path.read_text())["settings"][0]["perplexity"] == [*numbers[:2], None, None, numbers[4]]
-    assert '"excess": [0.00123456789012345, 0.0023456789012345678, null, null, 17.25]' in path.read_text()
+    assert '"excess": [0.00123456789012345, 0.002345678901234568, null, null, 17.25]' in path.read_text()
 
 
 def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
