@@ -174,10 +174,10 @@ MUTANTS = (
         ("test_triton.py::test_cells_are_as_tight_as_on_a_cpu",),
     ),
     Mutant(
-        "triton: parts of heads start at the first block",
-        "kernels/triton/group.py",
-        "at = blocks + (tl.load(edges + first_cell) + tl.program_id(0)).to(tl.int64) * 8",
-        "at = blocks + (tl.load(edges + first_cell * 0) + tl.program_id(0)).to(tl.int64) * 8",
+        "triton: the last head of a part is left out",
+        "kernels/triton/near.py",
+        "if (begin >= end) | (cell >= beyond * cells):",
+        "if (begin >= end) | (cell >= (beyond - 1) * cells):",
         (GROUPED,),
     ),
     Mutant(
