@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo_plot",),
     ("",),  # the package itself: the public names
     ("nn", "hf"),
+    ("cache",),
     ("attention",),
     ("methods",),
     ("audit", "crossover"),

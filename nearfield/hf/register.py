@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nearfield.cache.handle import StoredKeys
 from nearfield.checks import check_strategy
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.config import LayerConfig, read_config
 from nearfield.hf.masks import LazyMask, make_mask
+from nearfield.hf.stored import serve_stored
 from nearfield.methods.auto import Auto
 from nearfield.methods.base import Method
 
@@ -128,10 +130,12 @@ class AttentionFunction:
     ) -> tuple[Tensor, None]:
         """`[batch, rows, heads, dim]` of query, key and value `[batch, heads, length, dim]`."""
         _refuse(options)
-        query, key, value = _in_one_dtype(query, key, value)
+        # The keys of a cell cache are in one dtype already, and not tensors that anything can be done with.
+        stored = isinstance(key, StoredKeys)
+        query, key, value = (*in_one_dtype(query), key, value) if stored else in_one_dtype(query, key, value)
         call = LayerCall(query, key, value, self._method(module), _scale(scaling, query.shape[-1]), dropout)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        output = serve(call, attention_mask, causal, position_bias)
+        output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
         return output.transpose(1, 2).contiguous(), None
 
     def _method(self, module: nn.Module) -> Method:
@@ -169,7 +173,7 @@ def _scale(scaling: float | None, dim: int) -> float | None:
     return None if scaling is None or scaling == dim**-0.5 else float(scaling)
 
 
-def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, rotary embeddings leave queries and keys in another dtype than values."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:

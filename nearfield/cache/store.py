@@ -1,0 +1,245 @@
+"""`CellStore`: the keys and values of one layer, in cells as far as they are complete."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearfield.blocks import BLOCK_BYTES
+from nearfield.cache.attend import attend, by_head
+from nearfield.cache.errors import StepError, step_error
+from nearfield.cache.held import Held
+from nearfield.kernels.cells_plan import CellSettings, closed_keys, pieces
+from nearfield.methods.cells import Cells, default_probes
+
+SEGMENT = 1024
+CELL_SIZE = 16
+
+
+class CellStore:
+    """The keys and values of one layer, appended as they come; a query reads some of them and a few numbers about the others.
+
+    Keys come in segments of consecutive keys. The running segment, the window before it and the first `sinks` keys are read one
+    by one. A segment that leaves the window is closed: it is grouped into cells, once, and from then on a query sees it as in
+    `Cells`. It opens the `probes` best cells of all closed segments and sums up the others through their moments (count,
+    centroid, variances, mean value, and one covariance of values and keys per head).
+
+    Args:
+        method: `Cells(...)`: cell_size (None: 16), probes (None: by the number of closed keys, as in `Cells`), segment (None:
+            1,024), window (rounded up to whole segments; None: one segment), sinks and partition. Draws and two levels are not
+            for steps.
+        audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
+
+    Every query head chooses cells by itself, also where several share keys. With everything opened the result is exact attention.
+    A step takes three products per cell and two per near key: for n keys some 3 n / cell_size + 3 segment + 108 n^(1/4) of them.
+
+    Example:
+        >>> from nearfield.cache import CellStore
+        >>> store = CellStore(nearfield.Cells(segment=32, cell_size=4, probes=4))
+        >>> store.append(k, v)
+        >>> store.attend(q[:, :, -1:]).shape
+        torch.Size([1, 2, 1, 8])
+    """
+
+    def __init__(self, method: Cells | None = None, *, audit: bool = False) -> None:
+        self.method = Cells() if method is None else method
+        check_method(self.method)
+        self.audit = audit
+        segment = self.method.segment or SEGMENT
+        window = 1 if self.method.window is None else -(-self.method.window // segment)
+        cell_size = self.method.cell_size or CELL_SIZE
+        self.settings = CellSettings(1, segment, window, self.method.sinks, cell_size, 0, 1, 0, 0)
+        self.errors: list[StepError] = []
+        """of the calls of `attend` while `audit` was set"""
+        self.held: Held | None = None
+        """None before the first key"""
+
+    @property
+    def length(self) -> int:
+        """How many keys are stored."""
+        return 0 if self.held is None else self.held.length
+
+    @property
+    def closed(self) -> int:
+        """How many of them are in closed segments."""
+        return 0 if self.held is None else self.held.closed
+
+    @property
+    def cells(self) -> int:
+        """How many cells a query scores, per head."""
+        return 0 if self.held is None else len(self.held.tables)
+
+    @property
+    def probes(self) -> int:
+        """How many of them it opens."""
+        return self.method.probes or default_probes(max(1, self.closed), self.settings.cell_size, causal=True)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """`[batch, heads, length, dim]` in the order in which they came: a copy, for looking at."""
+        return None if self.held is None else self.held.in_order(self.held.keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.held is None else self.held.in_order(self.held.values)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Memory by what it is for: keys and values (with room to grow), moments of cells, and where sorted keys came from."""
+        parts = {} if self.held is None else {name: getattr(self.held, name).nbytes for name in ("keys", "values", "order")}
+        return parts if self.held is None else {**parts, "moments": self.held.tables.nbytes}
+
+    def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
+        """Add keys `[batch, heads, new, dim]` and values; `counts` `[batch, new]` is False for padding."""
+        _check_new(key, value, counts)
+        key, value = key.detach(), value.detach()
+        if self.held is None:
+            self.held = Held(key, value, self.settings, self.method.partition)
+        _check_alike(self.held, key, value)
+        self.held.append(key, value, counts)
+        if counts is not None:
+            self.held.mark(self.held.counts)
+
+    def mark(self, counts: Tensor | None) -> None:
+        """Say which of all stored keys count, `[batch, length]`; None: all. Of those that were attended to none may change."""
+        held = self._there()
+        counts = None if counts is None or bool(counts.all()) else counts.to(held.sinks.device)
+        if counts is not None and counts.shape != held.all_count.shape:
+            raise ValueError(f"counts must be {tuple(held.all_count.shape)}, got {tuple(counts.shape)}")
+        if counts is not None or held.counts is not None:
+            before, now = (held.all_count if x is None else x for x in (held.counts, counts))
+            if not torch.equal(before[:, : held.marked], now[:, : held.marked]):
+                raise ValueError(
+                    "the mask hides keys that it showed before, or shows some that were hidden: a cell cache knows padding, "
+                    "which stays as it is, and no sliding window; give CellCache the config of the model, or use DynamicCache"
+                )
+        held.mark(counts)
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` keys. A closed segment that the next key would find open is opened again."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length must be between 0 and {self.length}, the number of stored keys, got {length}")
+        if self.held is not None:
+            if self._segments_before(length) * self.settings.segment < self.held.keys.offset:
+                raise ValueError(f"cannot go back to {length} keys: the first {self.held.keys.offset} belong to a memory")
+            while self.held.segments > self._segments_before(length):
+                self.held.reopen()
+            self.held.cut(length)
+
+    def select(self, entries: Tensor) -> None:
+        """Keep these batch entries, in this order; one may be taken several times."""
+        if self.held is None:
+            return
+        entries = torch.as_tensor(entries, device=self.held.sinks.device)
+        entries = entries.nonzero()[:, 0] if entries.dtype == torch.bool else entries
+        if not torch.equal(entries, torch.arange(len(self.held.sinks), device=entries.device)):
+            self.held.select(entries)
+
+    def repeat(self, times: int) -> None:
+        """Every batch entry several times, one after the other."""
+        if self.held is not None:
+            device = self.held.sinks.device
+            self.select(torch.arange(len(self.held.sinks), device=device).repeat_interleave(times))
+
+    @torch.no_grad()
+    def close(self, segments: int | None = None) -> None:
+        """Close segments until so many are; None: all that the next key does not read one by one. `attend` does so by itself."""
+        wanted = self._segments_before(self.length) if segments is None else segments
+        held = self._there()
+        while held.segments < wanted:
+            with torch.autocast(held.sinks.device.type, enabled=False):
+                held.close()
+
+    def _segments_before(self, position: int) -> int:
+        """How many segments a query at this position sees through cells."""
+        return int(closed_keys(torch.tensor(position + 1), self.settings)) // self.settings.segment
+
+    @torch.no_grad()
+    def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of the queries `[batch, heads, rows, dim]` of the latest `rows` keys, each to its own and all before it."""
+        held = self._there()
+        _check_query(held, query)
+        rows, first = query.shape[2], held.length - query.shape[2]
+        held.mark(held.counts)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        output = query.new_empty((*query.shape[:3], held.values.room.shape[3]))
+        for piece in pieces(torch.arange(first + 1, held.length + 1), self.settings):
+            if piece.closed < held.closed:
+                raise ValueError(
+                    f"the query at position {first + piece.start} comes after the segment it belongs to was closed; attend right "
+                    "after appending its key"
+                )
+            self.close(piece.segments)
+            step = self._rows_at_a_time(held, query.shape[0] * query.shape[1])
+            # A weight of zero times a value that is not finite would be NaN in rows that do not see it: then row by row.
+            if piece.length > 1 and not bool(held.values.part(slice(held.closed, first + piece.stop)).isfinite().all()):
+                step = 1
+            for start in range(piece.start, piece.stop, step):
+                block = slice(start, min(start + step, piece.stop))
+                with torch.autocast(query.device.type, enabled=False):
+                    queries = by_head(query[:, :, block], held.heads, scale)
+                    found = attend(held, queries, first + start, block.stop - start, self.probes)
+                output[:, :, block] = found.view(output[:, :, block].shape)
+        if rows and self.audit:
+            with torch.autocast(query.device.type, enabled=False):
+                self.errors.append(step_error(held, by_head(query, held.heads, scale), output, first))
+        return output
+
+    def _rows_at_a_time(self, held: Held, heads: int) -> int:
+        """How many positions, so that score tables and gathered keys stay within bounds."""
+        near = min(held.closed, 2 * self.probes * self.settings.cell_size)
+        columns = held.keys.room.shape[3] + held.values.room.shape[3]
+        return max(1, BLOCK_BYTES // (heads * (16 * (self.cells + held.length - held.closed + near) + 8 * near * columns)))
+
+    def _there(self) -> Held:
+        if self.held is None:
+            raise ValueError("nothing is stored yet; append keys and values first")
+        return self.held
+
+
+def check_method(method: object) -> None:
+    """`Cells(...)` without what steps do not have."""
+    if not isinstance(method, Cells):
+        raise TypeError(f"a cell cache attends by Cells(...), got {method!r}")
+    for name in ("samples", "branching", "unfold"):
+        if getattr(method, name):
+            raise ValueError(f"a cell cache has no {name}, got {method!r}; leave {name} out")
+
+
+def _check_new(key: Tensor, value: Tensor, counts: Tensor | None) -> None:
+    if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"key and value must be [batch, heads, new, dim], alike up to dim, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if not key.is_floating_point() or key.dtype != value.dtype or key.device != value.device:
+        raise TypeError(
+            f"key and value must have one floating dtype and device, got {key.dtype} on {key.device} and {value.dtype} on "
+            f"{value.device}"
+        )
+    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        raise ValueError("a cell cache has no gradients: call the model under torch.no_grad(), or without a cache")
+    if counts is not None and (counts.dtype != torch.bool or counts.shape != (key.shape[0], key.shape[2])):
+        raise ValueError(
+            f"counts must be boolean and [{key.shape[0]}, {key.shape[2]}], got {counts.dtype} and {tuple(counts.shape)}"
+        )
+
+
+def _check_alike(held: Held, key: Tensor, value: Tensor) -> None:
+    for name, given, there in (("key", key, held.keys.room), ("value", value, held.values.room)):
+        if given.dtype != there.dtype or given.device != there.device:
+            raise TypeError(f"{name} is {given.dtype} on {given.device}, and what is stored is {there.dtype} on {there.device}")
+        if (*given.shape[:2], given.shape[3]) != (*there.shape[:2], there.shape[3]):
+            raise ValueError(
+                f"{name} must be [{there.shape[0]}, {there.shape[1]}, new, {there.shape[3]}] as what is stored, got "
+                f"{tuple(given.shape)}"
+            )
+
+
+def _check_query(held: Held, query: Tensor) -> None:
+    batch, heads, _, dim = held.keys.room.shape
+    if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
+        raise ValueError(
+            f"query must be [{batch}, a multiple of {heads}, rows, {dim}] for the stored keys, got {tuple(query.shape)}"
+        )
+    if query.shape[2] > held.length:
+        raise ValueError(f"there are {query.shape[2]} queries for {held.length} keys; append the keys of the queries first")

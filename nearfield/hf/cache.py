@@ -1,0 +1,175 @@
+"""`CellCache`: a cache for Transformers whose keys and values live in cells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+except ImportError as error:
+    raise ImportError("nearfield.hf needs a recent Transformers: pip install 'nearfield[transformers]'") from error
+
+from nearfield.cache.errors import StepError
+from nearfield.cache.handle import StoredKeys
+from nearfield.cache.store import CellStore, check_method
+from nearfield.hf.register import in_one_dtype
+from nearfield.methods.cells import Cells
+
+
+class CellLayer(CacheLayerMixin):
+    """One layer of a `CellCache`: a `CellStore` in the interface of Transformers."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, method: Cells | None = None, audit: bool = False) -> None:
+        self.store = CellStore(method, audit=audit)
+
+    # Transformers has these as attributes.
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.store.length > 0
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """`[batch, heads, length, dim]` in the order of the tokens: a copy, for looking at."""
+        return self.store.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self.store.values
+
+    def __repr__(self) -> str:
+        return f"CellLayer({self.store.length} keys, {self.store.closed} of them in {self.store.cells} cells per head)"
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.store.append(key_states[:, :, :0], value_states[:, :, :0])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store keys and values `[batch, heads, new, dim]`; returns handles that nearfield's attention can read."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("a CellCache is not for torch.compile; call the model as it is, or use Transformers' StaticCache")
+        key, value = in_one_dtype(key_states, value_states)
+        self.store.append(key, value)
+        return StoredKeys(self.store, key), StoredKeys(self.store, value)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.store.length
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        # Older versions pass the positions of the queries.
+        more = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.store.length + more, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.store = CellStore(self.store.method, audit=self.store.audit)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the latest `-tokens_to_remove` tokens; a positive number is how many to keep, as in older versions."""
+        if not tokens_to_remove or not self.store.length:
+            return
+        kept = self.store.length + tokens_to_remove if tokens_to_remove < 0 else min(tokens_to_remove, self.store.length)
+        self.store.crop(max(0, kept))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.store.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.store.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.store.length:
+            self.store.repeat(repeats)
+
+    def offload(self) -> None:
+        raise NotImplementedError("a CellCache cannot be offloaded; use DynamicCache(offloading=True)")
+
+    prefetch = offload
+
+
+class CellCache(Cache):
+    """A cache of keys and values that new tokens search instead of reading all of it.
+
+    For models whose attention is registered by nearfield. The prompt attends by the registered method; a later token (or a few,
+    with assisted decoding; or many, with chunked prefill) by the cache: exactly to its own segment and the first keys, to
+    the segments before through cells, of which it opens the best ones (`nearfield.cache.CellStore`).
+
+    Args:
+        method: `Cells(...)`, as for `CellStore`. A mapping gives layers methods of their own: from the number of a layer, and
+            `"default"` for all others.
+        config: of the model. Layers with a sliding window, or with another kind of state, then get the cache that Transformers
+            has for them, and new tokens attend to those exactly. Needed for models that have such layers.
+        audit: compare each step of each layer with exact attention over all stored keys; see `errors`. May be switched at any
+            time.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from nearfield import hf
+        >>> small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, **small))
+        >>> hf.register()
+        >>> model.set_attn_implementation("nearfield")
+        >>> cache = hf.CellCache(nearfield.Cells(segment=32, probes=2), config=model.config)
+        >>> prompt = torch.arange(40)[None]
+        >>> text = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
+    """
+
+    def __init__(
+        self, method: Cells | Mapping[int | str, Cells] | None = None, *, config: Any = None, audit: bool = False
+    ) -> None:
+        methods: Mapping[int | str, Any] = method if isinstance(method, Mapping) else {"default": method or Cells()}
+        for name, one in methods.items():
+            if name != "default" and (isinstance(name, bool) or not isinstance(name, int) or name < 0):
+                raise ValueError(f"method must have the numbers of layers as keys, or 'default'; got {name!r}")
+            check_method(one)
+        self.methods: dict[int | str, Cells] = {"default": Cells()}
+        self.methods.update(methods)
+        self._audit = audit
+        kinds = DynamicCache(config=config).layers
+        # Without a config layers are made when they are first met; Transformers calls this for each.
+        make: Any = None if kinds else self._next_layer
+        super().__init__(layers=[] if kinds else None, layer_class_to_replicate=make)
+        for layer in kinds:
+            self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
+
+    def _next_layer(self) -> CellLayer:
+        return CellLayer(self.methods.get(len(self.layers), self.methods["default"]), self._audit)
+
+    @property
+    def audit(self) -> bool:
+        """Whether steps are compared with exact attention."""
+        return self._audit
+
+    @audit.setter
+    def audit(self, audit: bool) -> None:
+        self._audit = audit
+        for layer in self._cell_layers().values():
+            layer.store.audit = audit
+
+    @property
+    def errors(self) -> dict[int, list[StepError]]:
+        """By layer: the error of every call after the prompt, while `audit` was set."""
+        return {number: layer.store.errors for number, layer in self._cell_layers().items()}
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Memory of all cell layers, by what it is for."""
+        total: dict[str, int] = {}
+        for layer in self._cell_layers().values():
+            for what, size in layer.store.nbytes.items():
+                total[what] = total.get(what, 0) + size
+        return total
+
+    def _cell_layers(self) -> dict[int, CellLayer]:
+        return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CellLayer)}
