@@ -1,0 +1,65 @@
+"""The command line: run one experiment, all of them, or build the report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from experiments.catalogue import EXPERIMENTS
+from experiments.experiment import Section
+from experiments.report import build
+from experiments.runner import run
+from experiments.settings import HERE, Settings
+
+COLORS = {"confirmed": "green", "refuted": "red", "partly": "yellow", "beyond": "cyan"}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments", description=_about(), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "name", choices=[*EXPERIMENTS, "all", "report"], help="an experiment, all of them, or the page about them"
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds; results go to experiments/quick")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder of the results (default: experiments/results); report: of the page too")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (efficiency)")
+    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="of one timed call (efficiency)")
+    parser.add_argument(
+        "--memory-limit", type=float, default=8.0, metavar="GB", help="of one timed call beyond its inputs (efficiency)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what is saved and start over")
+    asked = parser.parse_args(arguments)
+    if torch.device(asked.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device, and torch sees none; leave it out to run on the CPU")
+    settings = Settings(asked.quick, asked.seed, asked.device, asked.time_limit, asked.memory_limit, asked.out)
+    console = Console()
+    try:
+        if asked.name == "report":
+            page = (settings.folder if asked.out or asked.quick else HERE) / "report.html"
+            console.print(f"written: {build(settings.folder, page)}")
+            return
+        for name in EXPERIMENTS if asked.name == "all" else [asked.name]:
+            _show(name, run(EXPERIMENTS[name], settings, console, asked.fresh), console)
+        console.print(f"written: {settings.folder}")
+    except ValueError as error:
+        parser.exit(1, f"{error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "stopped; what was done is saved, and the same command goes on from there\n")
+
+
+def _about() -> str:
+    lines = "\n".join(f"  {name:18} {experiment.title}" for name, experiment in EXPERIMENTS.items())
+    return f"The experiments of the paper, run again.\n\n{lines}"
+
+
+def _show(name: str, section: Section, console: Console) -> None:
+    console.rule(name, align="left")
+    for finding in section.findings:
+        color = COLORS[finding.verdict]
+        console.print(f"[{color}]{finding.verdict}[/{color}] ", end="")
+        console.print(f"{finding.claim} {finding.evidence} {finding.why}", markup=False, highlight=False)

@@ -1,0 +1,70 @@
+"""What an experiment is made of: a plan of units of work, pictures of their rows, and what they say about the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from experiments.settings import Settings
+
+Row = dict[str, Any]
+"""One measurement: plain numbers and words, the settings it was made with among them."""
+Rows = list[Row]
+Done = Mapping[str, Rows]
+"""The rows of the units that are done, by the units' keys."""
+Verdict = Literal["confirmed", "refuted", "partly", "beyond"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work that is saved as a whole."""
+
+    key: str
+    measure: Callable[[Done], Rows]
+    """is given what is done so far: some units depend on earlier ones"""
+    stale: Callable[[Rows], bool] = lambda rows: False
+    """whether saved rows of this unit are to be measured again"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim, and what the numbers say about it. Texts may use `code`, ^{superscripts} and _{subscripts}."""
+
+    claim: str
+    verdict: Verdict
+    """"beyond": the paper makes no claim here"""
+    evidence: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: Sequence[str]
+    body: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the report says about one experiment; every number in it comes from the rows."""
+
+    paper: str
+    """what the paper did and says"""
+    here: str
+    """what was done here"""
+    findings: Sequence[Finding]
+    captions: Mapping[str, str]
+    """by figure"""
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = field(default=())
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    title: str
+    plan: Callable[[Settings], list[Unit]]
+    draw: Callable[[Rows], Mapping[str, Any]]
+    """rows -> matplotlib figures by name"""
+    tell: Callable[[Rows], Section]

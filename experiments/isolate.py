@@ -1,0 +1,141 @@
+"""Time and peak memory of one call under limits, in a process of its own.
+
+The memory limit is the kernel's (RLIMIT_DATA): a call that asks for more fails at once, as it would on a machine that has no
+more. Where there is no such limit (not Linux) only the time is limited.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Prepare = Callable[..., tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]]
+"""Makes inputs and returns the call to be timed, and a function that judges what it returned."""
+GIGABYTE = 1 << 30
+ROUNDS, SHORT = 3, 2.0
+"""A call shorter than so many seconds is timed so often."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    status: str
+    """"ok", "memory" or "time": what ran out"""
+    seconds: list[float] = field(default_factory=list)
+    megabytes: float | None = None
+    """peak, beyond what was there before the call"""
+    judged: dict[str, Any] = field(default_factory=dict)
+
+
+def here(
+    prepare: Prepare, *arguments: Any, memory_limit: float | None = None, ready: Callable[[], None] = lambda: None
+) -> Measured:
+    """Measure in this process; `memory_limit` in bytes, for good."""
+    call, judge = prepare(*arguments)
+    before = _restart_peak()
+    if memory_limit is not None:
+        _limit_memory(memory_limit)
+    ready()
+    seconds: list[float] = []
+    try:
+        output, spent = _timed(call)
+        megabytes = _peak() - before
+        seconds.append(spent)
+        while spent < SHORT and len(seconds) < ROUNDS:
+            seconds.append(_timed(call)[1])
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        return Measured("memory")
+    return Measured("ok", seconds, max(0.0, megabytes), judge(output))
+
+
+def apart(prepare: Prepare, *arguments: Any, time_limit: float, memory_limit: float) -> Measured:
+    """Measure in a new process, which is ended when the call takes longer than `time_limit` seconds."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(send, torch.get_num_threads(), memory_limit, prepare, arguments), daemon=True)
+    process.start()
+    send.close()
+    try:
+        receive.recv()  # the inputs are made
+        if not receive.poll(time_limit * ROUNDS if time_limit < SHORT else time_limit + SHORT * ROUNDS):
+            return Measured("time")
+        answer = receive.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode == -9:  # the kernel ended it, which it does for memory
+            return Measured("memory")
+        raise RuntimeError(
+            f"the process that measured {arguments} ended with code {process.exitcode}; its message is above"
+        ) from None
+    finally:
+        if process.is_alive():
+            process.terminate()
+        process.join()
+    return answer if answer.status != "ok" or answer.seconds[0] <= time_limit else Measured("time")
+
+
+def _serve(send: Connection, threads: int, memory_limit: float, prepare: Prepare, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    send.send(here(prepare, *arguments, memory_limit=memory_limit * GIGABYTE, ready=lambda: send.send(None)))
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    if not torch.cuda.is_initialized():
+        start = time.perf_counter()
+        return call(), time.perf_counter() - start
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    output = call()
+    last.record()
+    torch.cuda.synchronize()
+    return output, first.elapsed_time(last) / 1000
+
+
+def _restart_peak() -> float:
+    """Start the high-water mark anew and return where it starts, in megabytes."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> float:
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    if Path("/proc/self/status").exists():
+        return _status("VmHWM") / 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes where there is no /proc
+
+
+def _limit_memory(extra: float) -> None:
+    """Let this process have `extra` bytes more than it has now."""
+    if torch.cuda.is_initialized():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_allocated() + extra) / total))
+    elif Path("/proc/self/status").exists():
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(_status("VmData") * 1024 + extra), hard))
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1])
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text or "bad_alloc" in text

@@ -1,0 +1,48 @@
+"""The report: one page from whatever results are in a folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from experiments import look, page
+from experiments.catalogue import EXPERIMENTS
+from experiments.store import read
+
+LEAD = (
+    "The experiments of “kNN Attention Demystified: A Theoretical Exploration for Scalable Transformers”, run again with the "
+    "methods of `nearfield`: what the paper says, what was measured, and why they differ where they do. Verdicts and numbers "
+    "are computed from the saved results."
+)
+
+
+def build(results: Path, out: Path) -> Path:
+    """Write the page about the experiments whose results are complete; figures are drawn anew."""
+    sections, contents, verdicts, missing = [], [], Counter[str](), []
+    for name, experiment in EXPERIMENTS.items():
+        path = results / f"{name}.json"
+        saved = read(path) if path.exists() else None
+        if saved is None or not saved["complete"]:
+            missing.append(name)
+            continue
+        rows = [row for unit in saved["units"].values() for row in unit["rows"]]
+        look.save(experiment.draw(rows), results / "figures")
+        told = experiment.tell(rows)
+        verdicts.update(finding.verdict for finding in told.findings)
+        sections.append(page.section(experiment, told, saved, results / "figures"))
+        contents.append((name, experiment.title))
+    if not sections:
+        raise ValueError(
+            f"there are no complete results in {results}; run `python -m experiments all` first (add --quick for small sizes)"
+        )
+    tally = "".join(
+        f'<span class="{verdict}">{verdicts[verdict]} {label}</span>'
+        for verdict, label in page.VERDICTS.items()
+        if verdicts[verdict]
+    )
+    lead = f'<p class="lead">{page.text(LEAD)}</p><div class="tally">{tally}</div>'
+    if missing:
+        lead += f'<p class="measured">Not run, or not to the end: {", ".join(missing)}.</p>'
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page.page("The paper's experiments, run again", lead, sections, contents))
+    return out

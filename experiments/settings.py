@@ -1,0 +1,33 @@
+"""What a run is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+QUICK_RESULTS = HERE / "quick"
+
+
+@dataclass(frozen=True)
+class Settings:
+    quick: bool = False
+    """small sizes, to see that everything runs"""
+    seed: int = 0
+    device: str = "cpu"
+    time_limit: float = 60.0
+    """seconds that one timed call may take (efficiency)"""
+    memory_limit: float = 8.0
+    """gigabytes that one timed call may need beyond its inputs (efficiency); 8 is what the paper's machine had"""
+    out: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where results go. Small ones keep away from the full ones."""
+        return self.out or (QUICK_RESULTS if self.quick else RESULTS)
+
+    def identity(self) -> dict[str, Any]:
+        """What has to agree for saved results to be those of this run. Limits may change: what they stopped is tried again."""
+        return {"quick": self.quick, "seed": self.seed, "device": self.device}

@@ -1,0 +1,134 @@
+"""Four panels: lazy draws, coverage, sizes, approximate indices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.experiment import Rows
+from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, band, panels, say, short, styled
+from experiments.theory.coverage import PROMISES
+from experiments.words import middle
+
+SPREADS = (INK, SAGE, CORAL)
+
+
+@styled
+def draw(rows: Rows) -> dict[str, Figure]:
+    figure, axes = panels(2, 2, 12, 8.4)
+    lazy(axes[0, 0], [row for row in rows if row["kind"] == "lazy"])
+    coverage(axes[0, 1], [row for row in rows if row["kind"] == "coverage"])
+    sizes(axes[1, 0], [row for row in rows if row["kind"] == "sizes"])
+    missed(axes[1, 1], [row for row in rows if row["kind"] == "missed"])
+    return {"theory": figure, "theory-index": lists([row for row in rows if row["kind"] == "kmeans"])}
+
+
+def lazy(axis: Any, rows: Rows) -> None:
+    n = max(row["n"] for row in rows)
+    rows = [row for row in rows if row["n"] == n]
+    near = sorted({row["k"] for row in rows})
+    axis.plot(near, [n / k for k in near], "--", color=QUIET)
+    say(axis, near[-1], n / near[-1], "n / k (paper)", QUIET, weight="normal")
+    for spread, color in zip(sorted({row["spread"] for row in rows}), SPREADS, strict=True):
+        mine = [row for row in rows if row["spread"] == spread]
+        closed = [middle(row["closed"] for row in mine if row["k"] == k) for k in near]
+        band(axis, near, [[row["measured"] for row in mine if row["k"] == k] for k in near], color, marker="o", linestyle="none")
+        axis.plot(near, closed, color=color, linewidth=1.2)
+        label = "all keys tie" if spread == 0 else f"logit sd {spread:g}"
+        say(axis, near[-1], closed[-1] / (1.25 if spread == 0 else 1), label, color)
+    axis.set(xscale="log", yscale="log", xlabel="near keys, k", ylabel="far keys looked at by one draw, E[m]")
+    axis.set_xticks(near, [f"{k:,}" for k in near])
+    axis.minorticks_off()
+    axis.set_xlim(near[0] / 1.2, near[-1] * 3.2)
+    axis.set_title(f"Lazy Gumbel, n = {n:,}: measured (points), closed form (lines)")
+
+
+def coverage(axis: Any, rows: Rows) -> None:
+    for name, color in zip(PROMISES, (INK, SAGE, CORAL, OCHRE), strict=True):
+        mine = sorted((row for row in rows if row["promise"] == name), key=lambda row: row["share"])
+        rates = [row["broken"] / row["seeds"] for row in mine]
+        error = [math.sqrt(max(rate * (1 - rate), 0) / row["seeds"]) for rate, row in zip(rates, mine, strict=True)]
+        axis.errorbar(
+            [row["share"] for row in mine], rates, yerr=error, fmt="o-", color=color, capsize=2, label=PROMISES[name][2]
+        )
+    trials, shares = rows[0]["seeds"], sorted({row["share"] for row in rows})
+    axis.axhline(0.1, color=QUIET, linestyle="--", linewidth=1, label="allowed (audit: 0.05)")
+    axis.set(
+        xscale="log",
+        xlabel="share of the draws (or rows) that the theorem asks for",
+        ylabel=f"broken promises, of {trials} seeds",
+    )
+    axis.set_xticks(shares, ["1" if share == 1 else f"1/{round(1 / share)}" for share in shares])
+    axis.minorticks_off()
+    axis.set_ylim(-0.03, 1.03)
+    axis.legend(loc="upper right")
+    axis.set_title("How often the promises break")
+
+
+def sizes(axis: Any, rows: Rows) -> None:
+    for n, color in zip(sorted({row["n"] for row in rows}), (PLUM, SAGE, INK), strict=True):
+        for form, line in (("printed", ":"), ("corrected", "-")):
+            mine = sorted((row for row in rows if row["n"] == n and row["form"] == form), key=lambda row: row["eps"])
+            axis.plot(
+                [row["eps"] for row in mine],
+                [min(1.0, row["share"]) for row in mine],
+                line,
+                marker="o",
+                color=color,
+                linewidth=1.8,
+            )
+        say(axis, mine[-1]["eps"], mine[-1]["share"], f"n = {short(n)}", color)
+    axis.plot([], [], ":", marker="o", color=QUIET, label="as printed, $n^{2/3}/ε$")
+    axis.plot([], [], "-", marker="o", color=QUIET, label="corrected, $n^{1/2}/ε$")
+    axis.axhline(1, color=QUIET, linewidth=1)
+    axis.set(xscale="log", yscale="log", xlabel="ε", ylabel="keys asked for / n (at 1: everything)")
+    marks = (0.02, 0.05, 0.1, 0.2, 0.5)
+    axis.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    axis.tick_params(which="minor", bottom=False, labelbottom=False)
+    axis.minorticks_off()
+    axis.set_xlim(0.018, 0.85)
+    axis.legend(loc="lower left")
+    axis.set_title("Top k and sampled tail: near and sampled keys, δ = 0.1")
+
+
+def missed(axis: Any, rows: Rows) -> None:
+    gaps = sorted({row["gap"] for row in rows})
+    for certified, color, label in (
+        (False, CORAL, "printed cutoff, smallest near score"),
+        (True, INK, "certified cutoff: noise of the draws"),
+    ):
+        each = [[row["tv"] for row in rows if row["gap"] == gap and row["certified"] == certified] for gap in gaps]
+        band(axis, gaps, each, color, marker="o", linewidth=2)
+        place, align = ((-6, 8), "right") if not certified else ((0, 9), "right")
+        say(axis, gaps[-1], middle(each[-1]), label, color, place, ha=align)
+    axis.set(xlabel="logit of the missed key above the smallest near one", ylabel="total variation between draws and softmax")
+    axis.set_ylim(-0.02, None)
+    axis.set_title("An index that misses one key (n = 64, k = 8)")
+
+
+def lists(rows: Rows) -> Figure:
+    """Total variation and cost against probes for an inverted-list index."""
+    figure, axes = panels(1, 3, 12.5, 3.6)
+    probes = sorted({row["probes"] for row in rows})
+    colors = {False: (CORAL, "printed cutoff"), True: (INK, "certified cutoff")}
+    for certified, (color, label) in colors.items():
+        mine = [row for row in rows if row["certified"] == certified]
+        band(axes[0, 0], probes, [[row["tv"] for row in mine if row["probes"] == p] for p in probes], color, label, marker="o")
+        band(axes[0, 1], probes, [[row["looked"] for row in mine if row["probes"] == p] for p in probes], color, marker="o")
+    band(axes[0, 2], probes, [[row["recall"] for row in rows if row["probes"] == p] for p in probes], SAGE, "recall", marker="o")
+    certain = [row for row in rows if row["certified"]]
+    dense = [[row["dense"] for row in certain if row["probes"] == p] for p in probes]
+    band(axes[0, 2], probes, dense, INK, "rows drawn densely", marker="o")
+    axes[0, 0].set(ylabel="total variation", title=f"Draws against softmax, n = {rows[0]['n']}, k = {rows[0]['k']}")
+    axes[0, 1].set(ylabel="far keys per lazy draw", title="What a draw looks at")
+    axes[0, 2].set(ylabel="share", title="Recall; rows not worth being lazy")
+    axes[0, 0].legend()
+    axes[0, 2].legend()
+    for axis in axes[0]:
+        axis.set(xscale="log", xlabel="cells opened by the index")
+        axis.set_xticks(probes, [str(p) for p in probes])
+        axis.minorticks_off()
+        axis.set_ylim(0, None)
+    return figure

@@ -1,0 +1,98 @@
+"""Lazy Gumbel draws with a near set that is not the top k: the printed cutoff against one that is known to hold.
+
+With one-hot values a row's output is the empirical distribution of its draws, and its distance to the softmax is seen directly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import nearfield as nf
+from experiments.experiment import Row
+from nearfield.index.base import BuiltIndex, Cutoffs
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """An index that finds the top k of all keys but one, and knows a valid bound for what it left out."""
+
+    missed: int
+
+    def build(self, keys: Tensor) -> BuiltForgetful:
+        return BuiltForgetful(keys, self.missed)
+
+
+class BuiltForgetful(BuiltIndex):
+    def __init__(self, keys: Tensor, missed: int) -> None:
+        super().__init__(keys)
+        self.missed = missed
+
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+        scores = queries @ self.keys.transpose(1, 2)
+        scores[..., self.missed] = -torch.inf
+        found = scores.topk(k, dim=-1)
+        return found.values, found.indices
+
+    def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs:
+        scores = queries @ self.keys.transpose(1, 2)
+        batch = len(scores)
+        return Cutoffs(
+            bounds=scores.scatter(-1, ids, -torch.inf).amax(-1, keepdim=True),
+            counts=visible[..., None],
+            starts=torch.zeros(batch, 1, dtype=torch.long),
+            order=torch.arange(self.length).expand(batch, -1),
+        )
+
+
+def missed_key(gap: float, certify: bool, draws: int, seed: int, n: int = 64, k: int = 8) -> Row:
+    """One key is missed; its logit lies `gap` above the smallest of the near set."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, generator=generator, dtype=torch.float64)
+    logits[0] = -torch.inf
+    logits[0] = logits.topk(k).values[-1] + gap
+    distance, info = total_variation(
+        torch.ones(1, 1).double(), logits[:, None], Forgetful(0), k, certify, draws, generator, scale=1.0
+    )
+    return {
+        "kind": "missed",
+        "gap": gap,
+        "certified": certify,
+        "seed": seed,
+        "tv": distance,
+        "looked": info["evaluated_per_draw"],
+    }
+
+
+def kmeans(probes: int, certify: bool, draws: int, seed: int, n: int = 512, k: int = 23) -> Row:
+    """An inverted-list index that opens few cells, on logits of standard deviation 3."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(count, 8, generator=generator, dtype=torch.float64) for count in (16, n))
+    index = nf.KMeansIndex(probes=probes)
+    distance, info = total_variation(3 * query, key, index, k, certify, draws, generator)
+    near = index.build(key[None]).search(3 * query[None], k)[1][0]
+    true = (query @ key.T).topk(k).indices
+    recall = float((near[:, :, None] == true[:, None, :]).any(1).double().mean())
+    about = {"kind": "kmeans", "probes": probes, "certified": certify, "seed": seed, "n": n, "k": k}
+    return {**about, "tv": distance, "recall": recall, "looked": info["evaluated_per_draw"], "dense": info["dense_rows"] / 16}
+
+
+def total_variation(
+    query: Tensor,
+    key: Tensor,
+    index: Forgetful | nf.KMeansIndex,
+    k: int,
+    certify: bool,
+    draws: int,
+    generator: torch.Generator,
+    scale: float | None = None,
+) -> tuple[float, dict[str, float]]:
+    """Mean over rows of the distance between draws and softmax, and what the method says of itself."""
+    method = nf.LazyGumbel(k=k, index=index, certify=certify, draws=draws, estimator="mean")
+    one_hot = torch.eye(len(key), dtype=key.dtype)
+    estimate = nf.estimate(query, key, one_hot, method=method, scale=scale, generator=generator)
+    weights = (query @ key.T * (scale or 1 / math.sqrt(key.shape[1]))).softmax(-1)
+    return float(0.5 * (estimate.output - weights).abs().sum(-1).mean()), estimate.info

@@ -1,0 +1,259 @@
+"""The experiments run in their quick form, go on after an interrupt, and say what their numbers say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from rich.console import Console
+
+from experiments import look, runner
+from experiments.catalogue import EXPERIMENTS
+from experiments.command import main
+from experiments.efficiency.plan import extrapolated, measured
+from experiments.efficiency.tell import tell as tell_efficiency
+from experiments.error_vs_k.tell import minimal
+from experiments.experiment import Experiment, Rows, Section, Unit
+from experiments.gradient_descent.printed_law import printed_gradients, sizes
+from experiments.page import figure, text
+from experiments.settings import HERE, Settings
+from experiments.store import Store, plain, read
+from experiments.theory.indices import missed_key
+from nearfield.gradients import PrintedWalk, estimate, exact
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every experiment, quick."""
+    where = tmp_path_factory.mktemp("experiments")
+    main(["all", "--quick", "--seed", "3", "--out", str(where)])
+    return where
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_quick_results_carry_their_environment_and_seed(folder: Path, name: str) -> None:
+    saved = json.loads((folder / f"{name}.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert saved["complete"]
+    assert saved["seed"] == 3
+    assert saved["quick"]
+    assert saved["findings"]
+    for place in saved["environments"]:
+        assert place.keys() >= {"nearfield", "torch", "python", "processor", "cpus", "threads", "date"}
+    for unit in saved["units"].values():
+        assert unit["rows"]
+        assert 0 <= unit["environment"] < len(saved["environments"])
+    rows = [row for unit in saved["units"].values() for row in unit["rows"]]
+    for drawn in EXPERIMENTS[name].tell(rows).captions:
+        assert (folder / "figures" / f"{drawn}.png").stat().st_size > 10_000
+        assert (folder / "figures" / f"{drawn}.svg").stat().st_size > 10_000
+
+
+def test_the_report_stands_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look, "save", lambda *_: None)  # the figures are there
+    main(["report", "--quick", "--out", str(folder)])
+    page = (folder / "report.html").read_text()
+    assert page.count("<figure") == page.count("<svg") >= len(EXPERIMENTS)
+    for name in EXPERIMENTS:
+        assert f'id="{name}"' in page
+    assert not re.search(r'(src|href|url)\s*[=(]\s*["\']?\s*(https?:)?//', page)
+    assert "@import" not in page
+    assert "<script" not in page
+    references = set(re.findall(r'href="#([^"]+)"', page))
+    assert references <= set(re.findall(r'id="([^"]+)"', page))
+    ids = re.findall(r'id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_second_run_does_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*.json")}
+    monkeypatch.setattr(Store, "save", lambda *_: pytest.fail("measured again"))
+    main(["all", "--quick", "--seed", "3", "--out", str(folder)])
+    assert before == {path: path.read_bytes() for path in folder.rglob("*.json")}
+
+
+def test_a_report_without_results_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "--out", str(tmp_path)])
+    assert "python -m experiments all" in capsys.readouterr().err
+
+
+def toy(measure: Callable[[int], Rows], stale: Callable[[Rows], bool] = lambda rows: False) -> Experiment:
+    """Five units."""
+
+    def plan(settings: Settings) -> list[Unit]:
+        return [Unit(f"unit {i}", lambda done, i=i: measure(i), stale) for i in range(5)]
+
+    return Experiment("toy", "Toy", plan, lambda rows: {}, lambda rows: Section("", "", [], {}))
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    settings = Settings(quick=True, out=tmp_path)
+    seen: list[int] = []
+
+    def stops_at_three(i: int) -> Rows:
+        if i == 3:
+            raise KeyboardInterrupt
+        seen.append(i)
+        return [{"i": i}]
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(toy(stops_at_three), settings, QUIET)
+    assert seen == [0, 1, 2]
+    assert not read(tmp_path / "toy.json")["complete"]
+
+    def goes_on(i: int) -> Rows:
+        seen.append(i)
+        return [{"i": i}]
+
+    runner.run(toy(goes_on), settings, QUIET)
+    assert seen == [0, 1, 2, 3, 4]
+    saved = read(tmp_path / "toy.json")
+    assert saved["complete"]
+    assert [row["i"] for unit in saved["units"].values() for row in unit["rows"]] == [0, 1, 2, 3, 4]
+    runner.run(toy(goes_on, stale=lambda rows: rows[0]["i"] == 2), settings, QUIET)
+    assert seen == [0, 1, 2, 3, 4, 2]
+    runner.run(toy(goes_on), settings, QUIET, fresh=True)
+    assert seen[6:] == [0, 1, 2, 3, 4]
+
+
+def test_results_of_another_seed_are_not_mixed_in(tmp_path: Path) -> None:
+    settings = Settings(quick=True, out=tmp_path)
+    runner.run(toy(lambda i: [{"i": i}]), settings, QUIET)
+    with pytest.raises(ValueError, match=r"seed=0.*seed=1.*--fresh"):
+        runner.run(toy(lambda i: [{"i": i}]), replace(settings, seed=1), QUIET)
+
+
+def test_what_is_saved_is_plain() -> None:
+    assert plain({"a": [1, 2.00000001, float("nan"), float("-inf"), True, None, "b"]}) == {
+        "a": [1, 2.0, None, None, True, None, "b"]
+    }
+    with pytest.raises(TypeError, match="Tensor"):
+        plain([torch.ones(1)])
+
+
+def test_imports_point_one_way() -> None:
+    """The framework knows no experiment but through the catalogue, and experiments do not know each other."""
+    packages = {path.parent.name for path in HERE.glob("*/__init__.py")}
+    above = {"catalogue", "report", "command", "__main__"}
+    for path in HERE.rglob("*.py"):
+        module = path.relative_to(HERE).with_suffix("").parts
+        found = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        parts = {name.split(".")[1] for name in found if name.startswith("experiments.")}
+        if module[0] in packages:
+            assert not parts & (above | (packages - {module[0]})), path
+        elif module[0] not in above:
+            assert not parts & (above | packages), path
+
+
+def test_lengths_that_would_pass_a_limit_are_not_tried() -> None:
+    ran = [{"status": "ok", "n": n, "seconds": 1e-6 * n**1.5, "megabytes": n / 100} for n in (1000, 2000)]
+    assert extrapolated(ran, 4000, "seconds") == pytest.approx(1e-6 * 4000**1.5)
+    assert extrapolated(ran[:1], 2000, "seconds") == pytest.approx(4 * ran[0]["seconds"])
+    assert extrapolated([], 2000, "seconds") is None
+    assert extrapolated(ran[:1], 2000, "megabytes") is None
+    row = measured(Settings(time_limit=0.2), "naive", True, 4000, ran)
+    assert (row["status"], row["limit"]) == ("time", 0.2)
+    assert row["predicted"] == pytest.approx(1e-6 * 4000**1.5)
+    row = measured(Settings(memory_limit=0.03), "naive", True, 4000, ran)
+    assert (row["status"], row["limit"]) == ("memory", 0.03)
+    stopped = [*ran, {"status": "time", "n": 4000, "limit": 1.0, "predicted": None, "tried": True}]
+    assert measured(Settings(), "naive", True, 8000, stopped)["status"] == "time"
+
+
+def rows_of_errors(at_eighth: float, at_root: float) -> Rows:
+    def row(power: str, k: int, error: float) -> dict[str, Any]:
+        return {"n": 512, "B": 1.0, "seed": 0, "power": power, "k": k, "method": "topk", "mean_additive": error}
+
+    return [row("n^{1/8}", 3, at_eighth), row("n^{1/2}", 23, at_root)]
+
+
+@pytest.mark.parametrize(
+    ("at_eighth", "at_root", "verdict"), [(0.4, 0.05, "refuted"), (0.05, 0.05, "confirmed"), (0.009, 1e-6, "confirmed")]
+)
+def test_the_verdict_on_k_follows_the_numbers(at_eighth: float, at_root: float, verdict: str) -> None:
+    assert minimal(rows_of_errors(at_eighth, at_root)).verdict == verdict
+
+
+def test_the_verdict_on_speed_follows_the_numbers(folder: Path) -> None:
+    saved = read(folder / "efficiency.json")
+    rows = [row for unit in saved["units"].values() for row in unit["rows"]]
+
+    def verdict(factor: float) -> str:
+        changed = [{**row, "seconds": factor if row["method"].startswith("topk") else 1.0} for row in rows]
+        finding = next(finding for finding in tell_efficiency(changed).findings if "SDPA" in finding.claim)
+        assert ("slower" in finding.evidence) == (factor > 1)
+        return finding.verdict
+
+    assert verdict(5.0) == "refuted"
+    assert verdict(0.2) == "confirmed"
+
+
+def test_printed_gradients_by_their_law_have_the_moments_of_the_walks() -> None:
+    """Means agree with the exact gradient, and standard deviations with those of the library's own walks."""
+    generator = torch.Generator().manual_seed(0)
+    point = [torch.randn(1, 1, 6, 2, generator=generator, dtype=torch.float64) for _ in range(4)]
+    eps, delta, trials = 0.5, 0.1, 50
+    asked, random = sizes(6, 2, eps, delta), np.random.default_rng(0)
+    ours = [printed_gradients(*point, asked, random) for _ in range(600)]
+    theirs = [estimate(*point, PrintedWalk(eps, delta), generator=generator) for _ in range(trials)]
+    right = exact(*point)
+    for name in right._fields:
+        mine, walked = (torch.stack([getattr(found, name) for found in many]) for many in (ours, theirs))
+        spread = mine.std(0)
+        assert bool(((mine.mean(0) - getattr(right, name)).abs() < 5 * spread / 600**0.5 + 0.03 * spread).all()), name
+        assert bool(((walked.mean(0) - mine.mean(0)).abs() < 5 * spread * (1 / trials + 1 / 600) ** 0.5).all()), name
+        assert float(walked.std(0).norm() / spread.norm()) == pytest.approx(1.0, abs=0.15), name
+
+
+def test_a_missed_key_spoils_only_the_printed_cutoff() -> None:
+    assert missed_key(5.0, certify=False, draws=4000, seed=0)["tv"] > 0.3
+    assert missed_key(5.0, certify=True, draws=4000, seed=0)["tv"] < 0.06
+
+
+def test_text_is_escaped_and_marked_up() -> None:
+    assert text("a < b & `n^2`, n^{1/8}, S_{min}") == "a &lt; b &amp; <code>n^2</code>, n<sup>1/8</sup>, S<sub>min</sub>"
+
+
+def test_a_figure_keeps_to_itself(tmp_path: Path) -> None:
+    drawn = (
+        '<?xml version="1.0"?><!DOCTYPE svg><svg width="10pt" height="5pt" viewBox="0 0 10 5" xmlns="http://www.w3.org/2000/svg">'
+    )
+    (tmp_path / "one.svg").write_text(drawn + '<defs><path id="m"/></defs><use xlink:href="#m"/></svg>')
+    page = figure(tmp_path / "one.svg", "caption")
+    assert '<use href="#one-m"/>' in page
+    assert 'id="one-m"' in page
+    assert "http" not in page
+    assert 'width="10pt"' not in page
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.command.run", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main(["theory", "--quick", "--out", str(tmp_path)])
+    assert stopped.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["efficiency", "--device", "cuda"])
+    assert "--device cuda needs a CUDA device" in capsys.readouterr().err
