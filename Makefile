@@ -51,7 +51,7 @@ format: $(STAMP) ## let ruff rewrite the sources
 bench: $(STAMP) ## all the benchmarks, more than an hour on two quiet cores; JSON under benchmarks/results, figures under docs/figures
 	set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
 
-reproduce: $(STAMP) ## the paper's experiments, about half an hour on two quiet cores, and experiments/report.html; goes on where it was stopped
+reproduce: $(STAMP) ## the paper's experiments, and experiments/report.html; goes on where it was stopped
 	$(BIN)/python -m experiments all
 	$(BIN)/python -m experiments report
 

@@ -7,13 +7,11 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import queue as queue_module
 import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
-from datetime import datetime, timezone
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,34 +23,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile
 
-import nearfield
+from nearfield.environment import environment
 
 T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-
-
-def environment() -> dict[str, str | int | None]:
-    return {
-        "nearfield": nearfield.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "processor": _processor(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def write(name: str, results: Any) -> Path:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.environment import environment, same
 from experiments.experiment import Done, Finding, Rows
 from experiments.settings import Settings
+from nearfield.environment import environment
 
 
 class Store(Mapping[str, Rows]):
@@ -55,7 +55,7 @@ class Store(Mapping[str, Rows]):
         """Keep the rows of one unit, with the environment they were measured in."""
         here = environment(self._device)
         known: list[dict[str, Any]] = self._content["environments"]
-        number = next((i for i, other in enumerate(known) if same(here, other)), len(known))
+        number = next((i for i, other in enumerate(known) if _same(here, other)), len(known))
         if number == len(known):
             known.append(here)
         unit = {"environment": number, "seconds": round(seconds, 3), "rows": plain(rows)}
@@ -113,3 +113,8 @@ def _json(content: dict[str, Any]) -> str:
         lines.append(f'  {json.dumps(key)}: {about}, "rows": [\n    {rows}]}}')
     body = ",\n".join(lines)
     return f'{head[:-2]},\n "units": {{\n{body}\n }}\n}}\n'
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two environments differ in nothing but the date."""
+    return {**one, "date": ""} == {**other, "date": ""}

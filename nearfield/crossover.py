@@ -44,7 +44,7 @@ def place(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda, {device_name(device)}"
     threads = torch.get_num_threads()
-    return f"{device.type}, {_processor()}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{device.type}, {processor()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -52,7 +52,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

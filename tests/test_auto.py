@@ -241,13 +241,13 @@ def test_measured_lengths_hold_for_the_number_of_threads(threads: Callable[[int]
 def test_measured_lengths_hold_for_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = crossover.length(CPU, torch.float32, False)
     crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 5000.0})
-    monkeypatch.setattr(crossover, "_processor", lambda: "another one")
+    monkeypatch.setattr(crossover, "processor", lambda: "another one")
     assert crossover.length(CPU, torch.float32, False) == shipped
 
 
 def test_places_are_told_in_words(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]) -> None:
-    assert crossover._processor()
-    monkeypatch.setattr(crossover, "_processor", lambda: "Abacus 3")
+    assert crossover.processor()
+    monkeypatch.setattr(crossover, "processor", lambda: "Abacus 3")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
     threads(1)
     assert crossover.place(CPU) == "cpu, Abacus 3, 1 thread"

@@ -19,7 +19,7 @@ PACKAGE = Path(nearfield.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("demo", "calibrate", "evaluate"),
-    ("demo_plot",),
+    ("demo_plot", "environment"),
     ("",),  # the package itself: the public names
     ("nn", "hf"),
     ("cache",),

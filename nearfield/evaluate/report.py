@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import re
 from collections import Counter
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import nearfield
+from nearfield.environment import environment as machine
 from nearfield.evaluate.peers import PastTopK
 from nearfield.evaluate.run import Evaluation, Recommendation, Shown
 from nearfield.evaluate.settings import Setting, percent
@@ -29,19 +26,8 @@ NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 
 def environment(model: Any) -> dict[str, Any]:
     """Where and with what the numbers were measured."""
-    cuda = model.device.type == "cuda"
-    return {
-        "nearfield": nearfield.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(model.device) if cuda else model.device.type,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {**machine(model.device), "transformers": version("transformers"), "device": str(model.device), "dtype": dtype}
 
 
 def tabulated(found: Evaluation) -> Table:
