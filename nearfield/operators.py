@@ -7,7 +7,7 @@ Forward mode (torch.func.jvp) and second derivatives are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -62,6 +62,7 @@ class CellsResult(NamedTuple):
     """Tensors `[batch, rows, ...]`."""
 
     output: Tensor
+    """`[*shape, value_dim]` where a shape was asked for"""
     lse: Tensor
     stderr: Tensor
     """no columns where nothing is drawn"""
@@ -73,9 +74,15 @@ class CellsResult(NamedTuple):
     log_factor: Tensor
 
 
-def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
-    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
-    return CellsResult(*_Cells.apply(queries, keys, values, visible, seed, *recipe.arguments()))
+def cells_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe, shape: Sequence[int] = ()
+) -> CellsResult:
+    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys.
+
+    With a shape (batch, heads, length) the output is laid out in memory as `[batch, length, heads, value_dim]`. A model that goes
+    on with that keeps it for its own gradient, and it is the one that is kept here: one output in memory, not two.
+    """
+    return CellsResult(*_Cells.apply(queries, keys, values, visible, seed, *recipe.arguments(), [*shape]))
 
 
 class _Cells(torch.autograd.Function):
@@ -94,14 +101,18 @@ class _Cells(torch.autograd.Function):
         partition: str,
         options: list[int],
         backend: str,
+        shape: list[int],
     ) -> tuple[Tensor, ...]:
-        return torch.ops.nearfield.cells(
+        output, *rest = torch.ops.nearfield.cells(
             queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, backend
         )
+        if shape:
+            output = output.view(*shape, output.shape[-1]).transpose(1, 2).contiguous().transpose(1, 2)
+        return output, *rest
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        queries, keys, values, visible, seed, *settings = inputs
+        queries, keys, values, visible, seed, *settings, _ = inputs
         result, lse, _, *plan = output
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -110,12 +121,16 @@ class _Cells(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing: tuple[None, ...] = (None,) * 11
+        nothing: tuple[None, ...] = (None,) * 12
         if output_grad is None:
             return nothing
+        queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors
+        rows = (*queries.shape[:2], values.shape[2])
+        output_grad, output = output_grad.reshape(rows), output.reshape(rows)
         # What is compiled refuses a second derivative by itself.
         apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else _CellsBackward.apply
-        return (*apply(output_grad, *ctx.saved_tensors, *ctx.settings), *nothing[3:])
+        grads = apply(output_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
+        return (*grads, *nothing[3:])
 
 
 class _CellsBackward(torch.autograd.Function):

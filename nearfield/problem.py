@@ -116,8 +116,9 @@ class Problem:
         return rows.reshape(*self.leading, self.query.shape[2], *rows.shape[2:])
 
     def finish(self, rows: Tensor) -> Tensor:
-        """`unflatten`, in the dtype of the inputs."""
-        return self.unflatten(rows).to(self.query.dtype)
+        """`unflatten` (or `[batch, heads, length, dim]`, which may be laid out differently), in the dtype of the inputs."""
+        output = rows.reshape(self.out_shape) if rows.dim() == 4 else self.unflatten(rows)
+        return output.to(self.query.dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -226,3 +226,26 @@ def test_a_call_that_was_made_before_is_not_compiled_again(monkeypatch: pytest.M
         ((3,), 5, 8),
     ]
     assert started == [((3,), (x, size, 1, 2), 77) for size in (5, 6, 5)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_output_as_models_want_it_is_kept_once(causal: bool) -> None:
+    """Queries of a projection `[batch, length, heads, dim]`: the output lies the same way, and is what the gradient keeps."""
+    method = nf.Cells(cell_size=4, probes=2, segment=16) if causal else nf.Cells(cell_size=4, probes=2)
+    options: dict[str, Any] = {"method": method, "is_causal": causal, "enable_gqa": True, "backend": "triton"}
+    laid = [torch.randn(2, 40, heads, 16, generator=seeded(heads + i)).to(DEVICE) for i, heads in enumerate((4, 2, 2))]
+    plain = [x.transpose(1, 2).contiguous().requires_grad_() for x in laid]
+    laid = [x.requires_grad_() for x in laid]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        output = nf.attention(*(x.transpose(1, 2) for x in laid), **options)
+    expected = nf.attention(*plain, **options)
+    assert output.transpose(1, 2).is_contiguous()
+    assert expected.is_contiguous()
+    torch.testing.assert_close(output, expected, atol=0, rtol=0)
+    place = output.untyped_storage().data_ptr()
+    assert sum(x.untyped_storage().data_ptr() == place for x in kept) == 1
+    upstream = torch.randn(output.shape, generator=seeded(9)).to(DEVICE)
+    found = torch.autograd.grad(output, laid, upstream)
+    for mine, true in zip(found, torch.autograd.grad(expected, plain, upstream), strict=True):
+        torch.testing.assert_close(mine.transpose(1, 2), true, atol=1e-5, rtol=1e-5)

@@ -100,7 +100,8 @@ class Cells:
         backend = self._backend(problem, settings, call)
         options = dataclasses.astuple(self.partition)
         recipe = Recipe(settings, problem.scale, problem.dropout_p, type(self.partition).__name__, options, backend)
-        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
+        shape = problem.query.shape[:3] if backend == "triton" and _kept_transposed(problem) else ()
+        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe, shape)
         if not call.diagnostics:
             return Outcome(result.output)
         info = {"keys_per_query": _keys_per_query(result, rows.visible, settings), **settings._asdict()}
@@ -157,6 +158,13 @@ class Cells:
             unfold=max(1, min(self.unfold or UNFOLD, segments * coarse)) if branching else 0,
             heights=_heights(length, segment) if causal else 1,
         )
+
+
+def _kept_transposed(problem: Problem) -> bool:
+    """Whether a gradient will be asked for, and queries came as a model's projection makes them, `[batch, length, heads, dim]`."""
+    inputs = (problem.query, problem.key, problem.value)
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return needed and problem.query.shape[1] > 1 and problem.query.transpose(1, 2).is_contiguous()
 
 
 def _exceeds(length: int, segment: int, cell_size: int, probes: int) -> str | None:
