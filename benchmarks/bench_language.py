@@ -7,7 +7,7 @@ python benchmarks/bench_language.py --quick                                # sho
 
 perplexity  8,192 tokens of each --text and of the prose of Python's language reference, all layers: exact attention, Cells, and
             the heaviest keys with as many of them (a perfect index), at 4, 7 and 10% of the past; errors of all heads
-needle      50 times: a sentence with a number, hidden in 7,000 tokens before the last segment, has to be completed at the end
+needle      50 times: a number that is told (once, or twice in a row) somewhere in 7,000 tokens has to be completed at the end
 prefill     131,072 tokens of all texts, positions extended, bfloat16: time of a forward pass, and perplexity, next to SDPA
 finetune    100 steps of 4,096 tokens, float32 weights, bfloat16 arithmetic: losses, memory and time next to SDPA
 
@@ -44,6 +44,7 @@ from nearfield.methods.exact import Exact
 TOKENS, BUDGETS = 8192, (0.04, 0.07, 0.10)
 NEEDLE_TOKENS, CASES, DIGITS = 7000, 50, 5
 NEEDLE = "The secret code of {place} is {number}."
+NEEDLES = {"once": NEEDLE, "twice": f"{NEEDLE} Again: the secret code of {{place}} is {{number}}."}
 QUESTION = "The secret code of {place} is"
 PLACES = (
     "Lisbon Oslo Cairo Lima Quito Hanoi Perth Turin Bergen Malmo Porto Seville Krakow Tbilisi Dakar Nairobi Kyoto Osaka Bogota "
@@ -106,42 +107,45 @@ def needle(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.
     """
     cases = options.cases or (2 if options.quick else CASES)
     tokens = options.tokens or (512 if options.quick else NEEDLE_TOKENS)
-    name, text = next(iter(texts.items()))
+    text_name, text = next(iter(texts.items()))
     segment = usual_segment(TOKENS if tokens > TOKENS // 2 else tokens)
     geometry = Geometry(tokens, segment)
     budgets = [0.1] if options.quick else BUDGETS
-    settings = [Setting("exact", Exact()), *geometry.settings(("cells", "topk"), budgets)]
+    settings = [Setting("exact", Exact()), *geometry.settings(("cells",), budgets)]
     paragraphs = [ids_of(tokenizer, part + "\n\n")[0] for part in re.split(r"\n\s*\n", text[: 40 * tokens]) if part.strip()]
-    rows = []
-    for case in each(range(cases), lambda case: f"case {case + 1}"):
-        ids, answer, depth = hidden(tokenizer, paragraphs, tokens, segment, random.Random(case))
-        row: dict[str, Any] = {"tokens": ids.shape[1], "depth": depth}
-        for setting in settings:
-            with attending(model, setting.method), torch.no_grad():
-                logits = model(ids.to(model.device), use_cache=False, logits_to_keep=answer + 1).logits[0, :-1]
-            row[setting.label] = bool((logits.argmax(-1).cpu() == ids[0, -answer:]).all())
-        rows.append(row)
-    found = {setting.label: sum(row[setting.label] for row in rows) for setting in settings}
+    found = {}
+    for name, sentence in NEEDLES.items():
+        rows = []
+        for case in each(range(cases), lambda case, name=name: f"told {name}, case {case + 1}"):
+            ids, answer, depth = hidden(tokenizer, paragraphs, tokens, segment, random.Random(case), sentence)
+            row: dict[str, Any] = {"tokens": ids.shape[1], "depth": depth}
+            for setting in settings:
+                with attending(model, setting.method), torch.no_grad():
+                    logits = model(ids.to(model.device), use_cache=False, logits_to_keep=answer + 1).logits[0, :-1]
+                row[setting.label] = bool((logits.argmax(-1).cpu() == ids[0, -answer:]).all())
+            rows.append(row)
+        count = {setting.label: sum(row[setting.label] for row in rows) for setting in settings}
+        found[name] = {"needle": sentence, "found": count, "by_case": rows}
     return {
-        "text": name,
-        "needle": NEEDLE,
+        "text": text_name,
         "question": QUESTION,
         "tokens": tokens,
         "segment": segment,
         "cases": cases,
-        "found": found,
         "methods": {setting.label: repr(setting.method) for setting in settings},
-        "by_case": rows,
+        "told": found,
     }
 
 
-def hidden(tokenizer: Any, paragraphs: list[Tensor], tokens: int, segment: int, draw: random.Random) -> tuple[Tensor, int, int]:
+def hidden(
+    tokenizer: Any, paragraphs: list[Tensor], tokens: int, segment: int, draw: random.Random, needle: str = NEEDLE
+) -> tuple[Tensor, int, int]:
     """Ids `[1, about tokens]` that end with a number, of how many tokens that is, and at which position the needle is.
 
     The needle stands between two paragraphs, anywhere before the segment that the end is in.
     """
     words = {"place": draw.choice(PLACES.split()), "number": str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS))}
-    sentence = ids_of(tokenizer, NEEDLE.format(**words) + "\n\n")[0]
+    sentence = ids_of(tokenizer, needle.format(**words) + "\n\n")[0]
     question = ids_of(tokenizer, QUESTION.format(**words))[0]
     both = ids_of(tokenizer, f"{QUESTION} {{number}}".format(**words))[0]
     answer = len(both) - len(question)
@@ -162,10 +166,10 @@ def hidden(tokenizer: Any, paragraphs: list[Tensor], tokens: int, segment: int, 
 
 
 def show_needle(results: dict[str, Any]) -> Table:
-    title = f"numbers found, {results['tokens']:,} tokens of {results['text']}"
-    found = table("attention", "found", "of", title=title, words=("attention",))
-    for label, count in results["found"].items():
-        found.add_row(label, str(count), str(results["cases"]))
+    title = f"numbers found of {results['cases']}, {results['tokens']:,} tokens of {results['text']}"
+    found = table("attention", *(f"told {name}" for name in results["told"]), title=title, words=("attention",))
+    for label in results["methods"]:
+        found.add_row(label, *(str(one["found"][label]) for one in results["told"].values()))
     return found
 
 

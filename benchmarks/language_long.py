@@ -90,6 +90,9 @@ def finetune(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, 
     found: dict[str, Any] = {}
     for name, attention, seed in each(plan, lambda item: f"finetune, {item[0]}"):
         found[name] = _tuned(model, attention, train, test, count, steps, seed)
+        if not seed:
+            again = _tuned(model, attention, train, test[:, :count], count, 3, seed, checkpointing=True)
+            found[name]["peak_megabytes_checkpointing"] = again["peak_megabytes"]
     return {
         "tokens": count,
         "steps": steps,
@@ -102,12 +105,16 @@ def finetune(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def _tuned(model: Any, attention: str, train: Tensor, test: Tensor, count: int, steps: int, seed: int) -> dict[str, Any]:
+def _tuned(
+    model: Any, attention: str, train: Tensor, test: Tensor, count: int, steps: int, seed: int, checkpointing: bool = False
+) -> dict[str, Any]:
     """Of a copy: losses of the steps, of what was held out afterwards (with exact attention), memory and time of a step."""
     other = torch.cuda.memory_allocated() / 2**20 if CUDA else 0.0
     model = copy.deepcopy(model)
     model.set_attn_implementation(attention)
     model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0, fused=CUDA)
     order = torch.Generator().manual_seed(seed)
     losses: list[Tensor] = []
@@ -164,9 +171,11 @@ def show_prefill(results: dict[str, Any]) -> Table:
 
 def show_finetune(results: dict[str, Any]) -> Table:
     title = f"{results['steps']} steps of {results['tokens']:,} tokens; held out: {results['held_out_before']:.4f} before"
-    found = table("attention", "first loss", "last losses", "held out after", "ms per step", "peak MB", title=title)
+    columns = ("first loss", "last losses", "held out after", "ms per step", "peak MB", "with checkpointing")
+    found = table("attention", *columns, title=title)
     for name, run in results["runs"].items():
         ms, memory = run["step_ms"], run["peak_megabytes"]
         numbers = [f"{x:.4f}" for x in (run["losses"][0], run["last"], run["held_out"])]
-        found.add_row(name, *numbers, f"{ms:.0f}" if ms else "", f"{memory:,.0f}" if memory else "")
+        less = run.get("peak_megabytes_checkpointing")
+        found.add_row(name, *numbers, f"{ms:.0f}" if ms else "", *(f"{x:,.0f}" if x else "" for x in (memory, less)))
     return found

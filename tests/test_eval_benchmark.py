@@ -49,7 +49,7 @@ def test_all_sections_run_quickly(
     monkeypatch.setattr(sys, "argv", ["bench_language.py", *arguments, "--only", "needle", "perplexity", "prefill", "finetune"])
     bench.main()
     shown = capsys.readouterr().out
-    assert "numbers found, 512 tokens" in shown
+    assert "numbers found of 2, 512 tokens" in shown
     assert "cells, 10%" in shown
     saved = json.loads((tmp_path / "out" / "language.json").read_text())
     assert set(saved) == {"needle", "perplexity", "prefill", "finetune"}
@@ -57,7 +57,9 @@ def test_all_sections_run_quickly(
     tuned = saved["finetune"]["results"]["runs"]
     assert {name: len(run["losses"]) for name, run in tuned.items()} == {"sdpa": 3, "cells": 3, "sdpa_other_order": 3}
     assert tuned["sdpa"]["losses"][0] == pytest.approx(tuned["cells"]["losses"][0], abs=0.05)
-    assert saved["needle"]["results"]["cases"] == len(saved["needle"]["results"]["by_case"]) == 2
+    needle = saved["needle"]["results"]
+    assert list(needle["told"]) == ["once", "twice"]
+    assert all(needle["cases"] == len(one["by_case"]) == 2 for one in needle["told"].values())
     labels = [one["label"] for one in saved["perplexity"]["results"]["settings"]]
     assert labels == ["exact", "cells, 10%", "topk, 10%"]
     assert saved["perplexity"]["results"]["where"]["device"] == "cpu"
