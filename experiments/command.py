@@ -27,16 +27,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds; results go to experiments/quick")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the results (default: experiments/results); report: of the page too")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (efficiency)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, whose results have a folder of their own")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="of one timed call (efficiency)")
     parser.add_argument(
         "--memory-limit", type=float, default=8.0, metavar="GB", help="of one timed call beyond its inputs (efficiency)"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="what language models are trained on (default: tiny Shakespeare)"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="folder or .gguf of a causal language model to fine-tune as well (gpt2-xl)"
     )
     parser.add_argument("--fresh", action="store_true", help="forget what is saved and start over")
     asked = parser.parse_args(arguments)
     if torch.device(asked.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, and torch sees none; leave it out to run on the CPU")
-    settings = Settings(asked.quick, asked.seed, asked.device, asked.time_limit, asked.memory_limit, asked.out)
+    settings = Settings(
+        asked.quick, asked.seed, asked.device, asked.time_limit, asked.memory_limit, asked.out, asked.text, asked.model
+    )
     console = Console()
     try:
         if asked.name == "report":

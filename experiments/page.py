@@ -25,13 +25,21 @@ def page(title: str, lead: str, sections: Sequence[str], contents: Sequence[tupl
     )
 
 
-def section(experiment: Experiment, told: Section, saved: dict[str, Any], figures: Path) -> str:
-    """One experiment: what the paper says, what was done here, findings, figures, tables, where it was measured."""
-    parts = [f'<section id="{experiment.name}"><h2>{text(experiment.title)}</h2>']
+def anchor(name: str, mark: str) -> str:
+    return f"{name}-{mark}" if mark else name
+
+
+def section(experiment: Experiment, told: Section, saved: dict[str, Any], figures: Path, mark: str = "") -> str:
+    """One experiment: what the paper says, what was done here, findings, figures, tables, where it was measured.
+
+    `mark`: of a second section about the same experiment.
+    """
+    where = f" ({mark})" if mark else ""
+    parts = [f'<section id="{anchor(experiment.name, mark)}"><h2>{text(experiment.title)}{where}</h2>']
     parts.append(f'<div class="pair"><div><h3>The paper</h3><p>{text(told.paper)}</p></div>')
     parts.append(f"<div><h3>Here</h3><p>{text(told.here)}</p></div></div>")
     parts += [finding(found) for found in told.findings]
-    parts += [figure(figures / f"{name}.svg", caption) for name, caption in told.captions.items()]
+    parts += [figure(figures / f"{name}.svg", caption, mark) for name, caption in told.captions.items()]
     parts += [table(found) for found in told.tables]
     parts += [f'<p class="note">{text(note)}</p>' for note in told.notes]
     parts.append(measured(experiment.name, saved))
@@ -46,11 +54,11 @@ def finding(found: Finding) -> str:
     )
 
 
-def figure(path: Path, caption: str) -> str:
+def figure(path: Path, caption: str, mark: str = "") -> str:
     drawn = path.read_text()
     drawn = drawn[drawn.index("<svg") :]
     # Ids are per file in SVG and per page in HTML.
-    drawn = re.sub(r'(id="|href="#|url\(#)', lambda found: f"{found[1]}{path.stem}-", drawn)
+    drawn = re.sub(r'(id="|href="#|url\(#)', lambda found: f"{found[1]}{anchor(path.stem, mark)}-", drawn)
     drawn = re.sub(
         r'(<svg[^>]*?) width="[^"]*pt"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*pt"', r"\1", drawn, count=1), count=1
     )
@@ -63,9 +71,16 @@ def figure(path: Path, caption: str) -> str:
 
 def table(found: Table) -> str:
     head = "".join(f"<th>{text(cell)}</th>" for cell in found.head)
-    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in line) + "</tr>" for line in found.body)
+    body = "".join("<tr>" + "".join(f"<td>{entry(cell)}</td>" for cell in line) + "</tr>" for line in found.body)
     inside = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<details open><summary>{text(found.title)}</summary><div class="wide">{inside}</div></details>'
+
+
+def entry(words: str) -> str:
+    """What a cell of a table holds: marked up, unless it has several lines, which are shown as they are."""
+    if "\n" not in words:
+        return text(words)
+    return f'<pre style="margin: 0; text-align: left">{html.escape(words, quote=False)}</pre>'
 
 
 def measured(name: str, saved: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments import look, page
 from experiments.catalogue import EXPERIMENTS
+from experiments.settings import ON_GPU
 from experiments.store import read
 
 LEAD = (
@@ -20,17 +21,19 @@ def build(results: Path, out: Path) -> Path:
     """Write the page about the experiments whose results are complete; figures are drawn anew."""
     sections, contents, verdicts, missing = [], [], Counter[str](), []
     for name, experiment in EXPERIMENTS.items():
-        path = results / f"{name}.json"
-        saved = read(path) if path.exists() else None
-        if saved is None or not saved["complete"]:
+        found = [folder for folder in (results, results / ON_GPU) if _is_complete(folder / f"{name}.json")]
+        if not found:
             missing.append(name)
-            continue
-        rows = [row for unit in saved["units"].values() for row in unit["rows"]]
-        look.save(experiment.draw(rows), results / "figures")
-        told = experiment.tell(rows)
-        verdicts.update(finding.verdict for finding in told.findings)
-        sections.append(page.section(experiment, told, saved, results / "figures"))
-        contents.append((name, experiment.title))
+        for folder in found:
+            saved = read(folder / f"{name}.json")
+            rows = [row for unit in saved["units"].values() for row in unit["rows"]]
+            look.save(experiment.draw(rows), folder / "figures")
+            told = experiment.tell(rows)
+            verdicts.update(finding.verdict for finding in told.findings)
+            # Where there are both, the second is told apart.
+            mark = ON_GPU if folder != found[0] else ""
+            sections.append(page.section(experiment, told, saved, folder / "figures", mark))
+            contents.append((page.anchor(name, mark), experiment.title + (", on a GPU" if mark else "")))
     if not sections:
         raise ValueError(
             f"there are no complete results in {results}; run `python -m experiments all` first (add --quick for small sizes)"
@@ -46,3 +49,7 @@ def build(results: Path, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page.page("The paper's experiments, run again", lead, sections, contents))
     return out
+
+
+def _is_complete(path: Path) -> bool:
+    return path.exists() and bool(read(path)["complete"])

@@ -9,6 +9,8 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 QUICK_RESULTS = HERE / "quick"
+ON_GPU = "cuda"
+"""the folder in these for results of a GPU"""
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,16 @@ class Settings:
     memory_limit: float = 8.0
     """gigabytes that one timed call may need beyond its inputs (efficiency); 8 is what the paper's machine had"""
     out: Path | None = None
+    text: Path | None = None
+    """what to train on; None: tiny Shakespeare"""
+    model: Path | None = None
+    """folder or .gguf of a causal language model to fine-tune as well (gpt2-xl)"""
 
     @property
     def folder(self) -> Path:
-        """Where results go. Small ones keep away from the full ones."""
-        return self.out or (QUICK_RESULTS if self.quick else RESULTS)
+        """Where results go. Small ones keep away from the full ones, and those of a GPU from those of a CPU."""
+        usual = QUICK_RESULTS if self.quick else RESULTS
+        return self.out or (usual if self.device == "cpu" else usual / ON_GPU)
 
     def identity(self) -> dict[str, Any]:
         """What has to agree for saved results to be those of this run. Limits may change: what they stopped is tried again."""

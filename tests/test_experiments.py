@@ -257,3 +257,16 @@ def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["efficiency", "--device", "cuda"])
     assert "--device cuda needs a CUDA device" in capsys.readouterr().err
+
+
+def test_results_of_a_gpu_have_a_folder_and_a_section_of_their_own(folder: Path, tmp_path: Path) -> None:
+    assert Settings(device="cuda").folder == Settings().folder / "cuda"
+    for place in (tmp_path, tmp_path / "cuda"):
+        place.mkdir(exist_ok=True)
+        (place / "theory.json").write_text((folder / "theory.json").read_text())
+    main(["report", "--out", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="theory"' in page
+    assert 'id="theory-cuda"' in page
+    ids = re.findall(r'id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))

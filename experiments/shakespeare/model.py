@@ -1,0 +1,96 @@
+"""A GPT in the manner of GPT-2: characters in, logits of the next character out. Its attention can be exchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.shakespeare.methods import attend
+from experiments.shakespeare.sizes import Sizes
+from nearfield.methods.base import Method
+
+Watch = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""is shown query, key, value and output of every layer"""
+
+
+class Attention(nn.Module):
+    """Causal attention by `method`. Dropout acts on what comes out: not every method can drop single weights."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.qkv = nn.Linear(sizes.width, 3 * sizes.width, bias=False)
+        self.out = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.method: Method | None = None
+        self.watch: Watch | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        output = attend(query, key, value, self.method)
+        if self.watch is not None:
+            self.watch(query, key, value, output)
+        return self.out(output.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention, then a layer four times as wide; each after a norm, and added to what came in."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm, self.norm_wide = nn.LayerNorm(sizes.width, bias=False), nn.LayerNorm(sizes.width, bias=False)
+        self.attention = Attention(sizes)
+        self.up = nn.Linear(sizes.width, 4 * sizes.width, bias=False)
+        self.down = nn.Linear(4 * sizes.width, sizes.width, bias=False)
+        self.dropout = nn.Dropout(sizes.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm_wide(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, sizes: Sizes, symbols: int) -> None:
+        super().__init__()
+        self.symbol = nn.Embedding(symbols, sizes.width)
+        self.position = nn.Embedding(sizes.context, sizes.width)
+        self.dropout = nn.Dropout(sizes.dropout)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.blocks:
+            for last in (block.attention.out, block.down):  # two per layer are added up: their sum stays of order one
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * sizes.layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """`[batch, length]` -> `[batch, length, symbols]`. What an embedding says is also how a character is recognised."""
+        x = self.dropout(self.symbol(ids) + self.position.weight[: ids.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.symbol.weight)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """Mean of -log p(next character) over windows `[batch, length + 1]`."""
+        return F.cross_entropy(self(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    def attend_with(self, method: Method | None) -> None:
+        for block in self.blocks:
+            block.attention.method = method
+
+    def show(self, watch: Watch | None) -> None:
+        """Let `watch` see every attention from now on; None: nobody."""
+        for block in self.blocks:
+            block.attention.watch = watch
+
+    def size(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def precision(device: torch.device) -> torch.autocast:
+    """bfloat16 on a GPU, float32 elsewhere. Every weight is used once in a pass, so that nothing is gained by keeping casts."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)

@@ -1,0 +1,48 @@
+"""How large everything is: the model, the text it reads at a time, how long it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECONDS = 110.0
+"""A unit that takes longer stops there, and says so."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and its training; the defaults are nanoGPT's for Shakespeare in characters."""
+
+    context: int
+    batch: int
+    iterations: int
+    interval: int
+    """iterations from one evaluation to the next"""
+    methods: tuple[str, ...]
+    layers: int = 6
+    heads: int = 6
+    width: int = 384
+    dropout: float = 0.2
+    warm_up: int = 100
+    """iterations in which the learning rate rises"""
+    evaluated: int = 7
+    """batches of windows, evenly spaced, that a perplexity is taken over: at the full sizes about all of the validation text"""
+    written: int = 224
+    """characters of the sample; it continues a prompt that fills the rest of the context"""
+    seconds: float = SECONDS
+
+
+SHORT = ("exact", "topk-5", "topk", "tail", "cells")
+LONG = ("exact", "topk", "tail", "cells", "cells-default")
+ON_GPU = (
+    Sizes(256, 64, 5000, 250, SHORT),
+    Sizes(4096, 4, 1000, 100, LONG),  # as many characters in a step
+)
+ON_CPU = (
+    Sizes(64, 12, 2000, 100, SHORT, layers=4, heads=4, width=128, dropout=0.0, evaluated=4, written=40),
+    Sizes(1024, 1, 500, 50, LONG, layers=4, heads=4, width=128, dropout=0.0, evaluated=4),
+)
+"""As nanoGPT does without a GPU."""
+QUICK = (
+    Sizes(64, 2, 16, 4, SHORT, layers=2, heads=1, width=32, warm_up=4, evaluated=2, written=16),
+    Sizes(144, 2, 8, 4, LONG[:-1], layers=2, heads=1, width=32, warm_up=4, evaluated=2, written=16),
+)

@@ -1,0 +1,271 @@
+"""The experiment on Shakespeare: its text, its model, its training, and that what it says follows the numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import nearfield as nf
+from experiments import corpus as texts
+from experiments.corpus import Corpus, load_corpus
+from experiments.experiment import Rows
+from experiments.page import entry
+from experiments.settings import Settings
+from experiments.shakespeare.evaluate import attention_errors, keys, perplexity, write
+from experiments.shakespeare.methods import NAMES, method
+from experiments.shakespeare.model import GPT
+from experiments.shakespeare.plan import measure, plan, stale
+from experiments.shakespeare.sizes import ON_GPU, QUICK, Sizes
+from experiments.shakespeare.tell import growing_error, small_gap, tell, widening
+from experiments.shakespeare.text import at, numbered, windows
+from experiments.shakespeare.train import LEAST_RATE, RATE, Trainer, rate
+
+SMALL = Sizes(16, 4, 40, 20, ("exact",), layers=1, heads=2, width=32, dropout=0.0, warm_up=4, evaluated=2, written=8)
+COUNTING = Corpus("counting", "0123456789" * 400, "none")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test asks the network, nor looks into the user's cache."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr("urllib.request.urlopen", refused)
+    monkeypatch.setenv("NEARFIELD_CACHE", str(tmp_path / "cache"))
+
+
+def model_of(sizes: Sizes, symbols: int = 10) -> GPT:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT(sizes, symbols).eval()
+
+
+def test_a_text_that_is_named_is_read_and_hashed(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("to be or not")
+    found = load_corpus(Settings(text=path))
+    assert found == Corpus("own.txt", "to be or not", hashlib.sha256(b"to be or not").hexdigest())
+
+
+@pytest.mark.parametrize(("content", "problem"), [(None, "cannot be read"), (b"\xff\xfe\xff", "must be text in UTF-8")])
+def test_a_text_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    path = tmp_path / "own.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"own.txt {problem}"):
+        load_corpus(Settings(text=path))
+
+
+def test_offline_there_is_the_standard_library_and_it_says_so() -> None:
+    found = load_corpus(Settings())
+    assert found.name.startswith("the standard library of Python 3.")
+    assert found == load_corpus(Settings(quick=True))
+    assert found.sha256 == hashlib.sha256(found.text.encode()).hexdigest()
+    assert "def " in found.text
+
+
+def test_a_download_is_checked_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        def __init__(self, content: bytes) -> None:
+            self.content = content
+
+        def __enter__(self) -> Answer:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def read(self) -> bytes:
+            return self.content
+
+    monkeypatch.setattr(texts, "SHA256", hashlib.sha256(b"a play").hexdigest())
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: Answer(b"another page"))
+    assert load_corpus(Settings()).name.startswith("the standard library")
+    assert not texts.cached_copy().exists()
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: Answer(b"a play"))
+    assert load_corpus(Settings()).text == "a play"
+
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("it is in the cache"))
+    assert load_corpus(Settings()).name == "tiny Shakespeare"
+    assert load_corpus(Settings(quick=True)).name.startswith("the standard library")
+    assert load_corpus(Settings(text=texts.cached_copy())).name == "tiny Shakespeare"
+    texts.cached_copy().write_text("a pl")
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: Answer(b"a play"))
+    assert load_corpus(Settings()).text == "a play"
+
+
+def test_windows_cover_the_text_and_the_next_character() -> None:
+    text = numbered(COUNTING, 16, "cpu")
+    assert (text.symbols, len(text.train), len(text.validation)) == ("0123456789", 3600, 400)
+    found = windows(text.validation, 16, 30)
+    assert found.shape == (30, 17)
+    assert torch.equal(found[0], text.validation[:17])
+    assert torch.equal(found[-1], text.validation[-17:])
+    assert text.characters(at(text.train, torch.tensor([3]), 4)[0]) == "34567"
+    with pytest.raises(ValueError, match=r"counting has 4,000 characters.*4,096 needs 40,98.*--text"):
+        numbered(COUNTING, 4096, "cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_character_sees_those_after_it(name: str) -> None:
+    """Which the paper's model did."""
+    sizes = replace(SMALL, context=64)
+    model = model_of(sizes)
+    model.attend_with(method(name, 64))
+    ids = torch.arange(64)[None] % 10
+    changed = ids.clone()
+    changed[:, 40:] = 7
+    with torch.random.fork_rng(devices=[]):
+        before, after = (torch.manual_seed(0) and model(x) for x in (ids, changed))
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40:], after[:, 40:])
+
+
+def test_methods_of_a_context_look_at_about_as_many_keys() -> None:
+    inputs = torch.randn(3, 1, 2, 256, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
+    found = {
+        name: nf.estimate(*inputs, is_causal=True, method=method(name, 256)).info["keys_per_query"]
+        for name in ("topk", "tail", "cells")
+    }
+    assert max(found.values()) < 1.25 * min(found.values()), found
+    assert [sizes.batch * sizes.context for sizes in ON_GPU] == [16384, 16384]
+
+
+def test_errors_are_those_of_attention() -> None:
+    sizes = replace(SMALL, context=64, layers=2)
+    model = model_of(sizes)
+    read = windows(numbered(COUNTING, 64, "cpu").validation, 64, 2)
+    assert attention_errors(model, read)["max"] == 0.0
+    model.attend_with(nf.TopK(5))
+    few = attention_errors(model, read)
+    model.attend_with(nf.TopK(40))
+    many = attention_errors(model, read)
+    assert len(few["means"]) == 2
+    assert few["max"] > few["mean"] > many["mean"] > 0
+    assert keys(model, read, nf.TopK(5)) == pytest.approx((1 + 2 + 3 + 4 + 60 * 5) / 64)
+    assert keys(model, read, None) == 32.5
+    assert model.blocks[0].attention.watch is None
+
+
+@pytest.mark.parametrize("name", ["exact", "topk-5"])
+def test_a_model_learns_to_count(name: str) -> None:
+    text = numbered(COUNTING, 16, "cpu")
+    model = model_of(SMALL).train()
+    model.attend_with(method(name, 16))
+    judged = windows(text.validation, 16, 8)
+    before = perplexity(model, judged, 4)
+    trainer = Trainer(model, text.train, replace(SMALL, iterations=200), 0, captured=False)
+    for i in range(200):
+        trainer.step(i)
+    model.eval()
+    assert before > 8
+    assert perplexity(model, judged, 4) < 1.5
+    assert text.characters(write(model, text.validation[:8], 8, 0)) == "89012345"
+
+
+def test_the_rate_rises_and_falls() -> None:
+    sizes = ON_GPU[0]
+    rates = [rate(i, sizes) for i in range(sizes.iterations)]
+    assert max(rates) == pytest.approx(RATE)
+    assert rates.index(max(rates)) == sizes.warm_up
+    assert rates[:100] == sorted(rates[:100])
+    assert rates[100:] == sorted(rates[100:], reverse=True)
+    assert rates[-1] == pytest.approx(LEAST_RATE, rel=0.01)
+
+
+def test_a_unit_is_the_same_again_and_stops_in_time() -> None:
+    text = numbered(COUNTING, 16, "cpu")
+
+    def unit(**changed: Any) -> Rows:
+        return measure(COUNTING, text, replace(SMALL, **changed), "exact", seed=1)
+
+    state = torch.get_rng_state()
+    rows, again = unit(), unit()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [row["iteration"] for row in rows[:-1]] == [0, 20, 40]
+    assert rows[:-1] == again[:-1]
+    assert (rows[-1]["sample"], rows[-1]["stopped"]) == (again[-1]["sample"], False)
+    assert len(rows[-1]["sample"]) == SMALL.written
+    assert rows[-1]["prompt"] == "01234567"
+    late = unit(seconds=0.0)
+    assert (late[-1]["stopped"], late[-1]["limit"]) == (True, 0.0)
+    assert late[-1]["iterations"] == late[-2]["iteration"] < 40
+
+
+def test_another_text_or_more_time_is_measured_again() -> None:
+    end = {"sha256": "none", "asked": 40, "stopped": False, "limit": 1.0}
+    assert not stale(end, COUNTING, replace(SMALL, seconds=2.0))
+    assert stale({**end, "stopped": True}, COUNTING, replace(SMALL, seconds=2.0))
+    assert stale({**end, "sha256": "other"}, COUNTING, SMALL)
+    assert stale({**end, "asked": 30}, COUNTING, SMALL)
+
+
+def test_there_is_a_unit_for_every_method_and_context() -> None:
+    assert [unit.key for unit in plan(Settings(quick=True))] == [
+        f"context={sizes.context}, {name}" for sizes in QUICK for name in sizes.methods
+    ]
+
+
+def rows_of(exact: list[float], few: list[float], largest: list[float]) -> Rows:
+    """Perplexities with exact attention and with five keys, and the largest error of these, over training."""
+    rows: Rows = []
+    for name, curve in (("exact", exact), ("topk-5", few)):
+        for i, (validation, most) in enumerate(zip(curve, largest, strict=True)):
+            errors = {"mean": most / 4, "max": most, "means": [most / 4]}
+            at_time = {"iteration": 10 * i, "train": validation / 2, "validation": validation}
+            rows.append({"kind": "evaluation", "context": 64, "method": name, **at_time, **errors})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("exact", "few", "largest", "verdicts"),
+    [
+        ([9, 5, 4, 5], [9, 5.1, 4.1, 5.5], [2, 1, 1, 1.5], ("partly", "confirmed", "confirmed")),
+        ([9, 5, 4, 5], [9, 5.1, 4.1, 4.6], [2, 1, 1, 1.5], ("confirmed", "partly", "partly")),
+        ([9, 5, 4, 5], [9, 6.0, 5.0, 5.5], [2, 1, 1, 0.9], ("refuted", "refuted", "refuted")),
+        ([9, 5, 4, 3], [9, 5.1, 4.1, 3.1], [2, 1, 1, 1.5], ("confirmed", "partly", "partly")),
+        ([9, 5, 4, 5], [9, 5.1, 4.1, 5.1], [2, 1, 1, 1.5], ("confirmed", "refuted", "partly")),
+    ],
+)
+def test_verdicts_follow_the_numbers(
+    exact: list[float], few: list[float], largest: list[float], verdicts: tuple[str, ...]
+) -> None:
+    rows = rows_of(exact, few, largest)
+    assert tuple(finding(rows).verdict for finding in (small_gap, widening, growing_error)) == verdicts
+
+
+def test_a_method_that_stopped_early_is_compared_where_it_stopped() -> None:
+    """Its last evaluation lies between those of exact attention, and counts for neither."""
+    rows = rows_of([9, 5, 4, 5], [9, 5, 8, 8], [1, 1, 1, 1])
+    rows = [row for row in rows if row["method"] == "exact" or row["iteration"] < 20]
+    rows.append({**rows[-1], "iteration": 17, "validation": 8.0})
+    found = small_gap(rows)
+    assert found.verdict == "confirmed"
+    assert "after 10 iterations the validation perplexity is 5 against 5" in found.evidence
+
+
+def test_the_section_names_the_text_and_shows_samples() -> None:
+    runs = [replace(SMALL, iterations=4, interval=2, methods=("exact", "topk-5")), replace(SMALL, context=32, iterations=2)]
+    rows: Rows = []
+    for sizes in (runs[0], replace(runs[1], methods=("exact", "cells"), interval=1)):
+        text = numbered(COUNTING, sizes.context, "cpu")
+        for name in sizes.methods:
+            rows += measure(COUNTING, text, sizes, name, seed=0)
+    section = tell(rows)
+    assert "counting (4,000 characters" in section.here
+    samples = [line[1] for table in section.tables if table.head[-1] == "sample" for line in table.body]
+    assert len(samples) == 4
+    for sample in samples:
+        assert entry(sample).count(sample.strip()) == 1
+
+
+def test_cells_of_several_lines_are_shown_as_they_are() -> None:
+    assert entry("`a` < b") == "<code>a</code> &lt; b"
+    assert entry("`a`\n< b").endswith(">`a`\n&lt; b</pre>")
