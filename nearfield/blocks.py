@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 BLOCK_BYTES = 64 << 20
+ON_GPU = 8
+"""times as much on a GPU, where small blocks take as long to start as to compute"""
 
 
-def row_blocks(shape: Sequence[int], bytes_per_row: int) -> Iterator[slice]:
+def row_blocks(shape: Sequence[int], bytes_per_row: int, on_gpu: bool = False) -> Iterator[slice]:
     """Ranges that cover the rows of `[batch, rows]`, each of about `BLOCK_BYTES` over all batch entries (at least one row)."""
     batch, rows = shape
-    step = max(1, BLOCK_BYTES // max(1, bytes_per_row * batch))
+    step = max(1, BLOCK_BYTES * (ON_GPU if on_gpu else 1) // max(1, bytes_per_row * batch))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -161,7 +161,7 @@ class Cells:
 
 
 def _kept_transposed(problem: Problem) -> bool:
-    """Whether a gradient will be asked for, and queries came as a model's projection makes them, `[batch, length, heads, dim]`."""
+    """Whether a gradient will be asked for, and queries lie as a model's projection makes them, `[batch, length, heads, dim]`."""
     inputs = (problem.query, problem.key, problem.value)
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return needed and problem.query.shape[1] > 1 and problem.query.transpose(1, 2).is_contiguous()

@@ -82,8 +82,9 @@ class _TopKPlanner:
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
         # About ten words per pair on a CPU; the reference kernels hold gathered rows as well.
-        words = 10 + (2 * dim if self.rows.queries.device.type != "cpu" or self.call.backend == "reference" else 0)
-        return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size())
+        on_gpu = self.rows.queries.device.type != "cpu"
+        words = 10 + (2 * dim if on_gpu or self.call.backend == "reference" else 0)
+        return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size(), on_gpu)
 
     def plan(self, block: slice) -> Plan:
         rows = self.rows.at(block)
