@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments.efficiency.paper import MARKS
 from experiments.experiment import Rows
-from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, end_labels, lengths, panels, say, styled
+from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, lengths, panels, say, styled
 
 COLORS = {"naive": QUIET, "sdpa": INK, "topk-sqrt": SAGE, "topk-fourth": OCHRE, "cells": CORAL}
 LABELS = {
@@ -20,18 +21,14 @@ LABELS = {
 }
 
 
-Ends = list[tuple[float, float, str, str]]
-
-
 @styled
 def draw(rows: Rows) -> dict[str, Figure]:
     figure, axes = panels(2, 2, 11.5, 7.6, sharex=True)
-    ends: dict[tuple[int, int], Ends] = {}
     for column, causal in enumerate((True, False)):
         mine = [row for row in rows if row["causal"] == causal]
         title = "causal, as in the paper's listing" if causal else "no mask"
-        ends[0, column] = curves(axes[0, column], mine, "seconds")
-        ends[1, column] = curves(axes[1, column], mine, "megabytes")
+        curves(axes[0, column], mine, "seconds")
+        curves(axes[1, column], mine, "megabytes")
         axes[0, column].set_title(f"Time, {title}")
         axes[1, column].set_title(f"Peak memory beyond the inputs, {title}")
         if causal:
@@ -42,7 +39,7 @@ def draw(rows: Rows) -> dict[str, Figure]:
     for axis in axes.flat:
         axis.set_yscale("log")
         lengths(axis, sizes)
-        axis.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.9)
+        axis.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.25)
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     for axis in axes[0]:
         axis.set_xlabel("")
@@ -51,37 +48,28 @@ def draw(rows: Rows) -> dict[str, Figure]:
         low, high = min(axis.get_ylim()[0] for axis in pair), max(axis.get_ylim()[1] for axis in pair)
         for axis in pair:
             axis.set_ylim(low, 1.6 * high)
-    for place, found in ends.items():
-        end_labels(axes[place], found, height=215)
+    ran = [method for method in COLORS if any(row["method"] == method for row in rows)]
+    handles: list[Any] = [Line2D([], [], color=COLORS[method], marker="o", label=LABELS[method]) for method in ran]
+    handles.append(Line2D([], [], color=QUIET, linestyle=":", marker="x", markersize=6, label="beyond the limit of a call"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return {"efficiency": figure}
 
 
-def curves(axis: Any, rows: Rows, what: str) -> Ends:
-    """One line per method; dotted to a cross where the next length would pass the limit of this panel. Returns their ends."""
-    ends: Ends = []
+def curves(axis: Any, rows: Rows, what: str) -> None:
+    """One line per method; dotted to a cross where the next length would pass the limit of this panel."""
     for method, color in COLORS.items():
         mine = [row for row in rows if row["method"] == method]
         ran = [row for row in mine if row["status"] == "ok"]
         if not ran:
             continue
         x, y = [row["n"] for row in ran], [max(row[what], 1.0 if what == "megabytes" else 1e-4) for row in ran]
-        width = 2.4 if method == "cells" else 1.6
-        axis.plot(x, y, "o-", color=color, linewidth=width)
+        axis.plot(x, y, "o-", color=color, linewidth=2.4 if method == "cells" else 1.6)
         stopped = next((row for row in mine if row["status"] != "ok"), None)
-        end = (x[-1], y[-1], "")
-        if stopped is not None:
-            end = (x[-1], y[-1], f"  ({stopped['status']})")
-            if (stopped["status"] == "time") == (what == "seconds"):
-                limit = stopped["limit"] * (1024 if what == "megabytes" else 1)
-                reached = stopped["predicted"] or max(limit, y[-1])
-                axis.plot([x[-1], stopped["n"]], [y[-1], reached], ":", color=color, linewidth=1.1)
-                axis.plot([stopped["n"]], [reached], "x", color=color, markersize=6, markeredgewidth=1.6)
-                end = (stopped["n"], reached, end[2])
-        if method == "naive" and end[0] == x[-1] and what == "seconds":  # the uppermost line, with others to its right
-            say(axis, end[0], end[1], LABELS[method] + end[2], color, (-4, 8), ha="right")
-            continue
-        ends.append((end[0], end[1], LABELS[method] + end[2], color))
-    return ends
+        if stopped is not None and (stopped["status"] == "time") == (what == "seconds"):
+            limit = stopped["limit"] * (1024 if what == "megabytes" else 1)
+            reached = stopped["predicted"] or max(limit, y[-1])
+            axis.plot([x[-1], stopped["n"]], [y[-1], reached], ":", color=color, linewidth=1.1)
+            axis.plot([stopped["n"]], [reached], "x", color=color, markersize=6, markeredgewidth=1.6)
 
 
 def paper(axis: Any, longest: int) -> None:
