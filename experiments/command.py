@@ -14,7 +14,7 @@ from experiments.report import build
 from experiments.runner import run
 from experiments.settings import HERE, Settings
 
-COLORS = {"confirmed": "green", "refuted": "red", "partly": "yellow", "beyond": "cyan"}
+COLORS = {"confirmed": "green", "refuted": "red", "partly": "yellow", "untested": "magenta", "beyond": "cyan"}
 
 
 def main(arguments: list[str] | None = None) -> None:

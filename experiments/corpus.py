@@ -28,6 +28,9 @@ class Corpus:
     text: str
     sha256: str
 
+    def __str__(self) -> str:
+        return named(self.name, self.sha256)
+
 
 def load_corpus(settings: Settings) -> Corpus:
     """`settings.text`, or tiny Shakespeare (kept in the cache folder once downloaded), or what a Python without a network has.
@@ -104,6 +107,10 @@ def standard_library() -> Corpus:
             break
     version = sysconfig.get_python_version()
     return corpus(f"the standard library of Python {version}", "".join(parts)[:LIBRARY_CHARACTERS].encode())
+
+
+def named(name: str, sha256: str) -> str:
+    return f"{name} (sha256 {sha256[:12]})"
 
 
 def corpus(name: str, content: bytes) -> Corpus:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from experiments.corpus import Corpus
 from experiments.settings import Settings
 
 Row = dict[str, Any]
@@ -13,7 +14,7 @@ Row = dict[str, Any]
 Rows = list[Row]
 Done = Mapping[str, Rows]
 """The rows of the units that are done, by the units' keys."""
-Verdict = Literal["confirmed", "refuted", "partly", "beyond"]
+Verdict = Literal["confirmed", "refuted", "partly", "untested", "beyond"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Unit:
     """is given what is done so far: some units depend on earlier ones"""
     stale: Callable[[Rows], bool] = lambda rows: False
     """whether saved rows of this unit are to be measured again"""
+    digest: str = ""
+    """of the sizes that it is measured with (`digest.digest`): saved rows of another one are measured again"""
+    corpus: Corpus | None = None
+    """the text that it reads, where rows depend on it: they then hold its `sha256`, and its name as `corpus`"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Finding:
 
     claim: str
     verdict: Verdict
-    """"beyond": the paper makes no claim here"""
+    """"untested": the runs never came to what the claim is about; "beyond": the paper makes no claim here"""
     evidence: str
     why: str = ""
 
@@ -68,3 +73,5 @@ class Experiment:
     draw: Callable[[Rows], Mapping[str, Any]]
     """rows -> matplotlib figures by name"""
     tell: Callable[[Rows], Section]
+    keep: Callable[[Rows], bool] = lambda rows: False
+    """whether saved rows of a unit that is not planned this time are still told and drawn; others are dropped"""

@@ -11,7 +11,13 @@ from typing import Any
 from experiments.experiment import Experiment, Finding, Section, Table
 
 STYLE = (Path(__file__).parent / "page.css").read_text()
-VERDICTS = {"confirmed": "confirmed", "refuted": "refuted", "partly": "partly", "beyond": "beyond the paper"}
+VERDICTS = {
+    "confirmed": "confirmed",
+    "refuted": "refuted",
+    "partly": "partly",
+    "untested": "untested",
+    "beyond": "beyond the paper",
+}
 
 
 def page(title: str, lead: str, sections: Sequence[str], contents: Sequence[tuple[str, str]]) -> str:

@@ -29,9 +29,10 @@ def build(results: Path, out: Path) -> Path:
             rows = [row for unit in saved["units"].values() for row in unit["rows"]]
             look.save(experiment.draw(rows), folder / "figures")
             told = experiment.tell(rows)
-            verdicts.update(finding.verdict for finding in told.findings)
-            # Where there are both, the second is told apart.
+            # Where there are both, the second is told apart, and its claims, which are the same, are not counted again.
             mark = ON_GPU if folder != found[0] else ""
+            if not mark:
+                verdicts.update(finding.verdict for finding in told.findings)
             sections.append(page.section(experiment, told, saved, folder / "figures", mark))
             contents.append((page.anchor(name, mark), experiment.title + (", on a GPU" if mark else "")))
     if not sections:

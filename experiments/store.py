@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.corpus import Corpus, named
 from experiments.experiment import Done, Finding, Rows
 from experiments.settings import Settings
 from nearfield.environment import environment
@@ -51,20 +52,35 @@ class Store(Mapping[str, Rows]):
     def __len__(self) -> int:
         return len(self._content["units"])
 
-    def save(self, key: str, rows: Rows, seconds: float) -> None:
-        """Keep the rows of one unit, with the environment they were measured in."""
+    def digest(self, key: str) -> str:
+        """Of the sizes that a unit was measured with; nothing where it has none."""
+        return self._content["units"][key].get("digest", "")
+
+    def check_text(self, corpus: Corpus) -> None:
+        """Refuse to go on where saved rows are about another text: measuring them again would overwrite them."""
+        for row in all_rows(self):
+            if row.get("sha256", corpus.sha256) != corpus.sha256:
+                other = named(row.get("corpus", "another text"), row["sha256"])
+                raise ValueError(
+                    f"{self.path} holds results about {other}, and this run reads {corpus}; "
+                    "name the first with --text, use --out for another folder, or --fresh to start over"
+                )
+
+    def save(self, key: str, rows: Rows, seconds: float, digest: str = "") -> None:
+        """Keep the rows of one unit, with the environment and the digest of the sizes they were measured with."""
         here = environment(self._device)
         known: list[dict[str, Any]] = self._content["environments"]
         number = next((i for i, other in enumerate(known) if _same(here, other)), len(known))
         if number == len(known):
             known.append(here)
-        unit = {"environment": number, "seconds": round(seconds, 3), "rows": plain(rows)}
+        made = {"digest": digest} if digest else {}
+        unit = {"environment": number, "seconds": round(seconds, 3), **made, "rows": plain(rows)}
         self._content["units"][key] = unit
         self._content["complete"] = False
         self._write()
 
     def finish(self, keys: Sequence[str], findings: Sequence[Finding]) -> None:
-        """Every planned unit is there: put them in the order of the plan, drop those that are no longer planned."""
+        """Every unit that is told is there: put them in this order, and drop the others, which are of an older plan."""
         units = {key: self._content["units"][key] for key in keys}
         finished = {**self._content, "units": units, "findings": [asdict(finding) for finding in findings], "complete": True}
         if finished != self._content:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
+
+ALIKE = 0.05
+"""Times that differ by less count as the same."""
+NOT_FINITE = "not finite"
 
 
 def middle(values: Iterable[float]) -> float:
@@ -12,6 +17,8 @@ def middle(values: Iterable[float]) -> float:
 
 def percent(x: float) -> str:
     """Two digits that count: 12%, 1.2%, 0.0012%."""
+    if not math.isfinite(x):
+        return NOT_FINITE
     return f"{100 * x:.0f}%" if abs(x) >= 0.0995 else f"{float(f'{100 * x:.2g}'):g}%"
 
 
@@ -30,7 +37,28 @@ def times(x: float) -> str:
 
 def number(x: float | None) -> str:
     """Three digits; a dash where there is none."""
+    if x is not None and not math.isfinite(x):
+        return NOT_FINITE
     return "–" if x is None else f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def fixed(x: float, digits: int = 2) -> str:
+    return f"{x:.{digits}f}" if math.isfinite(x) else NOT_FINITE
+
+
+def finite(x: float | None) -> float:
+    """A number that was saved: those that are not finite were saved as none, and are larger than all others."""
+    return math.inf if x is None else x
+
+
+def change(new: float, old: float) -> float:
+    """By how much a number has grown: 0.05 is 5%. Not finite where either is not."""
+    return new / old - 1 if math.isfinite(old) else math.nan
+
+
+def faster(seconds: float, other: float) -> bool:
+    """Whether a time is shorter by more than counts as the same."""
+    return other / seconds - 1 >= ALIKE
 
 
 def listed(words: Sequence[str]) -> str:

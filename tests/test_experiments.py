@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,16 +20,19 @@ from rich.console import Console
 
 from experiments import look, runner
 from experiments.catalogue import EXPERIMENTS
-from experiments.command import main
+from experiments.command import COLORS, main
+from experiments.corpus import Corpus
+from experiments.digest import digest
 from experiments.efficiency.plan import extrapolated, measured
 from experiments.efficiency.tell import tell as tell_efficiency
 from experiments.error_vs_k.tell import minimal
-from experiments.experiment import Experiment, Rows, Section, Unit
+from experiments.experiment import Experiment, Rows, Section, Unit, Verdict
 from experiments.gradient_descent.printed_law import printed_gradients, sizes
-from experiments.page import figure, text
+from experiments.page import STYLE, VERDICTS, figure, text
 from experiments.settings import HERE, Settings
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key
+from experiments.words import change, finite, fixed, number, percent
 from nearfield.gradients import PrintedWalk, estimate, exact
 
 QUIET = Console(quiet=True)
@@ -134,6 +137,69 @@ def test_results_of_another_seed_are_not_mixed_in(tmp_path: Path) -> None:
     runner.run(toy(lambda i: [{"i": i}]), settings, QUIET)
     with pytest.raises(ValueError, match=r"seed=0.*seed=1.*--fresh"):
         runner.run(toy(lambda i: [{"i": i}]), replace(settings, seed=1), QUIET)
+
+
+def test_other_sizes_are_measured_again(tmp_path: Path) -> None:
+    settings, seen = Settings(quick=True, out=tmp_path), list[str]()
+
+    def sized(*digests: str) -> Experiment:
+        def measured(name: str) -> Rows:
+            seen.append(name)
+            return [{"i": 0}]
+
+        units = [Unit(f"unit {i}", lambda done, x=x: measured(x), digest=x) for i, x in enumerate(digests)]
+        return replace(toy(lambda i: []), plan=lambda settings: units)
+
+    for digests in (("", ""), ("", "b"), ("", "b"), ("", "c")):
+        runner.run(sized(*digests), settings, QUIET)
+    assert seen == ["", "", "b", "c"]
+    assert digest(Settings(), [1.0]) == digest(Settings(), [1.0]) != digest(Settings(), [1.5])
+
+
+def test_units_of_an_older_plan_are_dropped_and_those_to_keep_are_told(tmp_path: Path) -> None:
+    settings, told = Settings(quick=True, out=tmp_path), list[list[int]]()
+
+    def some(*numbers: int) -> Experiment:
+        def tell(rows: Rows) -> Section:
+            told.append([row["i"] for row in rows])
+            return Section("", "", [], {})
+
+        units = [Unit(f"unit {i}", lambda done, i=i: [{"i": i}]) for i in numbers]
+        return Experiment("toy", "Toy", lambda _: units, lambda rows: {}, tell, keep=lambda rows: rows[0]["i"] == 7)
+
+    for numbers, fresh in (((1, 7, 2), False), ((2, 3), False), ((2, 3), True)):
+        runner.run(some(*numbers), settings, QUIET, fresh)
+        assert [row["i"] for unit in read(tmp_path / "toy.json")["units"].values() for row in unit["rows"]] == told[-1]
+    assert told == [[1, 7, 2], [2, 3, 7], [2, 3]]
+
+
+def test_the_text_is_said_and_another_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(quick=True, out=tmp_path)
+
+    def reads(name: str, sha256: str) -> Experiment:
+        corpus = Corpus(name, "", sha256)
+        unit = Unit("unit", lambda done: [{"corpus": name, "sha256": sha256}], corpus=corpus)
+        return replace(toy(lambda i: []), plan=lambda settings: [unit])
+
+    runner.run(reads("a play", "0123456789abcdef"), settings, Console(width=200))
+    assert "toy: reads a play (sha256 0123456789ab)" in capsys.readouterr().out
+    before = (tmp_path / "toy.json").read_bytes()
+    with pytest.raises(ValueError, match=r"a play \(sha256 0123.*reads a poem \(sha256 fedc.*--text.*--out.*--fresh"):
+        runner.run(reads("a poem", "fedcba9876543210"), settings, QUIET)
+    assert (tmp_path / "toy.json").read_bytes() == before
+    runner.run(reads("a poem", "fedcba9876543210"), settings, QUIET, fresh=True)
+
+
+def test_every_verdict_has_a_name_and_a_colour() -> None:
+    assert set(get_args(Verdict)) == VERDICTS.keys() == COLORS.keys()
+    for verdict in get_args(Verdict):
+        assert f".tally .{verdict} " in STYLE
+
+
+def test_numbers_that_are_not_finite_are_said_in_words() -> None:
+    for x in (finite(None), change(1.0, finite(None)), change(finite(None), 1.0), change(finite(None), finite(None))):
+        assert number(x) == percent(x) == fixed(x) == "not finite"
+    assert change(finite(3.0), finite(2.0)) == 0.5
 
 
 def test_what_is_saved_is_plain() -> None:
@@ -268,5 +334,7 @@ def test_results_of_a_gpu_have_a_folder_and_a_section_of_their_own(folder: Path,
     page = (tmp_path / "report.html").read_text()
     assert 'id="theory"' in page
     assert 'id="theory-cuda"' in page
+    counted = sum(int(count) for count in re.findall(r'<span class="[a-z]+">(\d+) ', page))
+    assert counted == page.count("<article") / 2
     ids = re.findall(r'id="([^"]+)"', page)
     assert len(ids) == len(set(ids))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,23 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import nearfield as nf
+from experiments import look
 from experiments.command import main
 from experiments.experiment import Row, Rows
 from experiments.gpt2_xl import cost as costs
 from experiments.gpt2_xl import train
 from experiments.gpt2_xl.draw import draw
-from experiments.gpt2_xl.methods import attend
+from experiments.gpt2_xl.methods import OURS, attend
 from experiments.gpt2_xl.model import extend_positions, random_model, real_model
 from experiments.gpt2_xl.plan import plan
 from experiments.gpt2_xl.sample import PROMPTS, clean
+from experiments.gpt2_xl.select import tuned
 from experiments.gpt2_xl.sizes import TINY, XL, size_of
 from experiments.gpt2_xl.tables import as_it_is, sample_tables
 from experiments.gpt2_xl.tell import cells, cheaper, fits, quality, tell
 from experiments.gpt2_xl.tokens import BYTES, split, windows_of
+from experiments.isolate import Measured
 from experiments.settings import HERE, Settings
 from experiments.store import Store, read
 
@@ -111,13 +118,92 @@ def test_a_model_adds_units_and_repeats_none(
     assert "48 GB" in capsys.readouterr().out
 
 
-def test_another_text_is_read_anew(folder: Path, rows: Rows, tmp_path: Path) -> None:
+def test_a_model_stays_when_it_is_not_named_again(folder: Path, real: Path, tmp_path: Path) -> None:
+    main(["gpt2-xl", "--quick", "--out", str(folder), "--model", str(real)])
+    with_model = read(folder / "gpt2-xl.json")
+    main(["gpt2-xl", "--quick", "--out", str(folder)])
+    without = read(folder / "gpt2-xl.json")
+    assert without["complete"]
+    assert without["units"] == with_model["units"]
+    assert without["findings"] == with_model["findings"]
+    assert any("severely" in finding["claim"] for finding in without["findings"])
+    main(["report", "--quick", "--out", str(folder)])
+    assert "gpt2-xl-tuned" in (folder / "report.html").read_text()
+    other = tmp_path / "other"
+    shutil.copytree(real, other)
+    main(["gpt2-xl", "--quick", "--out", str(folder), "--model", str(other)])
+    told = [finding for finding in read(folder / "gpt2-xl.json")["findings"] if "severely" in finding["claim"]]
+    assert [finding["evidence"].split(",")[0] for finding in told] == ["other", "small"]
+
+
+def test_a_model_that_was_stopped_on_the_way_is_not_told() -> None:
+    runs = rows_of_tuning(20.2, 20.0)
+    assert len(tuned(runs)) == 1
+    assert not tuned(runs[:2])
+    assert not tuned([*runs[:2], {**runs[2], "rate": 1e-6}])
+    assert [pair["exact", 0]["model"] for pair in tuned([*runs, *({**row, "model": "b"} for row in runs)])] == ["m", "b"]
+
+
+def test_another_text_is_refused(folder: Path, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.txt"
     other.write_text("to be or not to be " * 400)
-    saved = Store("gpt2-xl", Settings(quick=True, out=folder))
-    units = plan(Settings(quick=True, out=folder, text=other))
-    assert {unit.key.split(",")[0] for unit in units if unit.stale(saved[unit.key])} == {"losses"}
-    assert not any(unit.stale(saved[unit.key]) for unit in plan(Settings(quick=True, out=folder)))
+    before = (folder / "gpt2-xl.json").read_bytes()
+    with pytest.raises(SystemExit):
+        main(["gpt2-xl", "--quick", "--out", str(folder), "--text", str(other)])
+    said = capsys.readouterr().err
+    assert "the standard library of Python" in said
+    assert "this run reads other.txt" in said
+    assert (folder / "gpt2-xl.json").read_bytes() == before
+
+
+def test_other_sizes_have_another_digest(real: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digests() -> dict[str, str]:
+        return {unit.key: unit.digest for unit in plan(Settings(quick=True, model=real))}
+
+    def changed() -> set[str]:
+        return {key.split(",")[0] for key, value in digests().items() if value != before[key]}
+
+    before = digests()
+    assert not changed()
+    for other, kinds in (
+        (replace(TINY, rate=1e-4), {"losses"}),
+        (replace(TINY, tuning=replace(TINY.tuning, steps=3)), {"small"}),
+        (replace(TINY, shape=replace(TINY.shape, width=64)), {"losses", "cost"}),
+    ):
+        monkeypatch.setattr(import_module("experiments.gpt2_xl.plan"), "size_of", lambda _, other=other: other)
+        assert changed() == kinds
+    monkeypatch.setattr(import_module("experiments.gpt2_xl.plan"), "size_of", lambda _: TINY)
+    monkeypatch.setitem(OURS, "cells", nf.Cells(probes=1))
+    assert changed() == {"losses", "cost", "small"}
+
+
+def test_the_longest_contexts_come_last() -> None:
+    units = [unit.key for unit in plan(Settings(device="cuda"))]
+    assert units[0] == "cost, n=1024, all kept"
+    assert units[-3:] == ["cost, n=16384", "cost, n=32768", "cost, n=65536"]
+
+
+def test_a_slow_method_has_fewer_turns() -> None:
+    def turns(*seconds: float) -> list[Measured]:
+        return [Measured("ok", [x]) for x in seconds]
+
+    assert costs.goes_on([])
+    assert costs.goes_on(turns(100.0))  # kernels were compiled
+    assert costs.goes_on(turns(1.0, 1.0))
+    assert not costs.goes_on(turns(14.0, 14.0))
+    assert not costs.goes_on([Measured("memory")])
+
+
+def test_masks_in_every_layer_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_masks(shape: Any, positions: int, device: str, seed: int) -> Any:
+        assert device == "meta"
+        found = torch.nn.Module()
+        found.register_buffer("mask", torch.empty(48, positions, positions, dtype=torch.bool, device="meta"))
+        return found
+
+    monkeypatch.setattr("experiments.gpt2_xl.model.random_model", with_masks)
+    with pytest.raises(ValueError, match=r"65,536 positions has 192 GB of buffers.*pip install -U"):
+        plan(Settings(device="cuda"))
 
 
 def test_sizes_go_with_the_device() -> None:
@@ -294,7 +380,9 @@ def test_a_step_that_did_not_fit_is_told() -> None:
     assert "Out of memory: naive at 1,024" in cells(rows).evidence
 
 
-@pytest.mark.parametrize(("short", "long", "verdict"), [(0.5, 0.5, "confirmed"), (2.0, 0.5, "partly"), (2.0, 3.0, "refuted")])
+@pytest.mark.parametrize(
+    ("short", "long", "verdict"), [(0.5, 0.5, "confirmed"), (2.0, 0.5, "partly"), (0.999, 0.97, "refuted"), (2.0, 3.0, "refuted")]
+)
 def test_the_verdict_on_cost_follows_the_numbers(short: float, long: float, verdict: str) -> None:
     rows = [step_row("exact", n) for n in (1024, 4096)]
     rows += [step_row(method, n, seconds=x) for method in ("topk", "cells") for n, x in ((1024, short), (4096, long))]
@@ -305,15 +393,42 @@ def test_the_verdict_on_cost_follows_the_numbers(short: float, long: float, verd
 
 @pytest.mark.parametrize(
     ("ours", "other", "verdict"),
-    [(20.2, 20.0, "confirmed"), (21.0, 20.0, "partly"), (21.0, 20.6, "confirmed"), (30.0, 20.0, "refuted")],
+    [
+        (20.2, 20.0, "confirmed"),
+        (21.0, 20.0, "partly"),
+        (21.0, 20.6, "confirmed"),
+        (30.0, 20.0, "refuted"),
+        (24.0, 26.0, "refuted"),  # a severe loss is one, whatever chance does
+        (None, 20.0, "refuted"),
+        (20.2, None, "confirmed"),
+    ],
 )
-def test_the_verdict_on_quality_follows_the_numbers(ours: float, other: float, verdict: str) -> None:
-    about = {"kind": "tuned", "model": "m", "steps": 3, "n": 64, "before": 25.0, "after_exact": 20.0}
-    rows = [
-        {**about, "method": method, "order": order, "after": after}
-        for method, order, after in (("exact", 0, 20.0), ("cells", 0, ours), ("exact", 1, other))
-    ]
-    assert quality(rows).verdict == verdict
+def test_the_verdict_on_quality_follows_the_numbers(ours: float | None, other: float | None, verdict: str) -> None:
+    (runs,) = tuned(rows_of_tuning(ours, other))
+    assert quality(runs).verdict == verdict
+    assert ("not finite" in quality(runs).evidence) == (None in (ours, other))
+
+
+def rows_of_tuning(ours: float | None, other: float | None, exact: float | None = 20.0, before: float = 25.0) -> Rows:
+    about = {"kind": "tuned", "model": "m", "steps": 3, "n": 64, "before": before, "after_exact": 20.0}
+    about |= {"rate": 1e-5, "held_out": 64, "sha256": "none", "losses": [3.0, None, 2.0]}
+    found = (("exact", 0, exact), ("cells", 0, ours), ("exact", 1, other))
+    return [{**about, "method": method, "order": order, "after": after} for method, order, after in found]
+
+
+def test_a_model_that_has_not_learnt_confirms_nothing() -> None:
+    (runs,) = tuned(rows_of_tuning(20.2, 20.0, before=19.0))
+    assert quality(runs).verdict == "partly"
+    assert "learnt" in quality(runs).why
+    (runs,) = tuned(rows_of_tuning(20.2, 20.0, exact=None))
+    assert quality(runs).verdict == "untested"
+
+
+def test_training_that_diverges_is_told_and_drawn(rows: Rows, tmp_path: Path) -> None:
+    lost = [{**row, "losses": [row["losses"][0], None, None]} if row["kind"] == "curve" else row for row in rows]
+    lost += [{**row, "corpus": "a text", "parameters": 1} for row in rows_of_tuning(None, 20.0)]
+    assert "not finite" in tell(lost).findings[-1].evidence
+    look.save(draw(lost), tmp_path)
 
 
 def test_every_caption_has_a_figure(rows: Rows, folder: Path) -> None:

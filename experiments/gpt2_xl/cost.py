@@ -19,7 +19,13 @@ from experiments.gpt2_xl.train import let_go, ready_to_train, step
 
 TURNS = 2
 """Of every method, after one that does not count: kernels are compiled, moments made."""
+PATIENCE = 30.0
+"""Seconds that a method may take at one context: a slow one has fewer turns."""
 MEGABYTE = 1 << 20
+
+
+def methods_at(size: Size, n: int) -> list[str]:
+    return [method for method in METHODS if n <= size.longest.get(method, n)]
 
 
 def cost(size: Size, n: int, recompute: bool, text: str, device: str, seed: int) -> Rows:
@@ -31,10 +37,10 @@ def cost(size: Size, n: int, recompute: bool, text: str, device: str, seed: int)
     model = random_model(size.shape, n, device, seed)
     optimizer = ready_to_train(model, recompute, rate=1e-6)
     windows = windows_of(split(text, BYTES, n, 0)[0], n, seed, device)
-    turns: dict[str, list[isolate.Measured]] = {method: [] for method in METHODS if n <= size.longest.get(method, n)}
+    turns: dict[str, list[isolate.Measured]] = {method: [] for method in methods_at(size, n)}
     for _ in range(1 + TURNS):
         for method, found in turns.items():
-            if all(turn.status == "ok" for turn in found):
+            if goes_on(found):
                 attend(model, method)
                 found.append(isolate.here(prepare, model, optimizer, windows))
                 if found[-1].status != "ok":
@@ -47,6 +53,13 @@ def cost(size: Size, n: int, recompute: bool, text: str, device: str, seed: int)
     del model, optimizer
     let_go()
     return [{**about, "method": method, **told(found, n, held)} for method, found in turns.items()]
+
+
+def goes_on(turns: list[isolate.Measured]) -> bool:
+    """Whether a method has the memory and the time for another turn. The first that counts is never left out."""
+    spent = [sum(turn.seconds) for turn in turns]
+    in_time = len(turns) < 2 or sum(spent) + spent[-1] <= PATIENCE
+    return in_time and all(turn.status == "ok" for turn in turns)
 
 
 def prepare(

@@ -20,7 +20,7 @@ def curve(size: Size, method: str, n: int, steps: int, corpus: Corpus, device: s
     optimizer = ready_to_train(model, n > size.stored, size.rate)
     windows = windows_of(split(corpus.text, BYTES, n, 0)[0], n, seed, device)
     losses = train(model, optimizer, windows, steps)
-    about: Row = {"model": size.shape.name, "method": method, "n": n, "text": corpus.name, "sha256": corpus.sha256}
+    about: Row = {"model": size.shape.name, "method": method, "n": n, "corpus": corpus.name, "sha256": corpus.sha256}
     found: Row = {"kind": "curve", **about, "parameters": parameters(model), "steps": steps, "rate": size.rate, "losses": losses}
     del optimizer
     count = size.sampled if n == min(size.curves) else 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from experiments.experiment import Row, Rows
-from experiments.gpt2_xl.select import NAMES, costs, has_memory, of_kind, stopped
+from experiments.gpt2_xl.select import NAMES, costs, has_memory, of_kind, stopped, tuned
 from experiments.gpt2_xl.sizes import PAPERS_GPU
 from experiments.look import CORAL, INK, OCHRE, QUIET, SAGE, end_labels, panels, say, styled
 from experiments.look import lengths as length_axis
+from experiments.words import fixed
 
 COLORS = {"naive": QUIET, "exact": INK, "topk": SAGE, "cells": CORAL}
 LABELS = {**NAMES, "topk": "TopK, $k=n^{1/2}$"}
@@ -21,7 +23,7 @@ BEFORE = "#dcdde3"
 @styled
 def draw(rows: Rows) -> dict[str, Figure]:
     figures = {"gpt2-xl-cost": cost(rows), "gpt2-xl-losses": curves(rows)}
-    if of_kind(rows, "tuned"):
+    if tuned(rows):
         figures["gpt2-xl-tuned"] = tuning(rows)
     return figures
 
@@ -107,9 +109,16 @@ def curves(rows: Rows) -> Figure:
 
 
 def tuning(rows: Rows) -> Figure:
+    """A line of panels for each model."""
+    models = tuned(rows)
+    figure, axes = panels(len(models), 2, 11.5, 4.2 * len(models), width_ratios=[3, 2])
+    for pair, runs in zip(axes, models, strict=True):
+        tuning_of(pair, [*runs.values()])
+    return figure
+
+
+def tuning_of(axes: Any, some: Rows) -> None:
     """Losses of the steps, and perplexity of the held-out text before and after."""
-    some = of_kind(rows, "tuned")
-    figure, (axes,) = panels(1, 2, 11.5, 4.2, width_ratios=[3, 2])
     for row in sorted(some, key=lambda row: row["method"]):
         color, wide = COLORS[row["method"]] if not row["order"] else QUIET, row["method"] == "cells"
         width, alpha = (3.6, 0.6) if wide else (1.3, 1.0)
@@ -120,13 +129,13 @@ def tuning(rows: Rows) -> Figure:
     for place, row in enumerate(some):
         color = COLORS[row["method"]] if not row["order"] else QUIET
         for shift, when, fill in ((-0.2, "before", BEFORE), (0.2, "after", color)):
-            axes[1].bar(place + shift, row[when], 0.38, color=fill)
-            axes[1].annotate(f"{row[when]:.2f}", (place + shift, row[when]), (0, 3), textcoords="offset points", ha="center")
+            height = row[when] if math.isfinite(row[when]) else 0.0
+            axes[1].bar(place + shift, height, 0.38, color=fill)
+            axes[1].annotate(fixed(row[when]), (place + shift, height), (0, 3), textcoords="offset points", ha="center")
     axes[1].set_xticks(range(len(some)), [run_name(row).replace(", ", ",\n") for row in some])
     axes[1].set_title("Perplexity of held-out text, before and after")
     axes[1].grid(visible=False, axis="x")
     axes[1].margins(y=0.12)
-    return figure
 
 
 def run_name(row: Row) -> str:

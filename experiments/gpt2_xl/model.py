@@ -13,12 +13,22 @@ from torch import nn
 from experiments.gpt2_xl.sizes import Shape
 from nearfield.evaluate import load_model
 
+MOST_BUFFERS = 4 << 30
+"""Bytes that a model may hold beside its weights. There should be none."""
 
-def need_transformers() -> None:
+
+def need_transformers(shape: Shape, positions: int) -> None:
+    """Refuse to go on without Transformers, or with one whose GPT-2 keeps a mask of [positions, positions] in every layer."""
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ImportError:
         raise ValueError("gpt2-xl needs Transformers: pip install 'nearfield[transformers]'") from None
+    buffers = sum(buffer.nbytes for buffer in random_model(shape, positions, "meta", 0).buffers())
+    if buffers > MOST_BUFFERS:
+        raise ValueError(
+            f"{shape.name} with {positions:,} positions has {buffers / 2**30:,.0f} GB of buffers beside its weights in "
+            f"Transformers {transformers.__version__}: pip install -U 'nearfield[transformers]'"
+        )
 
 
 @contextmanager

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from experiments.experiment import Row, Rows
+from experiments.gpt2_xl.tune import RUNS
+from experiments.words import finite
 
 NAMES = {"naive": "naive", "exact": "SDPA", "topk": "TopK", "cells": "Cells"}
 
+MAY_DIVERGE = ("before", "after", "after_exact")
+SHARED = ("n", "steps", "rate", "held_out", "sha256")
+"""What the runs of a model have in common."""
+
 
 def of_kind(rows: Rows, kind: str) -> Rows:
-    return [row for row in rows if row["kind"] == kind]
+    """With infinity where a loss or a perplexity was not finite."""
+    return [whole(row) for row in rows if row["kind"] == kind]
+
+
+def whole(row: Row) -> Row:
+    found = {**row, **{name: finite(row[name]) for name in MAY_DIVERGE if name in row}}
+    return {**found, "losses": [finite(x) for x in row["losses"]]} if "losses" in row else found
 
 
 def costs(rows: Rows, method: str, recomputed: bool = True) -> Rows:
@@ -48,5 +60,13 @@ def last(losses: list[float]) -> float:
     return sum(some) / len(some)
 
 
-def tuned(rows: Rows, method: str, order: int = 0) -> Row | None:
-    return next((row for row in of_kind(rows, "tuned") if (row["method"], row["order"]) == (method, order)), None)
+def tuned(rows: Rows) -> list[dict[tuple[str, int], Row]]:
+    """The runs of each model with real weights, by method and order. One that was stopped on the way is left out."""
+    found: dict[str, dict[tuple[str, int], Row]] = {}
+    for row in of_kind(rows, "tuned"):
+        found.setdefault(row["model"], {})[row["method"], row["order"]] = row
+    return [runs for runs in found.values() if runs.keys() >= set(RUNS) and are_alike([*runs.values()])]
+
+
+def are_alike(runs: Rows) -> bool:
+    return all(row[name] == runs[0][name] for row in runs for name in SHARED)

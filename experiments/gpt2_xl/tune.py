@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def tune(size: Size, folder: Path, method: str, order: int, corpus: Corpus, devi
     training, held_out = split(corpus.text, vocabulary, n, size.tuning.held_out)
     held_out = held_out[None].to(device)
     about: Row = {"model": name_of(folder), "method": method, "order": order, "n": n}
-    about |= {"text": corpus.name, "sha256": corpus.sha256}
+    about |= {"corpus": corpus.name, "sha256": corpus.sha256}
     attend(model, method)
     before = perplexity(model, held_out, n)
     count = 0 if order else size.sampled
@@ -60,4 +59,4 @@ def perplexity(model: Any, ids: Tensor, n: int) -> float:
     model.eval()
     with in_half(str(ids.device)):
         losses = torch.cat([token_losses(model, window) for window in ids.split(n, 1) if window.shape[1] > 1])
-    return math.exp(float(losses.mean()))
+    return float(losses.mean().exp())

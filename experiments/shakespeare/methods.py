@@ -20,6 +20,8 @@ NAMES = {
     "cells": "cells",
     "cells-default": "cells, default sizes",
 }
+KNN = ("topk-5", "topk", "tail")
+"""Methods of the paper."""
 CAPTURED = ("exact", "cells", "cells-default")
 """Methods that never wait for a GPU: on one, a step of theirs is captured as a graph, and starting kernels takes no time."""
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
 import torch
 
 from experiments.corpus import Corpus, load_corpus
+from experiments.digest import digest
 from experiments.experiment import Row, Rows, Unit
 from experiments.settings import Settings
-from experiments.shakespeare.evaluate import attention_errors, keys, perplexity, perplexity_with, write
+from experiments.shakespeare.evaluate import WARMTH, attention_errors, keys, perplexity, perplexity_with, write
 from experiments.shakespeare.methods import CAPTURED, method
 from experiments.shakespeare.model import GPT
 from experiments.shakespeare.sizes import ON_CPU, ON_GPU, QUICK, Sizes
-from experiments.shakespeare.text import Text, numbered, windows
-from experiments.shakespeare.train import Trainer
+from experiments.shakespeare.text import TRAINED, Text, numbered, windows
+from experiments.shakespeare.train import BETAS, DECAY, EAGER_STEPS, LARGEST_GRADIENT, LEAST_RATE, RATE, Trainer
 
 
 def plan(settings: Settings) -> list[Unit]:
@@ -26,16 +29,29 @@ def plan(settings: Settings) -> list[Unit]:
         return Unit(
             f"context={sizes.context}, {name}",
             lambda done: measure(corpus, text, sizes, name, settings.seed),
-            lambda rows: stale(rows[-1], corpus, sizes),
+            lambda rows: stale(rows[-1], sizes),
+            made_with(sizes, name),
+            corpus,
         )
 
     return [unit(sizes, name) for sizes in runs for name in sizes.methods]
 
 
-def stale(end: Row, corpus: Corpus, sizes: Sizes) -> bool:
-    """Whether a model was trained on another text, or for another time."""
-    longer = end["stopped"] and end["limit"] < sizes.seconds
-    return longer or (end["sha256"], end["asked"]) != (corpus.sha256, sizes.iterations)
+def stale(end: Row, sizes: Sizes) -> bool:
+    """Whether a model ran out of time, and there is more of it now."""
+    return end["stopped"] and end["limit"] < sizes.seconds
+
+
+def made_with(sizes: Sizes, name: str) -> str:
+    """The digest of all that rows depend on, but for the text, the seed and the limit of time."""
+    used = [method(one, sizes.context) for one in (name, *others(sizes, name))]
+    training = (RATE, LEAST_RATE, BETAS, DECAY, LARGEST_GRADIENT, TRAINED, WARMTH)
+    return digest(replace(sizes, methods=(), seconds=0.0), used, training)
+
+
+def others(sizes: Sizes, name: str) -> tuple[str, ...]:
+    """The methods that a model trained with this one is used with as well."""
+    return tuple(other for other in (sizes.methods if name == "exact" else ("exact",)) if other != name)
 
 
 def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> Rows:
@@ -48,19 +64,20 @@ def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> R
         model = GPT(sizes, len(text.symbols)).to(device)
         model.attend_with(chosen)
         trainer = Trainer(model, text.train, sizes, seed, captured=device.type == "cuda" and name in CAPTURED)
-        rows, seconds = train(trainer, text, sizes)
-        rows = [{"kind": "evaluation", **about, **row} for row in rows]
+        rows = [{"kind": "evaluation", **about, **row} for row in train(trainer, text, sizes)]
         model.eval()
         judged = windows(text.validation, sizes.context, sizes.evaluated * sizes.batch)
         prompt = text.validation[: sizes.context - sizes.written]
         sample = text.characters(write(model, prompt, sizes.written, seed))
-        others = sizes.methods if name == "exact" else ("exact",)
         swapped = {
             other: perplexity_with(model, method(other, sizes.context), chosen, judged, sizes.batch)
-            for other in others
-            if other != name
+            for other in others(sizes, name)
         }
         near = keys(model, judged, chosen)
+        model.train()
+        # The graph first: it owns the memory of the gradients until a step without it makes others.
+        graph_seconds = trainer.seconds(trainer.graph.replay) if trainer.graph is not None else None
+        seconds = trainer.seconds(trainer.update)
     done = rows[-1]["iteration"]
     end: Row = {
         "kind": "end",
@@ -69,7 +86,8 @@ def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> R
         "asked": sizes.iterations,
         "stopped": done < sizes.iterations,
         "limit": sizes.seconds,
-        "seconds": seconds / max(1, done),
+        "seconds": seconds,
+        "graph_seconds": graph_seconds,
         "keys": near,
         "swapped": swapped,
         "prompt": text.characters(prompt[-32:]),
@@ -87,32 +105,27 @@ def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> R
     return [*rows, end]
 
 
-def train(trainer: Trainer, text: Text, sizes: Sizes) -> tuple[Rows, float]:
-    """Evaluations on the way, and the seconds that the steps took. Past the limit of time it evaluates once more and stops."""
+def train(trainer: Trainer, text: Text, sizes: Sizes) -> Rows:
+    """Evaluations on the way. Past the limit of time it evaluates once more and stops."""
     model = trainer.model
     parts = {
         name: windows(ids, sizes.context, sizes.evaluated * sizes.batch)
         for name, ids in (("train", text.train), ("validation", text.validation))
     }
     rows: Rows = []
-    spent = 0.0
-    begun = since = time.perf_counter()
+    begun = math.inf
     for iteration in range(sizes.iterations + 1):
+        if iteration == EAGER_STEPS + 1:
+            # Time to compile kernels and to capture a graph is not counted: not every method needs it.
+            begun = time.perf_counter()
         late = time.perf_counter() - begun > sizes.seconds
         if iteration % sizes.interval == 0 or iteration == sizes.iterations or late:
-            wait(trainer)
-            spent += time.perf_counter() - since
+            trainer.wait()
             model.eval()
             found = {name: perplexity(model, part, sizes.batch) for name, part in parts.items()}
             rows.append({"iteration": iteration, **found, **attention_errors(model, parts["validation"][: sizes.batch])})
             model.train()
-            since = time.perf_counter()
         if late or iteration == sizes.iterations:
             break
         trainer.step(iteration)
-    return rows, spent
-
-
-def wait(trainer: Trainer) -> None:
-    if trainer.train.is_cuda:
-        torch.cuda.synchronize(trainer.train.device)
+    return rows

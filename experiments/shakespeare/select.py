@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from experiments.experiment import Row, Rows
 from experiments.shakespeare.methods import NAMES
+from experiments.words import change, finite
+
+MAY_DIVERGE = ("train", "validation", "mean", "max")
 
 
 def contexts(rows: Rows) -> list[int]:
@@ -17,9 +20,10 @@ def methods(rows: Rows, context: int) -> list[str]:
 
 
 def curve(rows: Rows, context: int, method: str) -> dict[int, Row]:
-    """Evaluations by iteration, in order."""
+    """Evaluations by iteration, in order; infinity where a number was not finite."""
     mine = [row for row in rows if (row["kind"], row["context"], row["method"]) == ("evaluation", context, method)]
-    return {row["iteration"]: row for row in sorted(mine, key=lambda row: row["iteration"])}
+    whole = [{**row, **{name: finite(row[name]) for name in MAY_DIVERGE}} for row in mine]
+    return {row["iteration"]: row for row in sorted(whole, key=lambda row: row["iteration"])}
 
 
 def end(rows: Rows, context: int, method: str) -> Row:
@@ -34,7 +38,7 @@ def beside_exact(rows: Rows, context: int, method: str) -> list[tuple[Row, Row]]
 
 def gap(pair: tuple[Row, Row]) -> float:
     """How much larger the validation perplexity is than with exact attention: 0.05 is 5%."""
-    return pair[0]["validation"] / pair[1]["validation"] - 1
+    return change(pair[0]["validation"], pair[1]["validation"])
 
 
 def best(found: list[Row]) -> Row:
@@ -43,4 +47,4 @@ def best(found: list[Row]) -> Row:
 
 def gap_of_best(pairs: list[tuple[Row, Row]]) -> float:
     """The gap between the best models of both, whenever they were."""
-    return best([mine for mine, _ in pairs])["validation"] / best([exact for _, exact in pairs])["validation"] - 1
+    return gap((best([mine for mine, _ in pairs]), best([exact for _, exact in pairs])))

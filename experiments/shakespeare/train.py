@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ RATE, LEAST_RATE = 1e-3, 1e-4
 BETAS, DECAY, LARGEST_GRADIENT = (0.9, 0.99), 0.1, 1.0
 EAGER_STEPS = 3
 """before a step is captured: kernels are compiled, and tables made, by then"""
+TIMED = 20
+"""Steps that the time of one is the mean of."""
 
 
 class Trainer:
@@ -76,6 +80,24 @@ class Trainer:
         with torch.cuda.graph(graph):
             self.update()
         return graph
+
+    def seconds(self, step: Callable[[], None]) -> float:
+        """Of a `step`, which is `update` or the replay of the graph, after some that do not count.
+
+        They all read the batch that was read last: the model is of no use afterwards.
+        """
+        since = 0.0
+        for number in range(EAGER_STEPS + TIMED):
+            if number == EAGER_STEPS:
+                self.wait()
+                since = time.perf_counter()
+            step()
+        self.wait()
+        return (time.perf_counter() - since) / TIMED
+
+    def wait(self) -> None:
+        if self.train.is_cuda:
+            torch.cuda.synchronize(self.train.device)
 
 
 def rate(iteration: int, sizes: Sizes) -> float:
