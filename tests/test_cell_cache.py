@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -69,29 +68,31 @@ def test_all_opened_is_exact(dtype: torch.dtype, window: int | None) -> None:
     assert (output - truth).abs().max() <= 2 * plain + (1e-14 if dtype == torch.float64 else 1e-6)
 
 
-@pytest.mark.parametrize("method", [FEW, nearfield.Cells(probes=2, segment=32, cell_size=8, sinks=0, window=10)])
+@pytest.mark.parametrize("method", [FEW, nearfield.Cells(probes=2, segment=32, cell_size=8, sinks=0, window=32)])
 @pytest.mark.parametrize("steps", [STEPS, (LENGTH,), (1,) * LENGTH], ids=["mixed", "at once", "one by one"])
 def test_few_opened_is_the_engine_with_a_span_per_segment(
     method: nearfield.Cells, steps: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = inputs(torch.float64)
+    # One query head for each head of keys: in the engine every query opens cells of its own, and here a group does.
+    query, key, value = inputs(torch.float64)
+    data = query[:, ::GROUP], key, value
     output = run(CellStore(method), data, steps)
     monkeypatch.setattr(cells_method, "MOST_HEIGHTS", 1)
-    theirs = nearfield.attention(*data, is_causal=True, enable_gqa=True, method=method, backend="reference")
+    theirs = nearfield.attention(*data, is_causal=True, method=method, backend="reference")
     assert (output - theirs).abs().max() < 1e-12
     assert (output - exact(*data)).abs().max() > 0.01
 
 
 def test_one_step_by_hand() -> None:
+    """Cells that two query heads open together: those where one of them may have most of its weights."""
     query, key, value = inputs(torch.float64)
     store = CellStore(FEW)
     store.append(key[:, :, :40], value[:, :, :40])
-    entry, head = 1, 3
-    output = store.attend(query[:, :, 39:40], scale=0.3)[entry, head, 0]
-    q, k, v = 0.3 * query[entry, head, 39], key[entry, head // GROUP, :40], value[entry, head // GROUP, :40]
-    found = []
+    entry, head = 1, 1
+    output = store.attend(query[:, :, 39:40], scale=0.3)[entry, GROUP * head : GROUP * head + GROUP, 0]
+    q, k, v = 0.3 * query[entry, GROUP * head : GROUP * head + GROUP, 39], key[entry, head, :40], value[entry, head, :40]
+    members, means, scores, masses = [], [], [], []
     deviations = torch.zeros(VALUE_DIM, DIM, dtype=torch.float64)
-    pooled = 0
     for first in (0, 16):
         cell_of = group_keys(k[None, first : first + 16], 4, 0, nearfield.KMeans())[0][0]
         for cell in range(4):
@@ -100,18 +101,27 @@ def test_one_step_by_hand() -> None:
             if len(own) == 0:
                 continue
             mu, mean = k[own].mean(0), v[own].mean(0)
-            u = float((q.square() * (k[own] - mu).square().mean(0)).sum())
-            found.append((float(q @ mu) + 1.5 * math.sqrt(u), own, mean, len(own) * math.exp(float(q @ mu)) * (1 + u / 4) ** 2))
+            u = (q.square() * (k[own] - mu).square().mean(0)).sum(1)
+            members.append(own)
+            means.append(mean)
+            scores.append(q @ mu + 1.5 * u.sqrt())
+            masses.append(len(own) * (q @ mu).exp() * (1 + u / 4) ** 2)
             deviations += (v[own] - mean).T @ (k[own] - mu)
-            pooled += len(own)
+    pooled = sum(len(own) for own in members)
     assert pooled == 32 - 5
-    found.sort(key=lambda cell: -cell[0])
-    near = torch.cat([torch.arange(5), torch.arange(32, 40), *(own for _, own, _, _ in found[:3])])
-    mass = (k[near] @ q).exp()
-    numerator, total = mass @ v[near], mass.sum()
-    for _, _, mean, weight in found[3:]:
-        numerator, total = numerator + weight * (mean + deviations / pooled @ q), total + weight
+    near = torch.cat([torch.arange(5), torch.arange(32, 40)])
+    all_of_it = (q @ k[near].T).exp().sum(1) + sum(masses)
+    share = [float((score.exp() / all_of_it).max()) for score in scores]
+    order = sorted(range(len(share)), key=lambda cell: -share[cell])
+    near = torch.cat([near, *(members[cell] for cell in order[:3])])
+    mass = (q @ k[near].T).exp()
+    numerator, total = mass @ v[near], mass.sum(1, keepdim=True)
+    for cell in order[3:]:
+        weight = masses[cell][:, None]
+        numerator, total = numerator + weight * (means[cell] + q @ (deviations / pooled).T), total + weight
     assert torch.allclose(output, numerator / total, rtol=1e-10)
+    apart = [sorted(range(len(share)), key=lambda cell: -float(scores[cell][i]))[:3] for i in range(GROUP)]
+    assert set(apart[0]) != set(apart[1])  # else there would be nothing to agree on
 
 
 def test_reads_only_what_it_opens() -> None:
@@ -177,7 +187,7 @@ def test_default_sizes() -> None:
     _, key, value = inputs(length=3100)
     store.append(key, value)
     store.close()
-    assert (store.length, store.closed, store.cells, store.probes) == (3100, 2048, 128, 23)
+    assert (store.length, store.closed, store.cells, store.probes) == (3100, 3072, 192, 20)
 
 
 def test_closed_cells_never_change() -> None:

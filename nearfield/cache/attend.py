@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cache.held import Held
-from nearfield.cache.tables import members, route
-from nearfield.kernels.cells_head import Partial
+from nearfield.cache.tables import members, route, sum_up
 from nearfield.kernels.reference import weighted_softmax
 
 
@@ -22,31 +21,45 @@ def attend(held: Held, queries: Tensor, first: int, rows: int, probes: int) -> T
 
     They see exactly the closed segments through cells, and the keys after those up to their own.
     """
-    heads, each, _ = queries.shape
+    heads, every, _ = queries.shape
     near = slice(held.closed, first + rows)
-    logits = queries @ held.keys.part(near).flatten(0, 1).to(queries.dtype).transpose(1, 2)
-    hidden = held.hidden(near, first, rows, each // rows)
+    keys, values = (x.part(near).flatten(0, 1).to(queries.dtype) for x in (held.keys, held.values))
+    logits = queries @ keys.transpose(1, 2)
+    hidden = held.hidden(near, first, rows, every // rows)
     parts = [logits if hidden is None else logits.masked_fill_(hidden, -torch.inf)]
-    tables = [held.values.part(near).flatten(0, 1).to(queries.dtype)]
     if not held.segments:
-        weight, _ = weighted_softmax(parts[0], None)
-        return weight @ tables[0]
+        return _softmax(held, parts)[0] @ values
 
-    place = held.sinks.repeat_interleave(held.heads, 0)
-    keys, values = held.gather(place.clamp(min=0), queries.dtype)
-    parts.append((queries @ keys.transpose(1, 2)).masked_fill_((place < 0)[:, None], -torch.inf))
-    tables.append(values)
-    routed = route(held.tables, queries, probes)
-    place, missing = members(held.tables, routed.opened, each)
-    keys, values = (x.view(heads * each, place.shape[1], x.shape[2]) for x in held.gather(place.view(heads, -1), queries.dtype))
-    opened = torch.bmm(queries.reshape(heads * each, 1, -1), keys.transpose(1, 2)).view(heads, each, -1)
-    parts.append(opened.masked_fill_(missing.view_as(opened), -torch.inf))
+    first_keys, first_values, absent = held.first_rows(queries.dtype)
+    logits = queries @ first_keys.transpose(1, 2)
+    parts.append(logits if absent is None else logits.masked_fill_(absent, -torch.inf))
+    sees = torch.logaddexp(*(part.logsumexp(2) for part in parts)) if every > rows else parts[0][..., 0]
+    routed = route(held.tables, queries, rows, probes, sees)
+    place, missing = members(held.tables, routed.opened, heads)
+    found = held.gather(place.view(heads, -1), queries.dtype)
+    open_keys, open_values = (x.view(heads * rows, place.shape[1], x.shape[2]) for x in found)
+    asked = _by_row(queries, rows)
+    logits = (asked @ open_keys.transpose(1, 2)).masked_fill_(missing[:, None], -torch.inf)
+    parts.append(_by_query(logits, heads))
+    parts.append(routed.logits)
 
-    weight, lse = weighted_softmax(torch.cat(parts, 2), None)
-    own, sinks, inside = weight.split([part.shape[2] for part in parts], 2)
-    output = (own @ tables[0]).baddbmm_(sinks, tables[1])
-    output += torch.bmm(inside.reshape(heads * each, 1, -1), values).view_as(output)
-    total = Partial(heads * each, output[0])
-    total.add(slice(None), routed.numerator, routed.top, routed.mass)
-    total.add(slice(None), output.flatten(0, 1), lse.view(-1))
-    return total.finish()[0].view_as(output)
+    own, sinks, inside, far = _softmax(held, parts)
+    output = sum_up(held.tables, queries, far).baddbmm_(own, values).baddbmm_(sinks, first_values)
+    return output.add_(_by_query(_by_row(inside, rows) @ open_values, heads))
+
+
+def _by_row(x: Tensor, rows: int) -> Tensor:
+    """`[heads, group * rows, any]` as `[heads * rows, group, any]`."""
+    return x.view(len(x), -1, rows, x.shape[2]).transpose(1, 2).reshape(len(x) * rows, -1, x.shape[2])
+
+
+def _by_query(x: Tensor, heads: int) -> Tensor:
+    """And back."""
+    return x.view(heads, -1, *x.shape[1:]).transpose(1, 2).reshape(heads, -1, x.shape[2])
+
+
+def _softmax(held: Held, parts: list[Tensor]) -> tuple[Tensor, ...]:
+    """Weights of the parts `[heads, rows, any]` of one softmax; zero for a row that sees nothing, as padding does."""
+    logits = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    weight = torch.softmax(logits, 2) if held.counts is None else weighted_softmax(logits, None)[0]
+    return weight.split([part.shape[2] for part in parts], 2)

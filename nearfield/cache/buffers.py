@@ -26,13 +26,17 @@ class Buffer:
         held = self.length - self.offset
         needed = held + more.shape[2]
         if needed > self.room.shape[2]:
-            shape = list(self.room.shape)
-            shape[2] = max(needed, int(needed * GROWTH) if held else needed)
-            room = self.room.new_empty(shape)
-            room[:, :, :held] = self.room[:, :, :held]
-            self.room = room
+            self.reserve(more.shape[2] if not held else int(needed * GROWTH) - held)
         self.room[:, :, held:needed] = more
         self.length += more.shape[2]
+
+    def reserve(self, more: int) -> None:
+        """Have room for so many more."""
+        held = self.length - self.offset
+        if held + more > self.room.shape[2]:
+            room = self.room.new_empty((*self.room.shape[:2], held + more, *self.room.shape[3:]))
+            room[:, :, :held] = self.room[:, :, :held]
+            self.room = room
 
     def part(self, places: slice) -> Tensor:
         """`[batch, heads, places, ...]` after the base, not a copy"""

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from nearfield.cache.buffers import Buffer
 from nearfield.cache.segments import close_segment, cross_of
+from nearfield.cache.sizes import StoreSizes
 from nearfield.cache.tables import CellTables
-from nearfield.kernels.cells_plan import CellSettings
 from nearfield.partition.base import Partition
 
 
@@ -22,7 +22,7 @@ class Held:
         self,
         key: Tensor,
         value: Tensor,
-        settings: CellSettings,
+        settings: StoreSizes,
         partition: Partition,
         base: int = 0,
     ) -> None:
@@ -40,6 +40,9 @@ class Held:
         """of how many keys that is known"""
         self.segments = 0
         """closed ones"""
+        self._first_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._numbers = torch.zeros(3, dtype=torch.int32, device=key.device)
+        self._told = (0, 0, 0)
 
     @property
     def length(self) -> int:
@@ -47,7 +50,7 @@ class Held:
 
     @property
     def closed(self) -> int:
-        return self.segments * self.settings.segment
+        return self.settings.start(self.segments)
 
     @property
     def heads(self) -> int:
@@ -60,11 +63,46 @@ class Held:
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None) -> None:
         before = self.all_count if self.counts is None else self.counts
-        self.keys.append(key)
-        self.values.append(value)
+        if key.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._append_on_device(key, value)
+        else:
+            self.keys.append(key)
+            self.values.append(value)
         if counts is not None or self.counts is not None:
             more = self.all_count[:, len(before[0]) :] if counts is None else counts.to(key.device)
             self.counts = torch.cat([before, more], 1)
+
+    def _append_on_device(self, key: Tensor, value: Tensor) -> None:
+        """One more key, where the device says: a graph that does so can be replayed."""
+        if key.shape[2] != 1 or self._told[0] != self.length or self.counts is not None:
+            raise RuntimeError("a graph appends one key at a time, without padding, to a store that has been asked before")
+        place = self._numbers[:1].long() - self.keys.offset
+        for buffer, more in ((self.keys, key), (self.values, value)):
+            if buffer.length - buffer.offset >= buffer.room.shape[2]:
+                raise RuntimeError("a graph cannot make room for more keys; call store.reserve(keys) before it is captured")
+            buffer.room.index_copy_(2, place, more)
+            buffer.length += 1
+
+    def replayed(self, steps: int = 1) -> None:
+        """A graph has appended so many keys: the device knows, and this is for all others."""
+        for buffer in (self.keys, self.values):
+            buffer.length += steps
+        self.marked = self.length
+        self._told = (self.length, *self._told[1:])
+
+    @property
+    def numbers(self) -> Tensor:
+        """`[3]`, on the device: how many keys there are, how many of them in closed segments, and how many cells.
+
+        Kernels read it there. What is captured in a graph then goes on being right when there are more keys.
+        """
+        now = (self.length, self.closed, len(self.tables))
+        if now[1:] == self._told[1:] and now != self._told:
+            self._numbers[:1].add_(now[0] - self._told[0])
+        elif now != self._told:
+            self._numbers.copy_(torch.tensor(now, dtype=torch.int32), non_blocking=True)
+        self._told = now
+        return self._numbers
 
     def mark(self, counts: Tensor | None) -> None:
         """Say of keys that are not marked yet whether they count. Padding becomes zero, for whatever it is, it may not matter."""
@@ -77,7 +115,7 @@ class Held:
     def select(self, entries: Tensor) -> None:
         for part in (self.keys, self.values, self.order, self.tables):
             part.select(entries)
-        self.sinks = self.sinks.index_select(0, entries)
+        self.sinks, self._first_rows = self.sinks.index_select(0, entries), None
         self.counts = None if self.counts is None else self.counts.index_select(0, entries)
 
     def cut(self, length: int) -> None:
@@ -89,18 +127,21 @@ class Held:
     def in_order(self, buffer: Buffer) -> Tensor:
         """A copy of keys or values as they came."""
         found = buffer.filled.clone(memory_format=torch.contiguous_format)
-        for first in range(0, self.closed, self.settings.segment):
-            part = slice(first, first + self.settings.segment)
+        for segment in range(self.segments):
+            part = self._places(segment)
             found[:, :, part] = _unsorted(found[:, :, part], self.order.filled[:, :, part])
         return found
 
+    def _places(self, segment: int) -> slice:
+        return slice(self.settings.start(segment), self.settings.start(segment + 1))
+
     def close(self) -> None:
         """Group the keys of the next segment into cells, and sort them."""
-        part = slice(self.closed, self.closed + self.settings.segment)
+        part = self._places(self.segments)
         keys, values = self.keys.part(part).flatten(0, 1), self.values.part(part).flatten(0, 1)
         counts = None if self.counts is None else self.counts[:, part].repeat_interleave(self.heads, 0)
         outside = self._place_sinks(part).repeat_interleave(self.heads, 0)
-        found = close_segment(keys, values, counts, outside, self.settings, self.partition)
+        found = close_segment(keys, values, counts, outside, self.settings.cells(self.segments), self.partition)
         order = found.order.unflatten(0, (-1, self.heads))
         for buffer in (self.keys, self.values):
             place = buffer.part(part)
@@ -118,22 +159,33 @@ class Held:
         place = part.start + outside.cumsum(1) - 1
         entry, where = first.nonzero(as_tuple=True)
         self.sinks[entry, number[entry, where] - 1] = place[entry, where]
+        self._first_rows = None
         return outside
 
     def reopen(self) -> None:
         """Undo the last `close`: the keys stand as they came, and nothing is left of their cells."""
         self.segments -= 1
-        part = slice(self.closed, self.closed + self.settings.segment)
+        part = self._places(self.segments)
         keys, values, tables = self.keys.part(part), self.values.part(part), self.tables
-        cells, _ = self.settings.per_segment(self.settings.segment)
+        cells = self.settings.cells(self.segments)
         last = slice(len(tables) - cells, len(tables))
         start = tables.start.heads[:, last].long() - part.start
-        moments = start, tables.centroid.heads[:, last], tables.value.heads[:, last]
+        compute = tables.cross.dtype
+        moments = start, tables.centroid.heads[:, last].to(compute), tables.value.heads[:, last].to(compute)
         tables.drop(cells, cross_of(keys.flatten(0, 1), values.flatten(0, 1), *moments))
         for place in (keys, values):
             place.copy_(_unsorted(place, self.order.filled[:, :, part]))
         self.order.length = part.start
         self.sinks.masked_fill_(self.sinks >= part.start, -1)
+        self._first_rows = None
+
+    def first_rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A copy of the first keys and values `[batch * heads, sinks, dim]`, and `[batch * heads, 1, sinks]` where none are."""
+        if self._first_rows is None or self._first_rows[0].dtype != dtype:
+            place = self.sinks.repeat_interleave(self.heads, 0)
+            absent = (place < 0)[:, None]
+            self._first_rows = (*self.gather(place.clamp(min=0), dtype), absent if bool(absent.any()) else None)
+        return self._first_rows
 
     def gather(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values at some places of each head `[batch * heads, any]`."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels.cells_assign import group_keys
-from nearfield.kernels.cells_plan import CellSettings
 from nearfield.partition.base import Partition
 from nearfield.partition.cells import tabulate
 
@@ -32,17 +31,16 @@ class ClosedSegment:
 
 
 def close_segment(
-    keys: Tensor, values: Tensor, counts: Tensor | None, outside: Tensor, settings: CellSettings, partition: Partition
+    keys: Tensor, values: Tensor, counts: Tensor | None, outside: Tensor, cells: int, partition: Partition
 ) -> ClosedSegment:
-    """Groups the keys `[heads, segment, dim]` of a segment.
+    """Groups the keys `[heads, segment, dim]` of a segment into so many cells.
 
     `counts` `[heads, segment]`: False for padding, which changes nothing about a cell. `outside`, likewise: in no cell, which is
     padding, and the first keys, which are near anyway.
     """
     heads, segment, _ = keys.shape
-    cells, _ = settings.per_segment(segment)
     compute = torch.promote_types(keys.dtype, torch.float32)
-    cell_of = _grouped(keys.to(compute), counts, cells, settings, partition).masked_fill(outside, -1)
+    cell_of = _grouped(keys.to(compute), counts, cells, partition).masked_fill(outside, -1)
     order = cell_of.argsort(dim=1, stable=True)
     first = torch.arange(heads, device=keys.device)[:, None] * cells
     table = tabulate(
@@ -58,7 +56,7 @@ def close_segment(
     return ClosedSegment(order, start, size, void, centroid, variance, value, table.cross)
 
 
-def _grouped(keys: Tensor, counts: Tensor | None, cells: int, settings: CellSettings, partition: Partition) -> Tensor:
+def _grouped(keys: Tensor, counts: Tensor | None, cells: int, partition: Partition) -> Tensor:
     """The cell of each key, `[heads, segment]`. Where there is padding, cells are as many as the keys that count call for."""
     whole = torch.ones(len(keys), dtype=torch.bool) if counts is None else counts.all(1).cpu()
     if bool(whole.all()):
@@ -71,7 +69,7 @@ def _grouped(keys: Tensor, counts: Tensor | None, cells: int, settings: CellSett
     for head in (~whole).nonzero()[:, 0].tolist():
         own = counts[head].nonzero()[:, 0]
         if len(own):
-            few, _ = settings.per_segment(len(own))
+            few = max(1, round(len(own) * cells / keys.shape[1]))
             found[head, own] = group_keys(keys[head, own][None], few, 0, partition)[0][0]
     return found
 

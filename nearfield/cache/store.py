@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield.blocks import BLOCK_BYTES
 from nearfield.cache.attend import attend, by_head
 from nearfield.cache.errors import StepError, step_error
 from nearfield.cache.held import Held
-from nearfield.kernels.cells_plan import CellSettings, closed_keys, pieces
-from nearfield.methods.cells import Cells, default_probes
-
-SEGMENT = 1024
-CELL_SIZE = 16
+from nearfield.cache.sizes import StoreSizes, default_probes
+from nearfield.kernels.cells_plan import Piece
+from nearfield.methods.cells import Cells
 
 
 class CellStore:
@@ -25,13 +26,13 @@ class CellStore:
     centroid, variances, mean value, and one covariance of values and keys per head).
 
     Args:
-        method: `Cells(...)`: cell_size (None: 16), probes (None: by the number of closed keys, as in `Cells`), segment (None:
-            1,024), window (rounded up to whole segments; None: one segment), sinks and partition. Draws and two levels are not
-            for steps.
+        method: `Cells(...)`: segment (None: 1,024 keys up to 8,192, then 11 sqrt(n)), cell_size (None: 16 up to 8,192 keys, then
+            sqrt(n / 32)), probes (None: cells of 2 sqrt(n) keys, at least 12), window (as many keys as it says, not rounded
+            to whole segments; None: 16), sinks and partition. Draws and two levels are not for steps.
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
 
     Every query head chooses cells by itself, also where several share keys. With everything opened the result is exact attention.
-    A step takes three products per cell and two per near key: for n keys some 3 n / cell_size + 3 segment + 108 n^(1/4) of them.
+    A step takes three products per cell and two per near key: for n keys, from 8,192 on, some 48 sqrt(n) of them.
 
     Example:
         >>> from nearfield.cache import CellStore
@@ -45,10 +46,7 @@ class CellStore:
         self.method = Cells() if method is None else method
         check_method(self.method)
         self.audit = audit
-        segment = self.method.segment or SEGMENT
-        window = 1 if self.method.window is None else -(-self.method.window // segment)
-        cell_size = self.method.cell_size or CELL_SIZE
-        self.settings = CellSettings(1, segment, window, self.method.sinks, cell_size, 0, 1, 0, 0)
+        self.settings = StoreSizes.of(self.method)
         self.errors: list[StepError] = []
         """of the calls of `attend` while `audit` was set"""
         self.held: Held | None = None
@@ -72,7 +70,7 @@ class CellStore:
     @property
     def probes(self) -> int:
         """How many of them it opens."""
-        return self.method.probes or default_probes(max(1, self.closed), self.settings.cell_size, causal=True)
+        return self.method.probes or default_probes(self.closed, self.cells)
 
     @property
     def keys(self) -> Tensor | None:
@@ -100,6 +98,12 @@ class CellStore:
         if counts is not None:
             self.held.mark(self.held.counts)
 
+    def reserve(self, keys: int) -> None:
+        """Have room for so many more keys, so that appending them moves nothing."""
+        held = self._there()
+        held.keys.reserve(keys)
+        held.values.reserve(keys)
+
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys count, `[batch, length]`; None: all. Of those that were attended to none may change."""
         held = self._there()
@@ -120,9 +124,9 @@ class CellStore:
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be between 0 and {self.length}, the number of stored keys, got {length}")
         if self.held is not None:
-            if self._segments_before(length) * self.settings.segment < self.held.keys.offset:
+            if self.settings.start(self.settings.closed_before(length)) < self.held.keys.offset:
                 raise ValueError(f"cannot go back to {length} keys: the first {self.held.keys.offset} belong to a memory")
-            while self.held.segments > self._segments_before(length):
+            while self.held.segments > self.settings.closed_before(length):
                 self.held.reopen()
             self.held.cut(length)
 
@@ -144,15 +148,20 @@ class CellStore:
     @torch.no_grad()
     def close(self, segments: int | None = None) -> None:
         """Close segments until so many are; None: all that the next key does not read one by one. `attend` does so by itself."""
-        wanted = self._segments_before(self.length) if segments is None else segments
+        wanted = self.settings.closed_before(self.length) if segments is None else segments
         held = self._there()
         while held.segments < wanted:
             with torch.autocast(held.sinks.device.type, enabled=False):
                 held.close()
 
-    def _segments_before(self, position: int) -> int:
-        """How many segments a query at this position sees through cells."""
-        return int(closed_keys(torch.tensor(position + 1), self.settings)) // self.settings.segment
+    def _pieces(self, first: int, rows: int) -> Iterator[Piece]:
+        """Rows from position `first` on, cut where they see more closed segments."""
+        start = 0
+        while start < rows:
+            segments = self.settings.closed_before(first + start)
+            stop = min(rows, self.settings.start(segments + 1) + self.settings.window - first)
+            yield Piece(start, stop, self.settings.start(segments), segments)
+            start = stop
 
     @torch.no_grad()
     def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
@@ -163,7 +172,7 @@ class CellStore:
         held.mark(held.counts)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         output = query.new_empty((*query.shape[:3], held.values.room.shape[3]))
-        for piece in pieces(torch.arange(first + 1, held.length + 1), self.settings):
+        for piece in self._pieces(first, rows):
             if piece.closed < held.closed:
                 raise ValueError(
                     f"the query at position {first + piece.start} comes after the segment it belongs to was closed; attend right "
@@ -177,17 +186,26 @@ class CellStore:
             for start in range(piece.start, piece.stop, step):
                 block = slice(start, min(start + step, piece.stop))
                 with torch.autocast(query.device.type, enabled=False):
-                    queries = by_head(query[:, :, block], held.heads, scale)
-                    found = attend(held, queries, first + start, block.stop - start, self.probes)
+                    found = self._attend(held, query[:, :, block], first + start, scale)
                 output[:, :, block] = found.view(output[:, :, block].shape)
         if rows and self.audit:
             with torch.autocast(query.device.type, enabled=False):
                 self.errors.append(step_error(held, by_head(query, held.heads, scale), output, first))
         return output
 
+    def _attend(self, held: Held, query: Tensor, first: int, scale: float) -> Tensor:
+        """Of rows from position `first` on, which see the same closed segments."""
+        if kernels.runs_triton(query.device):
+            from nearfield.cache import decode
+
+            if decode.serves(held, query):
+                rows = query.reshape(-1, query.shape[1] // held.heads, query.shape[3])
+                return decode.decode(held, rows, scale, self.probes, self.settings.most_open(held.segments))
+        return attend(held, by_head(query, held.heads, scale), first, query.shape[2], self.probes)
+
     def _rows_at_a_time(self, held: Held, heads: int) -> int:
         """How many positions, so that score tables and gathered keys stay within bounds."""
-        near = min(held.closed, 2 * self.probes * self.settings.cell_size)
+        near = min(held.closed, 2 * self.probes * held.closed // max(1, self.cells))
         columns = held.keys.room.shape[3] + held.values.room.shape[3]
         return max(1, BLOCK_BYTES // (heads * (16 * (self.cells + held.length - held.closed + near) + 8 * near * columns)))
 

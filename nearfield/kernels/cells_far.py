@@ -17,6 +17,8 @@ from nearfield.sampling import hashed_uniform
 
 GROUP = 8
 """Cells per group where the best ones are found in two steps."""
+FEW_SCORES = 1 << 15
+"""Below, one step is faster."""
 
 CHILDREN_PER_PASS = 1 << 22
 """Entries of one block of the (row, fine cell) score table of two levels: more rows share the work of a coarse cell."""
@@ -287,12 +289,17 @@ def _cut(spread: Tensor) -> Tensor:
 
 def choose(first: Tensor, spread: Tensor, count: int) -> Tensor:
     """The columns of the `count` largest scores of each row; -1 where there are fewer cells."""
-    scores = torch.add(first, spread.sqrt(), alpha=ROUTE_SPREADS)
+    best, column = best_of(torch.add(first, spread.sqrt(), alpha=ROUTE_SPREADS), count)
+    return column.masked_fill_(best == -torch.inf, -1)
+
+
+def best_of(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest numbers of each row, or all if there are fewer, and their columns."""
     rows, cells = scores.shape
     groups = cells // GROUP
-    if groups < 2 * count:
+    if groups < 2 * count or scores.numel() < FEW_SCORES:
         best = scores.topk(min(count, cells), sorted=False)
-        return best.indices.masked_fill_(best.values == -torch.inf, -1)
+        return best.values, best.indices
     # The best of `count` cells are among the `count` groups with the best maxima; a strided group is a column, quick to reduce.
     strided = scores[:, : groups * GROUP].view(rows, GROUP, groups)
     group = strided.amax(1).topk(count, sorted=False).indices
@@ -300,7 +307,7 @@ def choose(first: Tensor, spread: Tensor, count: int) -> Tensor:
     rest = torch.arange(groups * GROUP, cells, device=group.device).expand(rows, -1)
     column = torch.cat([column, rest], 1)
     best = scores.gather(1, column).topk(count, sorted=False)
-    return column.gather(1, best.indices).masked_fill_(best.values == -torch.inf, -1)
+    return best.values, column.gather(1, best.indices)
 
 
 def largest(first: Tensor, best: Tensor) -> Tensor:

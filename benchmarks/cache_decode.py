@@ -1,0 +1,198 @@
+"""Section of bench_cache.py: one new token against a long cache on a GPU, next to exact attention of the same token.
+
+8 heads of keys, 32 query heads, 128 columns, bfloat16. Every way is captured in a CUDA graph and replayed, with other data in the
+cache of the card: a model has other layers in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_timing import BACKENDS, CUDA, DEVICE, clustered, wait, wall
+from record import each, table
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+import nearfield as nf
+from nearfield.cache import CellStore
+
+HEADS, GROUP, DIM = 8, 4, 128
+LENGTHS = (32_768, 131_072, 262_144, 1_048_576)
+ROUNDS, TRIES = 50, 10
+FLUSH_BYTES = 256 << 20
+SETTINGS = {
+    "Cells(cell_size=64)": nf.Cells(cell_size=64, segment=2048),
+    "Cells(cell_size=32)": nf.Cells(cell_size=32, segment=2048),
+}
+
+Step = Callable[[], Tensor]
+
+
+def decode(quick: bool) -> dict[str, Any]:
+    rows = []
+    for length in each((2048,) if quick else LENGTHS, lambda length: f"decode, {length:,} keys"):
+        rows += _at(length, 4 if quick else ROUNDS)
+    return {"heads": HEADS, "query_heads": HEADS * GROUP, "dim": DIM, "rows": rows}
+
+
+def _at(length: int, rounds: int) -> list[dict[str, Any]]:
+    query, key, value = clustered(length, DIM, HEADS)
+    query = query[:, :, -GROUP:].reshape(1, HEADS * GROUP, 1, DIM).contiguous()
+    tried: dict[str, float] = {}
+    exact: dict[str, Step] = {}
+    for name, call in exact_ways(query, key, value).items():
+        step = captured(call)
+        if step is not None:
+            exact[name], tried[name] = step, min(timed({name: step}, 5)[name])
+    best = min(tried, key=tried.__getitem__)
+    truth = exactly(query, key, value)
+    found = []
+    for label, method in SETTINGS.items():
+        store = CellStore(method)
+        start = wall(functools.partial(_fill, store, key, value))
+        step = captured(functools.partial(store.attend, query))
+        if step is None:
+            raise RuntimeError("a step could not be captured")
+        runs = timed({best: exact[best], "cells": step}, rounds)
+        eager = statistics.median(wall(functools.partial(store.attend, query)) for _ in range(rounds))
+        off = (step().float() - truth).norm(dim=-1) / truth.norm(dim=-1)
+        held = store.held
+        assert held is not None
+        found.append(
+            {
+                "n": length,
+                "method": label,
+                "probes": store.probes,
+                "cells": store.cells,
+                "open_end": length - store.closed,
+                "exact": best,
+                "exact_tried_ms": tried,
+                "exact_ms": statistics.median(runs[best]),
+                "ms": statistics.median(runs["cells"]),
+                "runs_ms": runs,
+                "exact_over_cells": statistics.median(runs[best]) / statistics.median(runs["cells"]),
+                "without_graph_ms": eager,
+                "close_seconds": start / 1e3,
+                "mean_relative_error": float(off.mean()),
+                "max_relative_error": float(off.max()),
+                "bytes": {name: size / 2**20 for name, size in store.nbytes.items()},
+            }
+        )
+        del store, step, held
+        wait()
+    return found
+
+
+def _fill(store: CellStore, key: Tensor, value: Tensor) -> None:
+    """All keys but the last are there before; the last is what the step appends."""
+    store.append(key[:, :, :-1], value[:, :, :-1])
+    store.close()
+    store.append(key[:, :, -1:], value[:, :, -1:])
+
+
+def exact_ways(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Step]:
+    """One token by SDPA's backends, heads that share keys as heads and as rows of one head, and by two matrix products."""
+    rows = query.view(1, HEADS, GROUP, DIM)
+    ways: dict[str, Step] = {}
+
+    def by_heads() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def by_rows() -> Tensor:
+        return F.scaled_dot_product_attention(rows, key, value).reshape(query.shape)
+
+    def products() -> Tensor:
+        weight = torch.softmax((rows @ key.transpose(2, 3)).float() / math.sqrt(DIM), -1)
+        return (weight.to(value.dtype) @ value).reshape(query.shape)
+
+    for name in BACKENDS if CUDA else ():
+        ways |= {f"{name}, heads": _with(name, by_heads), f"{name}, rows": _with(name, by_rows)}
+    return {**(ways or {"heads": by_heads, "rows": by_rows}), "products": products}
+
+
+def _with(backend: str, call: Step) -> Step:
+    def step() -> Tensor:
+        with sdpa_kernel(BACKENDS[backend]):
+            return call()
+
+    return step
+
+
+def exactly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """In float32, head by head."""
+    found = []
+    for head in range(HEADS):
+        rows = query[0, head * GROUP : (head + 1) * GROUP, 0].float()
+        weight = torch.softmax(rows @ key[0, head].float().T / math.sqrt(DIM), -1)
+        found.append(weight @ value[0, head].float())
+    return torch.cat(found)[None, :, None]
+
+
+def captured(call: Step) -> Step | None:
+    """The call as a graph that is replayed; None where a backend refuses. Without a card, the call itself."""
+    if not CUDA:
+        return call
+    try:
+        warnings.simplefilter("ignore")  # torch warns once for every reason why a backend cannot be used
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = call()
+    except RuntimeError as error:
+        print("refused:", str(error).split("\n")[0])
+        return None
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def timed(calls: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each, interleaved, each after something else has passed through the cache of the card."""
+    if not CUDA:
+        return {name: [wall(call) for _ in range(rounds)] for name, call in calls.items()}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=DEVICE)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            found[name].append(start.elapsed_time(end))
+    return found
+
+
+def show_decode(results: dict[str, Any]) -> Table:
+    title = f"one token, {results['query_heads']} query heads over {results['heads']} of keys, {results['dim']} columns, bfloat16"
+    names = ("keys", "method", "probes", "exact", "exact, us", "us", "exact / cells", "no graph, us", "error, mean", "worst")
+    found = table(*names, title=title, words=("method", "exact"))
+    for row in results["rows"]:
+        found.add_row(
+            f"{row['n']:,}",
+            row["method"],
+            str(row["probes"]),
+            row["exact"],
+            *(f"{1e3 * row[name]:.1f}" for name in ("exact_ms", "ms")),
+            f"{row['exact_over_cells']:.1f}",
+            f"{1e3 * row['without_graph_ms']:.0f}",
+            *(f"{row[name]:.2%}" for name in ("mean_relative_error", "max_relative_error")),
+        )
+    return found

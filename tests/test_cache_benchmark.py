@@ -1,0 +1,128 @@
+"""benchmarks/bench_cache.py: it runs in its quick form, and a store is as good as lists of keys whatever is done to it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import transformers
+from hf_models import model
+
+import nearfield
+from nearfield.cache import sizes
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bench_cache")
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("cache_operations")
+
+
+def save_model(folder: Path) -> None:
+    """With a tokenizer that has letters for tokens."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,\n'\"()-"
+    found = Tokenizer(models.WordLevel({letter: i + 3 for i, letter in enumerate(letters)} | {"?": 0}, unk_token="?"))
+    found.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="?").save_pretrained(folder)
+    model("llama", max_position_embeddings=1024).save_pretrained(folder)
+
+
+def test_sections_run_quickly(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "model")
+    arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
+    sections = ["steps", "appends", "operations"]
+    monkeypatch.setattr(sys, "argv", ["bench_cache.py", *arguments, "--only", *sections])
+    bench.main()
+    shown = capsys.readouterr().out
+    assert "the last 48 of 320 tokens, one by one" in shown
+    assert "60 random operations, 1 seeds" in shown
+    saved = json.loads((tmp_path / "out" / "cache.json").read_text())
+    assert list(saved) == sections
+
+    (row,) = saved["steps"]["results"]["rows"]
+    read = row["read"]
+    assert row["excess"] == pytest.approx(row["perplexity"] / row["exact_perplexity"] - 1)
+    assert abs(row["excess"]) < 0.05
+    assert row["tokens_per_second"] > 0
+    # The running segment, a window of 16 and 16 first keys; and 4 cells of 2 query heads, which may be the same ones.
+    assert 16 + 16 + 4 < read["rows"] <= read["rows_by_query_head"] < 16 + 80 + 8 * 8 * 16
+    assert 272 < read["exact_rows"] < 320
+    assert read["exact_over_rows"] == pytest.approx(read["exact_rows"] / read["rows"])
+    assert read["bytes_of_a_row"] == 2 * 8 * 4
+    # Up to 16 cells, with start, size, whether it is empty, centroid, variances and value.
+    assert 12 * 4 * (3 + 3 * 8) <= read["bytes_of_moments"] <= 16 * 4 * (3 + 3 * 8)
+
+    appended = saved["appends"]["results"]
+    assert [row["n"] for row in appended["rows"]] == [2048, 4096]
+    assert appended["rows"][-1]["cells"] == 192
+    assert all(1 < row["bytes_over_keys"] < 1.6 for row in appended["rows"])
+    assert saved["operations"]["results"]["failed"] == {}
+
+
+def test_all_sections_are_there(bench: Any) -> None:
+    for section in bench.SECTIONS:
+        measure, tabulated = bench.measures(section)
+        assert callable(measure)
+        assert callable(tabulated)
+
+
+def test_it_says_why_it_does_nothing(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_cache.py", "--quick", "--model", "nothing"])
+    bench.main()
+    assert "make smollm2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_is_as_good_as_lists(seed: int, operations: Any) -> None:
+    done = operations.run_trial(seed, 250)
+    assert set(done) == set(operations.WEIGHTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_store_is_as_good_as_lists_for_long(seed: int, operations: Any) -> None:
+    assert sum(operations.run_trial(seed, operations.OPERATIONS).values()) > 1900
+
+
+def test_a_store_whose_segments_grow_is_as_good_as_lists(operations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {"SEGMENT": 16, "CONSTANT": 2, "CELL_SIZE": 4}.items():
+        monkeypatch.setattr(sizes, name, size)
+    monkeypatch.setattr(operations, "METHODS", (nearfield.Cells(probes=10**6, sinks=5, window=3),))
+    monkeypatch.setattr(operations, "MOST_KEYS", 800)
+    operations.run_trial(0, 400)
+
+
+def test_a_difference_is_noticed(operations: Any, tmp_path: Path) -> None:
+    trial = operations.Trial(0, tmp_path)
+    while trial.store.closed == 0:
+        trial.append()
+    trial.check()
+    held = trial.store.held
+    held.order.filled[:, :, [6, 7]] = held.order.filled[:, :, [7, 6]]
+    with pytest.raises(AssertionError, match="others than in the lists"):
+        trial.check()
+    held.tables.start.filled[:] = 0
+    with pytest.raises(AssertionError, match="is off by"):
+        trial.append()
