@@ -1,8 +1,9 @@
-"""The command line: `nearfield plan`, `nearfield demo`, `nearfield bench` and `nearfield eval`."""
+"""The command line: `nearfield plan`, `demo`, `bench`, `eval`, `remember` and `ask`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from nearfield.budgets import Budget, every_budget
 app = typer.Typer(
     help="kNN attention for PyTorch that tells you its error.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
+
+MODEL = "Folder or .gguf file of a causal language model, or what else from_pretrained takes."
+DEVICE = "cpu, cuda, cuda:1, ... Default: cuda where there is one."
+DTYPE = "Of the model. Default: float32, on CUDA bfloat16."
+DOWNLOAD = "Let Transformers look for the model on the hub."
 
 
 @app.command()
@@ -80,7 +86,7 @@ def bench(
 
 @app.command("eval")
 def evaluate(
-    model: str = typer.Argument(help="Folder or .gguf file of a causal language model, or what else from_pretrained takes."),
+    model: str = typer.Argument(help=MODEL),
     texts: list[Path] = typer.Argument(help="Texts in UTF-8."),
     tokens: int = typer.Option(8192, min=1, help="Tokens of each text, at most."),
     methods: str = typer.Option("cells,topk", help="What to compare with exact attention, of cells, topk and auto."),
@@ -92,14 +98,14 @@ def evaluate(
     ladder: str = typer.Option("1,2,4,7,10,15,25", help="Budgets of cells to choose from for a layer, in per cent."),
     config: Path = typer.Option(None, help="A config.json of an earlier run, to be compared as well."),
     out: Path = typer.Option(Path("nearfield-eval"), help="Folder for eval.json, eval.png and config.json."),
-    device: str = typer.Option("", help="cpu, cuda, cuda:1, ... Default: cuda where there is one."),
-    dtype: str = typer.Option("", help="Of the model. Default: float32, on CUDA bfloat16."),
-    download: bool = typer.Option(False, "--download", help="Let Transformers look for the model on the hub."),
+    device: str = typer.Option("", help=DEVICE),
+    dtype: str = typer.Option("", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
     """Perplexity of a language model with exact attention and with others, the error of every head, and a choice per layer."""
     from nearfield.evaluate.command import run
 
-    try:
+    with _bad_parameters():
         run(
             model,
             texts,
@@ -117,13 +123,76 @@ def evaluate(
             dtype=_dtype(dtype) if dtype else None,
             download=download,
         )
-    except (ValueError, OSError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def remember(
+    model: str = typer.Argument(help=MODEL),
+    text: Path = typer.Argument(help="A text in UTF-8."),
+    out: Path = typer.Option(..., "--out", "-o", help="File for the memory; one that is there is replaced when all is written."),
+    chunk: int = typer.Option(
+        0, min=0, help="Tokens read at a time. Default: all, or what suits a text of more than the model knows."
+    ),
+    positions: str = typer.Option(
+        "", help="running or restart (docs/cache.md). Default: running, as long as the model knows them."
+    ),
+    device: str = typer.Option("", help=DEVICE),
+    dtype: str = typer.Option("", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Let a language model read a text once and keep what it remembers, for `nearfield ask`."""
+    from nearfield import remember as memories
+
+    with _bad_parameters():
+        memories.remember(
+            model,
+            text,
+            out,
+            positions=positions or None,
+            chunk=chunk or None,
+            device=str(_device(device)) if device else None,
+            dtype=_dtype(dtype) if dtype else None,
+            download=download,
+        )
+
+
+@app.command()
+def ask(
+    model: str = typer.Argument(help="The model that has read the text."),
+    question: str = typer.Argument(help="What comes after the text; the model goes on from there."),
+    memory: Path = typer.Option(..., "--memory", "-m", help="File that `nearfield remember` has written."),
+    tokens: int = typer.Option(64, min=1, help="Tokens of the answer, at most."),
+    device: str = typer.Option("", help=DEVICE),
+    dtype: str = typer.Option("", help=f"{DTYPE} It must be the one in which the text was read."),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Ask a language model about a text that it remembers."""
+    from nearfield import remember as memories
+
+    with _bad_parameters():
+        memories.ask(
+            model,
+            memory,
+            question,
+            tokens=tokens,
+            device=str(_device(device)) if device else None,
+            dtype=_dtype(dtype) if dtype else None,
+            download=download,
+        )
 
 
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+@contextmanager
+def _bad_parameters() -> Iterator[None]:
+    """What cannot be done with what was given, said as the command line does."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _words(listed: str) -> list[str]:

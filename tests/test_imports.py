@@ -18,6 +18,7 @@ PACKAGE = Path(nearfield.__file__).parent
 # From the user's call down to plain arithmetic. A module imports only what stands on a later line, or its own subpackage.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
+    ("remember",),
     ("demo", "calibrate", "evaluate"),
     ("demo_plot", "environment"),
     ("",),  # the package itself: the public names

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from nearfield.cache.held import Held
+from nearfield.crossover import dtype_name
 from nearfield.hf.cache import CellCache, CellLayer
-from nearfield.hf.config import describe
+from nearfield.hf.memory_file import MOMENTS, Contents, check_model, fingerprint, read_memory, write_memory
+from nearfield.hf.reading import check_reader, plan_reading, read_text
 from nearfield.methods.cells import Cells
-from nearfield.partition import BY_NAME
 
-FORMAT, VERSION = "nearfield-memory", "1"
-MOMENTS = ("start", "size", "void", "centroid", "variance", "value")
-TOKENS = "tokens"
-SAMPLE = 64
-"""Numbers of every weight that go into the fingerprint of a model."""
-NOT_OF_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "name_or_path")
+PROBES = 256
+"""Cells that a token after the text opens: 4,096 keys where cells have 16 (up to 8,192 tokens), on average 9,400 of 131,072."""
+ONE_ANSWER = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+"""What `generate` is told of an answer where nobody says otherwise."""
 
 
 class Memory:
@@ -32,7 +31,8 @@ class Memory:
     Attributes:
         tokens: `[1, length]`, the text.
         method: the `Cells(...)` by which it is kept, and attended to.
-        fingerprint: of the model; no other one may use it.
+        reading: how it was read: which positions its tokens had, and how many of them were read at a time.
+        fingerprint: of the model; `load` and `ask` refuse any other. Nobody asks a cache: use it with no other one either.
 
     Questions come after the text. Their tokens attend to it as later tokens attend to a `CellCache`, and nothing of it is
     computed again. A memory that was loaded leaves keys and values of closed segments in its file, of which a step reads what it
@@ -50,25 +50,55 @@ class Memory:
         >>> answer = model.generate(question, past_key_values=memory.cache(), max_new_tokens=5, do_sample=False)
     """
 
-    def __init__(self, tokens: Tensor, method: Cells, fingerprint: str, layers: list[dict[str, Tensor]]) -> None:
-        self.tokens, self.method, self.fingerprint = tokens, method, fingerprint
-        self._layers = layers
+    def __init__(self, contents: Contents, model: Any = None) -> None:
+        self.tokens, self.method = contents.tokens, contents.method
+        self.reading, self.fingerprint = contents.reading, contents.fingerprint
+        self._contents = contents
+        self._model = None if model is None else weakref.ref(model)
+        """known to be the one that has read the text"""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, (self._contents,)
 
     @staticmethod
     @torch.no_grad()
-    def read(model: Any, tokens: Tensor, method: Cells | None = None, chunk: int | None = None) -> Memory:
-        """Let a model read a text `[1, length]`, at once or `chunk` tokens at a time."""
-        if tokens.dim() != 2 or len(tokens) != 1 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens must be [1, length], got {tuple(tokens.shape)}")
-        method = Cells() if method is None else method
+    def read(
+        model: Any,
+        tokens: Tensor,
+        method: Cells | None = None,
+        *,
+        positions: str | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Memory:
+        """Let a model read a text, integers `[1, length]`.
+
+        Args:
+            method: `Cells(...)`, as for `CellCache`. None: `Cells(probes=256)`, for a question is short and may look at more than
+                each token of a long answer.
+            positions: "running": the text is one sequence, and every token sees all before it. "restart": the text may be longer
+                than any that the model was trained on. It is read in chunks, each by itself after the first `sinks` tokens of
+                the text, and all chunks have the same positions, shortly before those of a question. For models with rotary
+                embeddings. None: "restart" if the text would leave a question less than an eighth of the positions the model
+                knows.
+            chunk: how many tokens are read at a time. None: all; where positions start again 4,096, or half of the positions that
+                the model knows if that is less.
+            progress: is told how many tokens have been read, after every chunk.
+        """
+        text = _checked_text(tokens)
+        check_reader(model)
+        method = Cells(probes=PROBES) if method is None else method
         cache = CellCache(method, config=model.config)
         other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
         if other:
             raise ValueError(f"a memory needs full attention in all layers, and this model has a {other.pop()}")
-        for part in tokens.split(chunk or tokens.shape[1], 1):
-            model.base_model(part, past_key_values=cache)
+        reading = plan_reading(model.config.get_text_config(), text.shape[1], method.sinks, positions, chunk)
+        read_text(model, text.to(model.device), cache, reading, progress)
         layers = [_kept(layer.store.held) for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.held]
-        return Memory(tokens.cpu(), method, fingerprint(model), layers)
+        return Memory(Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), layers), model)
+
+    def __repr__(self) -> str:
+        return f"Memory({self.tokens.shape[1]} tokens, {self.method}, {self.reading})"
 
     def cache(self, audit: bool = False, device: torch.device | str | None = None) -> CellCache:
         """A cache that has the text in it; pass it with the tokens of text and question. The memory stays as it is.
@@ -76,43 +106,45 @@ class Memory:
         `device`: where the model is; None: where the memory is, which is the CPU for one that was loaded.
         """
         cache = CellCache(self.method, audit=audit)
-        for kept in self._layers:
+        for kept in self._contents.layers:
             layer = CellLayer(self.method, audit)
             layer.store.held = _held({name: x.to(device) for name, x in kept.items()}, layer)
             cache.layers.append(layer)
         return cache
 
+    def to(self, device: torch.device | str) -> Memory:
+        """The same memory on another device, so that not every question has to bring it there."""
+        layers = [{name: x.to(device) for name, x in kept.items()} for kept in self._contents.layers]
+        return Memory(dataclasses.replace(self._contents, layers=layers), self._model and self._model())
+
     def ask(self, model: Any, tokenizer: Any, question: str, max_new_tokens: int = 64, **options: Any) -> str:
-        """What the model says after the text and a question; `options` go to `generate`, which is greedy if they say nothing."""
+        """What the model says after the text and a question; `options` go to `generate`, which is greedy if they say nothing.
+
+        Beams may be asked for, several answers or a dictionary may not: those are for `generate` itself, and `cache`.
+        """
+        chosen = _one_answer(options)
+        if self._model is None or self._model() is not model:
+            check_model("this memory", self.fingerprint, self._contents.dtype, model)
+            self._model = weakref.ref(model)
         more = tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
         if more.shape[1] == 0:
             raise ValueError(f"question must have at least one token, got {question!r}")
         given = torch.cat([self.tokens, more], 1).to(model.device)
+        cache = self.cache(device=model.device)
+        cache.batch_repeat_interleave(chosen["num_beams"] or 1)
         found = model.generate(
             given,
             attention_mask=torch.ones_like(given),
-            past_key_values=self.cache(device=model.device),
+            past_key_values=cache,
             max_new_tokens=max_new_tokens,
-            **{"do_sample": False, **options},
+            **chosen,
         )
         answer: str = tokenizer.decode(found[0, given.shape[1] :], skip_special_tokens=True)
         return answer
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file of safetensors."""
-        from safetensors.torch import save_file
-
-        tensors = {TOKENS: self.tokens.contiguous()}
-        for number, kept in enumerate(self._layers):
-            tensors |= {f"layers.{number}.{name}": x.contiguous() for name, x in kept.items()}
-        about = {
-            "format": FORMAT,
-            "version": VERSION,
-            "fingerprint": self.fingerprint,
-            "method": json.dumps(describe(self.method)),
-            "layers": str(len(self._layers)),
-        }
-        save_file(tensors, str(path), metadata={**about, "digest": _digest(about, tensors)})
+        """Write a file of safetensors. If that fails or is interrupted, a file that was there before stays as it was."""
+        write_memory(Path(path), self._contents)
 
     @staticmethod
     def load(path: str | os.PathLike[str], model: Any, verify: bool = True) -> Memory:
@@ -121,49 +153,39 @@ class Memory:
         `verify`: look at every byte once, and compare with the digest that the file has of itself. Without it a large file is
         there at once, and a damaged one may go unnoticed; shapes, sizes and places are checked in any case.
         """
-        from safetensors import SafetensorError, safe_open
-
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"memory {path} is not a file; Memory.read(...).save({str(path)!r}) makes one")
-        try:
-            with safe_open(str(path), framework="pt", device="cpu") as file:
-                about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"memory {path} cannot be read: {error}") from error
-        method, layers = _checked_header(path, about)
-        if about["fingerprint"] != fingerprint(model):
-            raise ValueError(f"memory {path} was made with another model; let this one read the text, with Memory.read")
-        if verify and about.pop("digest", None) != _digest(about, tensors):
-            raise ValueError(f"memory {path} is damaged: its digest is another one")
-        kept = _checked_tensors(path, tensors, layers, method)
-        return Memory(tensors[TOKENS], method, about["fingerprint"], kept)
+        return Memory(read_memory(Path(path), model, verify), model)
 
 
-def fingerprint(model: Any) -> str:
-    """Of a model: what its configuration says of the computation, and some numbers of every weight."""
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k not in NOT_OF_THE_MODEL}
-    digest = hashlib.sha256(json.dumps([type(model).__name__, config], sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
-        flat = weight.detach().reshape(-1)
-        step = max(1, len(flat) // SAMPLE)
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(flat[::step].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _checked_text(tokens: object) -> Tensor:
+    """A copy `[1, length]` in int64, on the CPU."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens must be a tensor of integers [1, length], got {type(tokens).__name__}")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
+    if tokens.dim() != 2 or len(tokens) != 1 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be [1, length], got {tuple(tokens.shape)}")
+    return tokens.detach().to("cpu", torch.int64, copy=True)
 
 
-def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _one_answer(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `generate` for an answer that is a text."""
+    given = {name: getattr(options.get("generation_config"), name, None) for name in ONE_ANSWER}
+    chosen = {**ONE_ANSWER, **{name: x for name, x in given.items() if x is not None}, **options}
+    for name in ("num_return_sequences", "return_dict_in_generate"):
+        if (chosen[name] or ONE_ANSWER[name]) != ONE_ANSWER[name]:
+            raise ValueError(
+                f"ask answers with one text, got {name}={chosen[name]}; for more call model.generate with memory.tokens and the "
+                "tokens of the question, and past_key_values=memory.cache()"
+            )
+    return chosen
 
 
 def _kept(held: Held) -> dict[str, Tensor]:
     """The tensors of a layer, of a cache that nobody uses any more."""
     found = {"keys": held.keys.filled, "values": held.values.filled, "order": held.order.filled, "sinks": held.sinks}
-    found |= {name: getattr(held.tables, name).filled for name in MOMENTS}
+    # On a GPU some are in bfloat16; a file is for all devices, and tables take them in as they keep them.
+    moments = {name: getattr(held.tables, name).filled for name in MOMENTS}
+    found |= {name: x.to(held.tables.cross.dtype) if x.is_floating_point() else x for name, x in moments.items()}
     found |= {"cross": held.tables.cross, "pooled": held.tables.pooled}
     return {name: x.contiguous() for name, x in found.items()}
 
@@ -181,89 +203,6 @@ def _held(kept: dict[str, Tensor], layer: CellLayer) -> Held:
         getattr(held.tables, name).append(kept[name])
     held.tables.cross, held.tables.pooled = kept["cross"].clone(), kept["pooled"].clone()
     held.sinks = kept["sinks"].clone()
-    held.segments = closed // settings.segment
+    held.segments = settings.complete(closed)
     held.mark(None)
     return held
-
-
-def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, int]:
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        found = f"{about.get('format')!r}, version {about.get('version')!r}"
-        raise ValueError(f"memory {path} must be a file of format {FORMAT!r}, version {VERSION!r}, got {found}")
-    try:
-        given = json.loads(about["method"])
-        if given.pop("method") != "Cells":
-            raise ValueError("method must be Cells")
-        if "partition" in given:
-            part = given["partition"]
-            given["partition"] = BY_NAME[part.pop("name")](**part)
-        known = {field.name for field in dataclasses.fields(Cells)}
-        if not set(given) <= known:
-            raise ValueError(f"unknown arguments {sorted(set(given) - known)}")
-        method, layers = Cells(**given), int(about["layers"])
-        if not 0 < layers < 10**5 or "fingerprint" not in about:
-            raise ValueError("layers or fingerprint missing")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"memory {path} has a header that makes no sense: {error}") from error
-    return method, layers
-
-
-def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method: Cells) -> list[dict[str, Tensor]]:
-    names = ("keys", "values", "order", "sinks", *MOMENTS, "cross", "pooled")
-    wanted = {TOKENS} | {f"layers.{number}.{name}" for number in range(layers) for name in names}
-    if set(tensors) != wanted:
-        raise ValueError(f"memory {path} should have other tensors; {sorted(set(tensors) ^ wanted)[:3]} are missing or unknown")
-    length = tensors[TOKENS].shape[-1]
-    if tensors[TOKENS].shape != (1, length) or tensors[TOKENS].dtype != torch.int64:
-        raise ValueError(f"memory {path} has tokens of shape {tuple(tensors[TOKENS].shape)}, not [1, length]")
-    found = []
-    for number in range(layers):
-        kept = {name: tensors[f"layers.{number}.{name}"] for name in names}
-        wrong = _wrong(kept, length, method)
-        if wrong:
-            raise ValueError(f"memory {path} is damaged: layer {number}, {wrong}")
-        found.append(kept)
-    return found
-
-
-def _wrong(kept: dict[str, Tensor], length: int, method: Cells) -> str | None:
-    """What is wrong with the tensors of a layer, if anything: shapes, dtypes, and places that are not there."""
-    settings = CellLayer(method).store.settings
-    keys, values = kept["keys"], kept["values"]
-    if keys.dim() != 4 or values.dim() != 4 or not keys.is_floating_point():
-        return "keys"
-    heads, dim, wide = keys.shape[1], keys.shape[3], values.shape[3]
-    closed = kept["order"].shape[2] if kept["order"].dim() == 3 else -1
-    cells = kept["size"].shape[2] if kept["size"].dim() == 3 else -1
-    own, _ = settings.per_segment(settings.segment)
-    if closed < 0 or closed % settings.segment or closed > length or cells != closed // settings.segment * own:
-        return "order"
-    compute = torch.promote_types(keys.dtype, torch.float32)
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "keys": ((1, heads, length, dim), keys.dtype),
-        "values": ((1, heads, length, wide), keys.dtype),
-        "order": ((1, heads, closed), torch.int32),
-        "sinks": ((1, settings.sinks), torch.int64),
-        "start": ((1, heads, cells), torch.int32),
-        "size": ((1, heads, cells), compute),
-        "void": ((1, heads, cells), compute),
-        "centroid": ((1, heads, cells, dim), compute),
-        "variance": ((1, heads, cells, dim), compute),
-        "value": ((1, heads, cells, wide), compute),
-        "cross": ((1, heads, wide, dim), compute),
-        "pooled": ((1, heads), compute),
-    }
-    for name, (shape, dtype) in expected.items():
-        if kept[name].shape != shape or kept[name].dtype != dtype:
-            return name
-    places = {
-        "order": (kept["order"], 0, settings.segment - 1),
-        "start": (kept["start"], 0, closed),
-        "size": (kept["size"], 0, closed),
-        "sinks": (kept["sinks"], -1, closed - 1),
-        "start and size": (kept["start"] + kept["size"], 0, closed),
-    }
-    for name, (place, least, most) in places.items():
-        if place.numel() and not bool(((place >= least) & (place <= most)).all()):
-            return name
-    return None

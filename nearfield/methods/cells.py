@@ -164,7 +164,7 @@ def _kept_transposed(problem: Problem) -> bool:
     """Whether a gradient will be asked for, and queries lie as a model's projection makes them, `[batch, length, heads, dim]`."""
     inputs = (problem.query, problem.key, problem.value)
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return needed and problem.query.shape[1] > 1 and problem.query.transpose(1, 2).is_contiguous()
+    return needed and problem.query.shape[1] > 1 and problem.query.stride(1) < problem.query.stride(2)
 
 
 def _exceeds(length: int, segment: int, cell_size: int, probes: int) -> str | None:
