@@ -28,24 +28,45 @@ HEADS, GROUP, DIM = 8, 4, 128
 LENGTHS = (32_768, 131_072, 262_144, 1_048_576)
 ROUNDS, TRIES = 50, 10
 FLUSH_BYTES = 256 << 20
-SETTINGS = {
-    "Cells(cell_size=64)": nf.Cells(cell_size=64, segment=2048),
-    "Cells(cell_size=32)": nf.Cells(cell_size=32, segment=2048),
-}
+TOPIC, TOPICAL = 2048, 16
+"""So many tokens in a row are about one topic, which is so many clusters."""
+SETTINGS = {"Cells()": nf.Cells(), "Cells(probes=64)": nf.Cells(probes=64)}
+FAMILIES = ("topical", "strewn")
 
 Step = Callable[[], Tensor]
 
 
 def decode(quick: bool) -> dict[str, Any]:
+    plan = [(length, family) for length in ((2048,) if quick else LENGTHS) for family in FAMILIES]
     rows = []
-    for length in each((2048,) if quick else LENGTHS, lambda length: f"decode, {length:,} keys"):
-        rows += _at(length, 4 if quick else ROUNDS)
+    for length, family in each(plan, lambda item: f"decode, {item[0]:,} keys, {item[1]}"):
+        rows += _at(length, family, 4 if quick else ROUNDS)
     return {"heads": HEADS, "query_heads": HEADS * GROUP, "dim": DIM, "rows": rows}
 
 
-def _at(length: int, rounds: int) -> list[dict[str, Any]]:
+def inputs(length: int, family: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A query per query head, and keys and values in clusters: `strewn` over the whole length, or by topic.
+
+    The query heads of a group look for different clusters of one topic; where clusters are strewn, for any.
+    """
     query, key, value = clustered(length, DIM, HEADS)
-    query = query[:, :, -GROUP:].reshape(1, HEADS * GROUP, 1, DIM).contiguous()
+    if family == "topical":
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        few = max(TOPICAL, round(math.sqrt(length)))
+        topics = torch.randint(few, (-(-length // TOPIC), TOPICAL), generator=generator, device=DEVICE)
+        for head in range(HEADS):
+            centres, values = torch.randn(2, few, DIM, generator=generator, device=DEVICE)
+            which = torch.randint(TOPICAL, (length,), generator=generator, device=DEVICE)
+            own = topics[torch.arange(length, device=DEVICE) // TOPIC, which]
+            noise = torch.randn(2, length, DIM, generator=generator, device=DEVICE)
+            key[0, head], value[0, head] = centres[own] + 0.3 * noise[0], values[own] + 0.5 * noise[1]
+            asked = centres[topics[len(topics) // 3, :GROUP]]
+            query[0, head, -GROUP:] = 7.0 / math.sqrt(DIM) * asked + 0.3 * noise[0, :GROUP]
+    return query[:, :, -GROUP:].reshape(1, HEADS * GROUP, 1, DIM).contiguous(), key, value
+
+
+def _at(length: int, family: str, rounds: int) -> list[dict[str, Any]]:
+    query, key, value = inputs(length, family)
     tried: dict[str, float] = {}
     exact: dict[str, Step] = {}
     for name, call in exact_ways(query, key, value).items():
@@ -69,6 +90,7 @@ def _at(length: int, rounds: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "n": length,
+                "family": family,
                 "method": label,
                 "probes": store.probes,
                 "cells": store.cells,
@@ -182,11 +204,24 @@ def timed(calls: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 
 def show_decode(results: dict[str, Any]) -> Table:
     title = f"one token, {results['query_heads']} query heads over {results['heads']} of keys, {results['dim']} columns, bfloat16"
-    names = ("keys", "method", "probes", "exact", "exact, us", "us", "exact / cells", "no graph, us", "error, mean", "worst")
-    found = table(*names, title=title, words=("method", "exact"))
+    names = (
+        "keys",
+        "clusters",
+        "method",
+        "probes",
+        "exact",
+        "exact, us",
+        "us",
+        "exact / cells",
+        "no graph, us",
+        "error, mean",
+        "worst",
+    )
+    found = table(*names, title=title, words=("clusters", "method", "exact"))
     for row in results["rows"]:
         found.add_row(
             f"{row['n']:,}",
+            row["family"],
             row["method"],
             str(row["probes"]),
             row["exact"],
