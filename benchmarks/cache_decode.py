@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import BACKENDS, CUDA, DEVICE, clustered, wait, wall
+from gpu_timing import BACKENDS, CUDA, DEVICE, captured, clustered, wait, wall
 from record import each, table
 from rich.table import Table
 from torch import Tensor
@@ -26,7 +26,7 @@ from nearfield.cache import CellStore
 
 HEADS, GROUP, DIM = 8, 4, 128
 LENGTHS = (32_768, 131_072, 262_144, 1_048_576)
-ROUNDS, TRIES = 50, 10
+ROUNDS = 50
 FLUSH_BYTES = 256 << 20
 TOPIC, TOPICAL = 2048, 16
 """So many tokens in a row are about one topic, which is so many clusters."""
@@ -70,7 +70,7 @@ def _at(length: int, family: str, rounds: int) -> list[dict[str, Any]]:
     tried: dict[str, float] = {}
     exact: dict[str, Step] = {}
     for name, call in exact_ways(query, key, value).items():
-        step = captured(call)
+        step = graphed(call)
         if step is not None:
             exact[name], tried[name] = step, min(timed({name: step}, 5)[name])
     best = min(tried, key=tried.__getitem__)
@@ -79,14 +79,12 @@ def _at(length: int, family: str, rounds: int) -> list[dict[str, Any]]:
     for label, method in SETTINGS.items():
         store = CellStore(method)
         start = wall(functools.partial(_fill, store, key, value))
-        step = captured(functools.partial(store.attend, query))
+        step = graphed(functools.partial(store.attend, query))
         if step is None:
             raise RuntimeError("a step could not be captured")
         runs = timed({best: exact[best], "cells": step}, rounds)
         eager = statistics.median(wall(functools.partial(store.attend, query)) for _ in range(rounds))
         off = (step().float() - truth).norm(dim=-1) / truth.norm(dim=-1)
-        held = store.held
-        assert held is not None
         found.append(
             {
                 "n": length,
@@ -108,7 +106,7 @@ def _at(length: int, family: str, rounds: int) -> list[dict[str, Any]]:
                 "bytes": {name: size / 2**20 for name, size in store.nbytes.items()},
             }
         )
-        del store, step, held
+        del store, step
         wait()
     return found
 
@@ -158,30 +156,17 @@ def exactly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat(found)[None, :, None]
 
 
-def captured(call: Step) -> Step | None:
+def graphed(call: Step) -> Step | None:
     """The call as a graph that is replayed; None where a backend refuses. Without a card, the call itself."""
     if not CUDA:
         return call
     try:
-        warnings.simplefilter("ignore")  # torch warns once for every reason why a backend cannot be used
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = call()
+        with warnings.catch_warnings():  # torch warns once for every reason why a backend cannot be used
+            warnings.simplefilter("ignore")
+            return captured(call)
     except RuntimeError as error:
         print("refused:", str(error).split("\n")[0])
         return None
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
 
 
 def timed(calls: dict[str, Step], rounds: int) -> dict[str, list[float]]:

@@ -163,8 +163,8 @@ def model(quick: bool, text: Path | None = None) -> dict[str, Any]:
 def exactly(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """SDPA, which is given gradients in one layout only.
 
-    cuDNN's backward pass is planned once for inputs of some shape. The plan does not ask how the incoming gradient lies in
-    memory: made for one that is contiguous, as other sections have them, it reads the one of this model in the wrong order.
+    Where other sections had run before, cuDNN's gradients of this model were wrong. Its plans are kept by the layout of inputs,
+    and most likely not by that of the incoming gradient, which other sections have contiguous and this model does not.
     """
     output = sdpa(backend, query, key, value, causal=True)
     if output.requires_grad:

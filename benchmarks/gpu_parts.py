@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gpu_keys import keys_of
 from gpu_speed import DIMS, attend, gradients, with_grad
-from gpu_timing import CUDA, DEVICE, DTYPE, FAST, HEADS, Call, card, clustered, elapsed, wait, wall
+from gpu_timing import CUDA, DEVICE, DTYPE, FAST, HEADS, Call, captured, card, clustered, elapsed, wait, wall
 from record import each, table
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -114,17 +114,9 @@ def by_group(runs: list[Kernels]) -> dict[str, Any]:
 def graph_ms(call: Call) -> float | str:
     """Milliseconds of a replay of the captured call, or why it cannot be captured."""
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        graph.replay()
-        return statistics.median(elapsed(graph.replay) for _ in range(TIMED))
+        replay = captured(call)
+        replay()
+        return statistics.median(elapsed(replay) for _ in range(TIMED))
     except RuntimeError as error:
         return str(error)
 

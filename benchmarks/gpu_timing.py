@@ -11,7 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ HOPELESS, LONG_MS = 2.0, 20.0
 """A backend so many times slower than the best one is not tried again at longer inputs, once the best takes `LONG_MS`."""
 LEAST_ROUNDS, MOST_ROUNDS, BUDGET_MS = 3, 20, 500.0
 
+T = TypeVar("T")
 QKV = tuple[Tensor, Tensor, Tensor]
 Call = Callable[[], object]
 
@@ -149,6 +150,25 @@ def interleaved(calls: dict[str, Call], budget_ms: float = BUDGET_MS) -> dict[st
         for name, call in calls.items():
             found[name].append(timed(call))
     return found
+
+
+def captured(call: Callable[[], T]) -> Callable[[], T]:
+    """A function that replays the call from a CUDA graph, and returns what the call returned, as it is by then."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+
+    def replay() -> T:
+        graph.replay()
+        return output
+
+    return replay
 
 
 def peak_megabytes(call: Call, inputs: Collection[Tensor]) -> dict[str, float] | None:

@@ -52,34 +52,34 @@ def the(store: CellStore) -> Held:
     return store.held
 
 
-def close(found: tuple[Tensor, Tensor]) -> None:
+def assert_alike(found: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("length", [1, 20, 41, 100, 203])
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_step_is_the_step_in_torch(length: int, group: int) -> None:
-    close(both(filled(length), group))
+    assert_alike(both(filled(length), group))
 
 
 def test_columns_that_fill_no_block() -> None:
-    close(both(filled(150, dim=24, value_dim=40), 5))
+    assert_alike(both(filled(150, dim=24, value_dim=40), 5))
 
 
 def test_all_cells_opened_is_exact_attention() -> None:
     store = filled(150, probes=10**6)
     found, expected = both(store)
-    close((found, expected))
+    assert_alike((found, expected))
     held = the(store)
     query = 2 * torch.randn(2, 4, 1, 16, generator=seeded(7)).to(DEVICE)
     keys, values = (held.in_order(x) for x in (held.keys, held.values))
     exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.3, enable_gqa=True)
-    close((found, exact.reshape(found.shape)))
+    assert_alike((found, exact.reshape(found.shape)))
 
 
 def test_padding_is_not_seen() -> None:
-    close(both(filled(150, padding=70)))
-    close(both(filled(40, padding=39)))
+    assert_alike(both(filled(150, padding=70)))
+    assert_alike(both(filled(40, padding=39)))
 
 
 def test_a_cell_with_something_that_is_not_finite_stays_closed() -> None:
@@ -88,7 +88,7 @@ def test_a_cell_with_something_that_is_not_finite_stays_closed() -> None:
     tables.void.room[:, :, 3] = -torch.inf
     tables.centroid.room[:, :, 3] = 0.0
     tables.value.room[:, :, 3] = 0.0
-    close(both(store))
+    assert_alike(both(store))
 
 
 def test_a_beginning_that_somebody_else_keeps() -> None:
@@ -101,7 +101,7 @@ def test_a_beginning_that_somebody_else_keeps() -> None:
         buffer.base = buffer.filled.clone()
         buffer.room = buffer.room[:, :, base:].contiguous()
         buffer.offset = base
-    close((both(whole)[0], expected))
+    assert_alike((both(whole)[0], expected))
 
 
 def test_numbers_are_where_kernels_read_them() -> None:

@@ -99,7 +99,6 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
         settings.sinks,
         cell_entry,
         tables.centroid.room.stride(1),
-        mean_entry,
         most_cells,
         part_count,
         scale,
@@ -118,7 +117,7 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
     )
     if cells:
         opened = torch.empty(entries, probes, dtype=torch.int32, device=device)
-        width = next_power_of_2(max(most_cells, probes))
+        width = next_power_of_2(most_cells)
         select[(entries,)](
             scores,
             masses,

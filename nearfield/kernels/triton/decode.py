@@ -109,7 +109,6 @@ def look(
     sink_count,
     cell_entry,
     centroid_entry,
-    mean_entry,
     most_cells,
     part_count,
     scale,
