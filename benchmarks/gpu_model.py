@@ -163,8 +163,8 @@ def model(quick: bool, text: Path | None = None) -> dict[str, Any]:
 def exactly(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """SDPA, which is given gradients in one layout only.
 
-    Where other sections had run before, cuDNN's gradients of this model were wrong. Its plans are kept by the layout of inputs,
-    and most likely not by that of the incoming gradient, which other sections have contiguous and this model does not.
+    cuDNN keeps its plans by the layout of inputs, and not by that of the incoming gradient: after a call with a contiguous one, a
+    gradient with heads next to columns gives wrong results, and the other way round.
     """
     output = sdpa(backend, query, key, value, causal=True)
     if output.requires_grad:
