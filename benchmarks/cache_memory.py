@@ -27,9 +27,10 @@ import nearfield as nf
 from nearfield import hf
 from nearfield.evaluate import attending
 from nearfield.evaluate.settings import usual_segment
+from nearfield.hf.memory import PROBES
 
 TOKENS, CASES = 51_200, 30
-SHORT, CHUNK, QUICK_CHUNK, PROBES = 1500, 4096, 128, 256
+SHORT, CHUNK, QUICK_CHUNK = 1500, 4096, 128
 
 
 def memory(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def memory(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.
     cases = options.cases or (2 if options.quick else CASES)
     tokens = options.tokens or (512 if options.quick else TOKENS)
     short = min(SHORT, tokens // 2)
-    method = nf.Cells(segment=usual_segment(tokens), probes=PROBES)
+    method = nf.Cells(probes=PROBES)
     chunk = QUICK_CHUNK if options.quick else CHUNK
     name, text = next(iter(texts.items()))
     paragraphs = [ids_of(tokenizer, part + "\n\n")[0] for part in re.split(r"\n\s*\n", text[: 40 * tokens]) if part.strip()]
@@ -46,11 +47,11 @@ def memory(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.
     with attending(model, nf.Exact()), tempfile.TemporaryDirectory() as folder:
         for case in each(range(cases), lambda case: f"case {case + 1}"):
             # The place and the number are drawn first, so that both texts have the same.
-            ids, answer, depth = hidden(tokenizer, paragraphs, tokens, method.segment or 0, random.Random(case))
+            ids, answer, depth = hidden(tokenizer, paragraphs, tokens, usual_segment(tokens), random.Random(case))
             control, _, _ = hidden(tokenizer, paragraphs, short, usual_segment(short), random.Random(case))
             question = QUESTION.format(place=random.Random(case).choice(PLACES.split()))
             read = ids[:, : -answer - ids_of(tokenizer, question).shape[1]]
-            row: dict[str, Any] = {"tokens": read.shape[1], "depth": depth}
+            row: dict[str, Any] = {"case": case, "tokens": read.shape[1], "depth": depth}
             row |= remembered(model, tokenizer, read, question, ids[0, -answer:], method, chunk, Path(folder) / "memory")
             row["control"] = completes(model, control, answer)
             rows.append(row)

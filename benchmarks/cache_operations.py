@@ -1,7 +1,8 @@
 """Section of bench_cache.py: random operations on a `CellStore`, next to lists of keys.
 
 20 seeds of 2,000 operations: append, crop, reorder, select, repeat, save and load. After each, keys and values have to be those
-of the lists, bit by bit; after every append, attention with all cells opened has to be exact attention over the lists.
+of the lists, bit by bit; after every append, attention with all cells opened has to be exact attention over the lists. Every
+second store is offloaded.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ class Trial:
         widths = (HEADS, DIM), (HEADS, VALUE_DIM), (HEADS * GROUP, DIM)
         shapes = [(heads, TABLE, wide) for heads, wide in widths]
         self.keys, self.values, self.queries = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-        self.method = METHODS[seed % len(METHODS)]
+        self.method, self.offload = METHODS[seed % len(METHODS)], seed % 2 == 1
         self.path, self.model = folder / f"{seed}.safetensors", _Model()
         self.saved: ListOfKeys | None = None
         self.done: Counter[str] = Counter()
         self.start()
 
     def start(self) -> None:
-        self.store = CellStore(self.method)
+        self.store = CellStore(self.method, offload=self.offload)
         self.lists = ListOfKeys(self.draw.randint(1, 3))
         self.append()
 
@@ -132,8 +133,8 @@ class Trial:
         held = self.store.held
         assert held is not None
         tokens, reading = torch.tensor(self.lists.rows), Reading("running", len(self.lists))
-        layers = [memory_module._kept(held)]
-        contents = Contents(tokens, self.method, reading, fingerprint(self.model), "float32", layers)
+        bounds, layers = torch.tensor(held.bounds), [memory_module._kept(held)]
+        contents = Contents(tokens, self.method, reading, fingerprint(self.model), "float32", bounds, layers)
         nf.hf.Memory(contents).save(self.path)
         self.saved = self.lists.taken([0])
 

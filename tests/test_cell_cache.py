@@ -12,8 +12,11 @@ from torch import Tensor
 
 import nearfield
 from nearfield.cache import CellStore
+from nearfield.cache import attend as attend_module
+from nearfield.cache.attend import by_head
 from nearfield.cache.handle import StoredKeys
 from nearfield.cache.held import Held
+from nearfield.cache.tables import CellTables, Routed, route
 from nearfield.kernels.cells_assign import group_keys
 from nearfield.methods import cells as cells_method
 
@@ -81,6 +84,53 @@ def test_few_opened_is_the_engine_with_a_span_per_segment(
     theirs = nearfield.attention(*data, is_causal=True, method=method, backend="reference")
     assert (output - theirs).abs().max() < 1e-12
     assert (output - exact(*data)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_at_once_are_rows_one_by_one(dtype: torch.dtype) -> None:
+    """Also where a group opens cells together, and the open end is longer than what stands for it in their choice."""
+    data = inputs(dtype, length=400)
+    method = nearfield.Cells(probes=3, segment=100, cell_size=5, sinks=4, window=8)
+    first = run(CellStore(method), data, (1,) * 400)
+    for steps in ((400,), (150, 1, 249)):
+        torch.testing.assert_close(run(CellStore(method), data, steps), first)
+
+
+def test_the_latest_keys_stand_for_the_open_end_where_cells_are_chosen() -> None:
+    """What two queries have in an open end of 90 keys: all of it counts in their attention, the latest 64 in their choice."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 1, 1, 190, DIM, generator=generator, dtype=torch.float64)
+    query = torch.randn(1, 2, 1, DIM, generator=generator, dtype=torch.float64)
+    opened = []
+    for place in (100, 120, 130, 189):
+        own = key.clone()
+        own[0, 0, place] = 8 * query[0, 0, 0]  # the first query has nearly all its weight there
+        store = CellStore(nearfield.Cells(probes=3, segment=100, cell_size=5, sinks=0, window=0))
+        store.append(own, value)
+        store.close()
+        queries = by_head(query, 1, 1.0)
+        near = (queries @ own[0].transpose(1, 2))[..., 100:]
+        for seen, name in ((near[..., -64:].logsumexp(2), "latest"), (near.logsumexp(2), "all")):
+            opened.append((place, name, set(route(held(store).tables, queries, 1, 3, seen).opened[0].tolist())))
+        spied = spy_on_routes(store, query)
+        assert torch.allclose(spied, near[..., -64:].logsumexp(2))
+    by_place = {(place, name): cells for place, name, cells in opened}
+    assert by_place[100, "latest"] != by_place[100, "all"]
+    assert by_place[130, "latest"] == by_place[130, "all"]
+
+
+def spy_on_routes(store: CellStore, query: Tensor) -> Tensor:
+    """What the choice of cells is told of keys that are read anyway."""
+    told: list[Tensor] = []
+
+    def spy(tables: CellTables, queries: Tensor, rows: int, probes: int, near: Tensor) -> Routed:
+        told.append(near)
+        return route(tables, queries, rows, probes, near)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend_module, "route", spy)
+        store.attend(query, 1.0)
+    return told[0]
 
 
 def test_one_step_by_hand() -> None:
@@ -173,6 +223,23 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(CellStore(FEW), data)
     monkeypatch.setattr("nearfield.cache.store.BLOCK_BYTES", 1)
     assert torch.allclose(run(CellStore(FEW), data), whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+def test_kernels_serve_the_latest_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see all keys that are there. Rows before it are served one by one as well, where blocks are small."""
+    pytest.importorskip("triton")
+    query, key, value = inputs()
+    outputs = []
+    for runs in (False, True):
+        store = CellStore(FEW)
+        store.append(key[:, :, :-rows], value[:, :, :-rows])
+        store.close()
+        store.append(key[:, :, -rows:], value[:, :, -rows:])
+        monkeypatch.setattr("nearfield.cache.store.BLOCK_BYTES", 1)
+        monkeypatch.setattr("nearfield.kernels.runs_triton", lambda device, runs=runs: runs)
+        outputs.append(store.attend(query[:, :, -rows:]))  # a part of all queries
+    torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("partition", [nearfield.Blocks(), nearfield.HashBuckets()])

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 import nearfield
 from nearfield import hf
+from nearfield.cache import sizes
 from nearfield.cache.buffers import Buffer
 from nearfield.cache.tables import CellTables
 from nearfield.hf.cache import CellLayer
@@ -136,6 +137,30 @@ def mapped_at(address: int) -> str:
         if start <= address < stop:
             return line
     raise AssertionError(f"nothing is mapped at {address}")
+
+
+@pytest.mark.parametrize(("chunk", "positions"), [(None, "running"), (20, "running"), (20, "restart")])
+def test_a_text_is_one_segment(
+    nets: tuple[Any, Any], text: Tensor, tmp_path: Path, chunk: int | None, positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless its chunks attend to each other."""
+    for name, size in {"SEGMENT": 8, "CONSTANT": 2, "CELL_SIZE": 4, "ROUND": 4}.items():
+        monkeypatch.setattr(sizes, name, size)
+    _, ours = nets
+    memory = hf.Memory.read(ours, text, nearfield.Cells(probes=2, sinks=3, window=2), chunk=chunk, positions=positions)
+    memory.save(tmp_path / "memory")
+    loaded = hf.Memory.load(tmp_path / "memory", ours)
+    wanted = [0, 16, 25, 36] if (chunk, positions) == (20, "running") else [0, 40]
+    caches = [one.cache() for one in (memory, loaded)]
+    assert all(layer.store.held.bounds == wanted for cache in caches for layer in cache.layers)
+    assert all(torch.equal(*both) for both in zip(everything(memory), everything(loaded), strict=True))
+    assert torch.equal(answer(ours, text, caches[0]), answer(ours, text, caches[1]))
+    assert torch.equal(caches[0].layers[1].keys, caches[1].layers[1].keys)
+    assert caches[1].layers[0].store.closed > 40  # the answer is in segments of its own
+    caches[1].crop(LENGTH)
+    assert caches[1].layers[0].store.held.bounds == wanted
+    with pytest.raises(ValueError, match=f"the first {wanted[-1]} belong to a memory"):
+        caches[1].crop(wanted[-1])
 
 
 class ShortTables(CellTables):
@@ -412,6 +437,18 @@ def test_a_file_in_use_may_be_replaced(nets: tuple[Any, Any], text: Tensor, save
         ("layers.0.size", lambda x: x * torch.nan, "layer 0, size"),
         ("layers.1.values", lambda x: x.double(), "layer 1, values"),
         ("layers.1.cross", lambda x: x[:, :1], "layer 1, cross"),
+        ("layers.1.order", lambda x: x.clamp(max=6), "layer 1, order"),
+        ("bounds", lambda x: x[1:], "damaged: bounds"),
+        ("bounds", lambda x: x[:0], "damaged: bounds"),
+        ("bounds", lambda x: x[None], "damaged: bounds"),
+        ("bounds", lambda x: x.int(), "damaged: bounds"),
+        ("bounds", lambda x: x.flip(0), "damaged: bounds"),
+        ("bounds", lambda x: x.repeat_interleave(2), "damaged: bounds"),
+        ("bounds", lambda x: torch.cat([x, x[-1:] + 6]), "damaged: bounds"),
+        ("bounds", lambda x: torch.cat([x[:1], x[1:] - 2**63]), "damaged: bounds"),
+        ("bounds", lambda x: x[:-1], "layer 0, order"),
+        ("bounds", lambda x: torch.cat([x[:2], x[3:]]), "layer 0, order"),
+        ("bounds", lambda x: torch.arange(41), "layer 0, start"),
         ("tokens", lambda x: x[0], r"tokens of shape \(45,\)"),
         ("tokens", lambda x: x.int(), r"tokens of shape \(1, 45\) and torch.int32, not"),
         ("other", lambda x: torch.zeros(1), r"\['other'\] are missing or unknown"),
@@ -432,7 +469,7 @@ def test_crafted_files(nets: tuple[Any, Any], saved: Path, name: str, change: An
     ("change", "message"),
     [
         ({"format": "other"}, "must be a file of format"),
-        ({"version": "1"}, "version '2', got .*, version '1'"),
+        ({"version": "2"}, "version '3', got .*, version '2'"),
         ({"method": "{"}, "makes no sense"),
         ({"method": json.dumps({"method": "Exact"})}, "method must be Cells"),
         ({"method": json.dumps({"method": "Cells", "size": 3})}, r"unknown arguments \['size'\]"),
@@ -455,6 +492,20 @@ def test_crafted_headers(nets: tuple[Any, Any], saved: Path, change: dict[str, s
         about, tensors = file.metadata(), {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     save_file(tensors, str(saved), {**about, **change})
     with pytest.raises(ValueError, match=rf"memory\.safetensors.*{message}"):
+        hf.Memory.load(saved, nets[1], verify=False)
+
+
+@pytest.mark.parametrize("window", [5, 6])
+def test_a_segment_that_ends_inside_the_window(nets: tuple[Any, Any], saved: Path, window: int) -> None:
+    """Of 45 tokens 40 are in closed segments."""
+    with safe_open(str(saved), framework="pt") as file:
+        about, tensors = file.metadata(), {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    about["method"] = json.dumps(json.loads(about["method"]) | {"window": window})
+    save_file(tensors, str(saved), about)
+    if window == 5:
+        assert hf.Memory.load(saved, nets[1], verify=False).cache().layers[0].store.closed == 40
+        return
+    with pytest.raises(ValueError, match=r"memory\.safetensors is damaged: bounds"):
         hf.Memory.load(saved, nets[1], verify=False)
 
 

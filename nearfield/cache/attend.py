@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cache.held import Held
+from nearfield.cache.sizes import RECENT
 from nearfield.cache.tables import members, route, sum_up
 from nearfield.kernels.reference import weighted_softmax
 
@@ -33,8 +34,10 @@ def attend(held: Held, queries: Tensor, first: int, rows: int, probes: int) -> T
     first_keys, first_values, absent = held.first_rows(queries.dtype)
     logits = queries @ first_keys.transpose(1, 2)
     parts.append(logits if absent is None else logits.masked_fill_(absent, -torch.inf))
-    sees = torch.logaddexp(*(part.logsumexp(2) for part in parts)) if every > rows else parts[0][..., 0]
-    routed = route(held.tables, queries, rows, probes, sees)
+    read_anyway = parts[0][..., 0]  # of no use where each query chooses for itself
+    if every > rows:
+        read_anyway = torch.logaddexp(_recent(parts[0], near, first, rows).logsumexp(2), parts[1].logsumexp(2))
+    routed = route(held.tables, queries, rows, probes, read_anyway)
     place, missing = members(held.tables, routed.opened, heads)
     found = held.gather(place.view(heads, -1), queries.dtype)
     open_keys, open_values = (x.view(heads * rows, place.shape[1], x.shape[2]) for x in found)
@@ -48,14 +51,23 @@ def attend(held: Held, queries: Tensor, first: int, rows: int, probes: int) -> T
     return output.add_(_by_query(_by_row(inside, rows) @ open_values, heads))
 
 
+def _recent(logits: Tensor, near: slice, first: int, rows: int) -> Tensor:
+    """Of near keys `[heads, group * rows, keys]`, those of the latest ones of each row; -inf for the others."""
+    if rows == 1:
+        return logits[..., -RECENT:]
+    own = torch.arange(first, first + rows, device=logits.device)[:, None]
+    is_old = torch.arange(near.start, near.stop, device=logits.device) <= own - RECENT
+    return logits.masked_fill(is_old.repeat(logits.shape[1] // rows, 1), -torch.inf)
+
+
 def _by_row(x: Tensor, rows: int) -> Tensor:
     """`[heads, group * rows, any]` as `[heads * rows, group, any]`."""
-    return x.view(len(x), -1, rows, x.shape[2]).transpose(1, 2).reshape(len(x) * rows, -1, x.shape[2])
+    return x.unflatten(1, (x.shape[1] // rows, rows)).transpose(1, 2).flatten(0, 1)
 
 
 def _by_query(x: Tensor, heads: int) -> Tensor:
     """And back."""
-    return x.view(heads, -1, *x.shape[1:]).transpose(1, 2).reshape(heads, -1, x.shape[2])
+    return x.unflatten(0, (heads, len(x) // heads)).transpose(1, 2).flatten(1, 2)
 
 
 def _softmax(held: Held, parts: list[Tensor]) -> tuple[Tensor, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,15 +14,35 @@ GROWTH = 1.25
 class Buffer:
     """`[batch, heads, length, ...]`, with room for more.
 
-    Its beginning may be that of a tensor `[1, heads, ...]` which somebody else keeps, a mapped file perhaps: all batch entries
-    share it, and nobody writes there.
+    Its beginning may be elsewhere: in a tensor `[1, heads, ...]` which somebody else keeps, a mapped file perhaps, that all batch
+    entries share and nobody writes to; or in memory of the CPU `[batch, heads, ...]`, where it was put away. If that is pinned, a
+    block of it may take up to twice what it says, for PyTorch rounds its size up to a power of two.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype | None = None, base: Tensor | None = None, offset: int = 0) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        dtype: torch.dtype | None = None,
+        base: Tensor | None = None,
+        offset: int = 0,
+        reader: torch.device | None = None,
+    ) -> None:
         """Empty but for the first `offset` rows of `base`, and wide as `like` `[batch, heads, any, ...]`."""
         self.room = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
         self.base = base if offset else None
         self.offset = self.length = offset
+        self.reader = reader
+        """the GPU whose kernels read it though it is in memory of the CPU, which is pinned then"""
+        self.away: Buffer | None = None
+        """the keeper of a base that was put away"""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of pinned memory is not pinned.
+        self.__dict__.update(state)
+        if self.reader is not None and torch.cuda.is_available():
+            self.room = self.room.pin_memory()
+        if self.away is not None and self.offset:
+            self.base = self.away.room
 
     def append(self, more: Tensor) -> None:
         held = self.length - self.offset
@@ -34,9 +56,65 @@ class Buffer:
         """Have room for so many more."""
         held = self.length - self.offset
         if held + more > self.room.shape[2]:
-            room = self.room.new_empty((*self.room.shape[:2], held + more, *self.room.shape[3:]))
-            room[:, :, :held] = self.room[:, :, :held]
-            self.room = room
+            self._move(held + more)
+
+    def _move(self, size: int) -> None:
+        room = self._empty(size)
+        held = self.length - self.offset
+        room[:, :, :held] = self.room[:, :, :held]
+        self._give_up()
+        self.room = room
+
+    def _empty(self, size: int, batch: int | None = None) -> Tensor:
+        """Another room."""
+        batch = len(self.room) if batch is None else batch
+        shape = (batch, self.room.shape[1], size, *self.room.shape[3:])
+        return self.room.new_empty(shape, pin_memory=self.reader is not None)
+
+    def _give_up(self) -> None:
+        """This room: whoever is given pinned memory next does not wait for kernels that are reading it."""
+        if self.reader is not None and self.room.numel():
+            torch.cuda.synchronize(self.reader)
+
+    def room_from(self, place: int, size: int) -> Tensor:
+        """Another room with the rows from this place on, for `size` in all. Those before it are in memory of the CPU then, too.
+
+        For `split`. Before that nothing has changed, whatever fails here.
+        """
+        if self.away is None:
+            self.away = Buffer(self.room[:, :, :0].cpu(), reader=self.room.device if self.room.is_cuda else None)
+        self.away.length = self.offset
+        if place > self.offset:
+            self.away.append(self.part(slice(self.offset, place)))
+        room = self._empty(max(size, self.length - place))
+        middle = max(place, self.offset)
+        if place < middle:
+            room[:, :, : middle - place] = self.at(slice(place, middle))
+        room[:, :, middle - place : self.length - place] = self.part(slice(middle, self.length))
+        return room
+
+    def split(self, place: int, room: Tensor) -> None:
+        """Rows before this place are those that were put away, and the others are in `room_from(place, ...)`."""
+        assert self.away is not None
+        self.room, self.away.length = room, place
+        self._begin_at(place)
+
+    def cut(self, length: int) -> None:
+        """Keep the first rows."""
+        self.length = length
+        if self.offset > length:
+            self._begin_at(length)
+
+    def _begin_at(self, place: int) -> None:
+        assert self.away is not None
+        self.offset, self.base = place, self.away.room if place else None
+
+    def at(self, places: slice) -> Tensor:
+        """`[batch, heads, places, ...]` on the device, all from before or all after `offset`; a copy where they were put away."""
+        if places.start >= self.offset:
+            return self.part(places)
+        assert self.base is not None
+        return self.base[:, :, places].to(self.room.device)
 
     def part(self, places: slice) -> Tensor:
         """`[batch, heads, places, ...]` after the base, not a copy"""
@@ -48,7 +126,7 @@ class Buffer:
         own = self.room[:, :, : self.length - self.offset]
         if self.base is None:
             return own
-        shared = self.base[:, :, : self.offset]
+        shared = self.base[:, :, : self.offset].to(own.device)
         return torch.cat([shared.expand(len(own), *shared.shape[1:]), own], 2)
 
     @property
@@ -57,18 +135,28 @@ class Buffer:
         return self.filled.flatten(0, 1) if self.base is not None else self.room.flatten(0, 1)[:, : self.length]
 
     def rows(self, place: Tensor) -> Tensor:
-        """Those at some places of each head `[batch * heads, any]`: `[batch * heads, any, ...]`."""
+        """Those at some places of each head `[batch * heads, any]`: `[batch * heads, any, ...]`.
+
+        Of what is on another device these rows are brought over, and nothing else.
+        """
         head = torch.arange(len(place), device=place.device)[:, None]
         if self.base is None:
             return _rows(self.room, place + head * self.room.shape[2])
-        shared = _rows(self.base, place.clamp(max=self.offset - 1) + head % self.base.shape[1] * self.base.shape[2])
+        batch, heads, rows = self.base.shape[:3]
+        number = place.clamp(max=self.offset - 1) + head % (batch * heads) * rows
+        shared = _rows(self.base, number.to(self.base.device)).to(place.device, non_blocking=True)
         if self.room.shape[2] == 0:
             return shared
         own = _rows(self.room, (place - self.offset).clamp(min=0) + head * self.room.shape[2])
         return torch.where((place < self.offset)[..., None], shared, own)
 
     def select(self, entries: Tensor) -> None:
-        self.room = self.room.index_select(0, entries)
+        room = torch.index_select(self.room, 0, entries, out=self._empty(self.room.shape[2], len(entries)))
+        self._give_up()
+        self.room = room
+        if self.away is not None:
+            self.away.select(entries.cpu())
+            self.base = self.away.room if self.offset else None
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cache.held import Held
+from nearfield.cache.sizes import RECENT
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS
 from nearfield.kernels.triton.common import cdiv, next_power_of_2, padded, precision
 from nearfield.kernels.triton.decode import gather, look, select, unite
@@ -16,17 +17,31 @@ from nearfield.methods.cells import TRITON_DTYPES
 
 STEPS = 8
 """Cuts into four: cells whose scores differ by less than a 65,536th of the range of all are as good as each other."""
+GRAIN = 16
+"""Cells in a row, of which the best one says whether any of them is looked at when cells are selected."""
 MOST_CELLS, MOST_COLUMNS, MOST_GROUP = 1 << 16, 256, 64
+MOST_COMPARED = 1 << 16
+"""Scores that one program compares."""
+MOST_PROGRAMS, LEAST_TILE = 65_000, 16
+"""On the second axis of a grid, and what each reads."""
 
 
 class Tiles(NamedTuple):
     """Rows of what a program reads, and its warps: many small programs hide each other's waiting."""
 
-    near: int = 32
+    near: int = 64
+    near_tiles: int = 2
+    """that a program reads"""
     cells: int = 32
     far: int = 64
     opened: int = 64
     warps: int = 4
+    columns: int = 32
+    """of a part that a program unites"""
+
+
+COMPARED = 2048
+"""Scores per warp, where cells are compared"""
 
 
 TILES = Tiles()
@@ -34,79 +49,102 @@ TILES = Tiles()
 
 def tiles_for(dim: int, dtype: torch.dtype) -> Tiles:
     """Smaller where rows are wide, or shared memory would not do."""
-    factor = max(1, dim * dtype.itemsize // 256)
-    near, cells, far, opened = (max(16, size // factor) for size in TILES[:4])
-    return Tiles(near, cells, far, opened, TILES.warps)
+    factor = max(1, padded(dim) * dtype.itemsize // 256)
+    smaller = {name: max(16, getattr(TILES, name) // factor) for name in ("near", "cells", "far", "opened")}
+    return TILES._replace(**smaller)
 
 
-def serves(held: Held, query: Tensor) -> bool:
+def serves(held: Held, query: Tensor, probes: int) -> bool:
     """Whether the kernels know this `[batch, heads, rows, dim]`: one row, and no more of anything than they have room for."""
     _, heads, rows, dim = query.shape
-    columns, group = max(dim, held.values.room.shape[3]), heads // held.heads
-    fits = columns <= MOST_COLUMNS and group <= MOST_GROUP and len(held.tables) <= MOST_CELLS
+    columns, group, cells = max(dim, held.values.room.shape[3]), heads // held.heads, len(held.tables)
+    fits = columns <= MOST_COLUMNS and group <= MOST_GROUP and cells <= MOST_CELLS
+    fits = fits and next_power_of_2(group) * max(_candidates(cells, probes), cells // GRAIN) <= MOST_COMPARED
+    fits = fits and held.settings.most_open(held.closed) <= MOST_PROGRAMS * LEAST_TILE
     return rows == 1 and fits and query.dtype == held.keys.room.dtype and query.dtype in TRITON_DTYPES
+
+
+def _candidates(cells: int, probes: int) -> int:
+    """How many cells are compared to find the best ones."""
+    return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
 
 def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: int) -> Tensor:
     """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]`, of the latest key.
 
-    `most_near`: how many keys outside of closed segments there may be; a graph serves all numbers up to it.
+    `most_near`: how many keys outside of closed segments there may be; a graph that is captured serves all numbers up to it.
     """
     entries, group, dim = queries.shape
     keys, values, tables, settings = held.keys, held.values, held.tables, held.settings
     value_dim, cells = values.room.shape[3], len(tables)
     probes = min(probes, cells)
     tiles = tiles_for(max(dim, value_dim), queries.dtype)
-    if held.length - held.closed > most_near:
-        raise ValueError(f"{held.length - held.closed} keys are in no closed segment, and there may be {most_near}")
-    near = cdiv(most_near, tiles.near)
+    open_end = held.length - held.closed
+    if keys.offset != values.offset:
+        raise RuntimeError(f"keys from {keys.offset} on are here, and values from {values.offset} on: the store is broken")
+    if open_end > most_near:
+        raise ValueError(f"{open_end} keys are in no closed segment, and there may be {most_near}")
+    is_captured = queries.is_cuda and torch.cuda.is_current_stream_capturing()
+    near = cdiv(most_near if is_captured else open_end, tiles.near * tiles.near_tiles)
     most_cells = tiles.cells * cdiv(cells, tiles.cells)
     far = cdiv(most_cells, tiles.far)
-    part_count = near + 1 + far + probes
+    readers = min(probes * cdiv(held.closed, tiles.opened * max(1, cells)), MOST_PROGRAMS)
+    part_count = near + 1 + far + readers
     device = queries.device
     parts = torch.empty(entries * group, part_count, value_dim, device=device)
     part_lse = torch.empty(entries * group, part_count, device=device)
-    scores, masses = torch.empty(2, entries * group, max(1, most_cells), device=device)
+    members = next_power_of_2(group)
+    scores, masses = torch.empty(2, entries, max(1, most_cells), members, device=device)
     cell_tiles = most_cells // tiles.cells
     cell_lse = torch.empty(entries * group, max(1, cell_tiles), device=device)
+    late_lse = torch.empty(entries * group, device=device)
+    grain_top = torch.empty(entries * group, max(1, most_cells // GRAIN), device=device)
     output = queries.new_empty(entries, group, value_dim)
     bases = [buffer.room if buffer.base is None else buffer.base for buffer in (keys, values)]
     strides = [x.stride(i) if len(x) > 1 or i else 0 for x in bases for i in (0, 1)]
     sizes = (held.heads, group, dim, value_dim, keys.room.stride(1), values.room.stride(1), *strides, keys.offset)
     cell_entry, mean_entry = tables.size.room.stride(1), tables.value.room.stride(1)
     kind = {"IP": precision(tables.value.room.dtype), "HAS_BASE": keys.base is not None}
+    padding = held.sinks if held.counts is None else held.counts.view(torch.int8)
+    padding_entry = 0 if held.counts is None else held.counts.stride(0)
     shape = {"BR": max(16, next_power_of_2(group)), "BD": padded(dim), "BV": padded(value_dim)}
-    look[(near + 1 + cell_tiles, entries)](
+    look[(entries, cell_tiles + 2)](
         queries,
         keys.room,
         values.room,
         *bases,
         held.sinks,
-        held.sinks if held.counts is None else held.counts.view(torch.int8),
+        padding,
         tables.centroid.room,
         tables.variance.room,
         tables.void.room,
         tables.size.room,
-        held.numbers,
+        held.count,
         parts,
         part_lse,
         scores,
         masses,
         cell_lse,
+        late_lse,
+        grain_top,
         *sizes,
         cell_tiles,
-        0 if held.counts is None else held.counts.stride(0),
+        padding_entry,
         settings.sinks,
         cell_entry,
         tables.centroid.room.stride(1),
+        held.closed,
+        cells,
         most_cells,
         part_count,
+        near,
         scale,
-        NEAR=near,
-        BK=tiles.near,
+        BL=RECENT,
         BC=tiles.cells,
         **shape,
         BS=max(16, next_power_of_2(settings.sinks)),
+        BG=members,
+        GRAIN=GRAIN,
         **kind,
         HAS_COUNTS=held.counts is not None,
         SPREADS=ROUTE_SPREADS,
@@ -115,29 +153,50 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
         VOID=VOID,
         num_warps=tiles.warps,
     )
+    opened, grain_list = torch.empty(2, entries, max(1, probes), dtype=torch.int32, device=device)
+    candidates = _candidates(most_cells, probes)
+    select[(entries, 1 + near)](
+        scores,
+        masses,
+        late_lse,
+        cell_lse,
+        grain_top,
+        grain_list,
+        opened,
+        queries,
+        keys.room,
+        values.room,
+        padding,
+        held.count,
+        parts,
+        part_lse,
+        *sizes[:6],
+        keys.offset,
+        padding_entry,
+        held.closed,
+        most_cells,
+        part_count,
+        near,
+        cell_tiles,
+        probes,
+        scale,
+        PER=tiles.near_tiles,
+        BK=tiles.near,
+        **shape,
+        STEPS=STEPS,
+        VOID=VOID,
+        GRAIN=GRAIN,
+        BG=members,
+        BT=next_power_of_2(cell_tiles),
+        BN=next_power_of_2(most_cells // GRAIN),
+        BP=candidates // GRAIN,
+        HAS_CELLS=cells > 0,
+        HAS_COUNTS=held.counts is not None,
+        IP=kind["IP"],
+        num_warps=max(tiles.warps, min(16, candidates * members // COMPARED)),
+    )
     if cells:
-        opened = torch.empty(entries, probes, dtype=torch.int32, device=device)
-        width = next_power_of_2(most_cells)
-        select[(entries,)](
-            scores,
-            masses,
-            part_lse,
-            cell_lse,
-            opened,
-            group,
-            most_cells,
-            part_count,
-            near + 1,
-            cell_tiles,
-            probes,
-            STEPS=STEPS,
-            VOID=VOID,
-            BN=next_power_of_2(near + 1),
-            BT=next_power_of_2(cell_tiles),
-            BC=width,
-            num_warps=max(4, min(32, width // 512)),
-        )
-        gather[(far + probes, entries)](
+        gather[(entries, readers + far)](
             queries,
             keys.room,
             values.room,
@@ -156,16 +215,19 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
             part_count,
             near + 1,
             probes,
+            far,
+            readers,
+            cells,
             scale,
-            FAR=far,
+            BG=members,
+            BP=next_power_of_2(probes),
             BK=tiles.opened,
             BC=tiles.far,
             **shape,
             **kind,
             num_warps=tiles.warps,
-            num_stages=1,
         )
-    columns = min(32, padded(value_dim))
+    columns = min(tiles.columns, padded(value_dim))
     unite[(entries * group, cdiv(value_dim, columns))](
         parts,
         part_lse,
@@ -181,7 +243,7 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
         far,
         scale,
         PARTS=next_power_of_2(part_count),
-        BP=32,
+        BP=min(128, next_power_of_2(part_count)),
         BD=padded(dim),
         BV=columns,
         num_warps=4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,14 @@ class Held:
         settings: StoreSizes,
         partition: Partition,
         base: int = 0,
+        offload: bool = False,
     ) -> None:
         """Empty, for keys and values like these; but for the first `base` of them, sorted already, which stay where they are."""
-        self.settings, self.partition = settings, partition
+        if base and offload:
+            raise ValueError("a memory stays where it is and cannot be offloaded; make its cache without offload")
+        self.settings, self.partition, self.offload = settings, partition, offload
+        self.remembered = base
+        """how many keys belong to a memory"""
         self.keys, self.values = Buffer(key, base=key, offset=base), Buffer(value, base=value, offset=base)
         self.order = Buffer(key[..., 0], torch.int32)
         """which key of its segment stands at each place"""
@@ -38,11 +45,11 @@ class Held:
         """`[batch, length]`: False for padding; None: all count"""
         self.marked = 0
         """of how many keys that is known"""
-        self.segments = 0
-        """closed ones"""
+        self.bounds = [0]
+        """where closed segments end, after where the first one begins"""
         self._first_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self._numbers = torch.zeros(3, dtype=torch.int32, device=key.device)
-        self._told = (0, 0, 0)
+        self._count = torch.zeros(1, dtype=torch.int32, device=key.device)
+        self._told = 0
 
     @property
     def length(self) -> int:
@@ -50,7 +57,13 @@ class Held:
 
     @property
     def closed(self) -> int:
-        return self.settings.start(self.segments)
+        """How many keys are in closed segments."""
+        return self.bounds[-1]
+
+    @property
+    def segments(self) -> int:
+        """How many are closed."""
+        return len(self.bounds) - 1
 
     @property
     def heads(self) -> int:
@@ -74,9 +87,9 @@ class Held:
 
     def _append_on_device(self, key: Tensor, value: Tensor) -> None:
         """One more key, where the device says: a graph that does so can be replayed."""
-        if key.shape[2] != 1 or self._told[0] != self.length or self.counts is not None:
+        if key.shape[2] != 1 or self._told != self.length or self.counts is not None:
             raise RuntimeError("a graph appends one key at a time, without padding, to a store that has been asked before")
-        place = self._numbers[:1].long() - self.keys.offset
+        place = self._count.long() - self.keys.offset
         for buffer, more in ((self.keys, key), (self.values, value)):
             if buffer.length - buffer.offset >= buffer.room.shape[2]:
                 raise RuntimeError("a graph cannot make room for more keys; call store.reserve(keys) before it is captured")
@@ -88,21 +101,18 @@ class Held:
         for buffer in (self.keys, self.values):
             buffer.length += steps
         self.marked = self.length
-        self._told = (self.length, *self._told[1:])
+        self._told = self.length
 
     @property
-    def numbers(self) -> Tensor:
-        """`[3]`, on the device: how many keys there are, how many of them in closed segments, and how many cells.
+    def count(self) -> Tensor:
+        """`[1]`, on the device: how many keys there are.
 
         Kernels read it there. What is captured in a graph then goes on being right when there are more keys.
         """
-        now = (self.length, self.closed, len(self.tables))
-        if now[1:] == self._told[1:] and now != self._told:
-            self._numbers[:1].add_(now[0] - self._told[0])
-        elif now != self._told:
-            self._numbers.copy_(torch.tensor(now, dtype=torch.int32), non_blocking=True)
-        self._told = now
-        return self._numbers
+        if self._told != self.length:
+            self._count.add_(self.length - self._told)
+        self._told = self.length
+        return self._count
 
     def mark(self, counts: Tensor | None) -> None:
         """Say of keys that are not marked yet whether they count. Padding becomes zero, for whatever it is, it may not matter."""
@@ -120,35 +130,48 @@ class Held:
 
     def cut(self, length: int) -> None:
         """Keep the first keys; none of the others may be in a closed segment."""
-        self.keys.length = self.values.length = length
+        for buffer in (self.keys, self.values):
+            buffer.cut(length)
         self.marked = min(self.marked, length)
         self.counts = None if self.counts is None else self.counts[:, :length]
 
     def in_order(self, buffer: Buffer) -> Tensor:
         """A copy of keys or values as they came."""
         found = buffer.filled.clone(memory_format=torch.contiguous_format)
-        for segment in range(self.segments):
-            part = self._places(segment)
+        for part in map(slice, self.bounds, self.bounds[1:]):
             found[:, :, part] = _unsorted(found[:, :, part], self.order.filled[:, :, part])
         return found
 
-    def _places(self, segment: int) -> slice:
-        return slice(self.settings.start(segment), self.settings.start(segment + 1))
-
-    def close(self) -> None:
-        """Group the keys of the next segment into cells, and sort them."""
-        part = self._places(self.segments)
+    def close(self, end: int) -> None:
+        """Group the keys of the next segment, which ends there, into cells, and sort them."""
+        part = slice(self.closed, end)
         keys, values = self.keys.part(part).flatten(0, 1), self.values.part(part).flatten(0, 1)
         counts = None if self.counts is None else self.counts[:, part].repeat_interleave(self.heads, 0)
         outside = self._place_sinks(part).repeat_interleave(self.heads, 0)
-        found = close_segment(keys, values, counts, outside, self.settings.cells(self.segments), self.partition)
+        found = close_segment(keys, values, counts, outside, self.settings.cells(part.start, end), self.partition)
         order = found.order.unflatten(0, (-1, self.heads))
         for buffer in (self.keys, self.values):
             place = buffer.part(part)
             place.copy_(place.gather(2, order[..., None].expand_as(place)))
         self.order.append(order)
         self.tables.append(found, part.start)
-        self.segments += 1
+        self.bounds.append(end)
+        self.marked = max(self.marked, end)
+
+    def put_away(self) -> None:
+        """Keys and values of closed segments leave the device, if they should."""
+        if self.offload and self.keys.offset < self.closed:
+            self.split(self.closed)
+
+    def split(self, place: int) -> None:
+        """Rows before this place are in memory of the CPU, the others on the device.
+
+        Of keys and values, or, if memory runs out, of neither: whoever reads both counts on that.
+        """
+        buffers = self.keys, self.values
+        rooms = [buffer.room_from(place, self.settings.most_open(place)) for buffer in buffers]
+        for buffer, room in zip(buffers, rooms, strict=True):
+            buffer.split(place, room)
 
     def _place_sinks(self, part: slice) -> Tensor:
         """Where the first keys of each batch entry go that are in this segment; `[batch, segment]`: who is in no cell."""
@@ -162,22 +185,52 @@ class Held:
         self._first_rows = None
         return outside
 
-    def reopen(self) -> None:
-        """Undo the last `close`: the keys stand as they came, and nothing is left of their cells."""
-        self.segments -= 1
-        part = self._places(self.segments)
-        keys, values, tables = self.keys.part(part), self.values.part(part), self.tables
-        cells = self.settings.cells(self.segments)
-        last = slice(len(tables) - cells, len(tables))
-        start = tables.start.heads[:, last].long() - part.start
-        compute = tables.cross.dtype
-        moments = start, tables.centroid.heads[:, last].to(compute), tables.value.heads[:, last].to(compute)
-        tables.drop(cells, cross_of(keys.flatten(0, 1), values.flatten(0, 1), *moments))
-        for place in (keys, values):
-            place.copy_(_unsorted(place, self.order.filled[:, :, part]))
-        self.order.length = part.start
-        self.sinks.masked_fill_(self.sinks >= part.start, -1)
+    def back_to(self, most: int, length: int) -> None:
+        """Keep the first `length` keys, at most so many of them in closed segments; others that are closed are opened again."""
+        ends = [bound for bound in self.bounds if bound > most]
+        if ends:
+            self._reopen(ends, length)
+        self.cut(length)
+        if ends and self.offload:
+            self.split(self.closed)  # The room was for whole segments.
+
+    def _reopen(self, ends: list[int], length: int) -> None:
+        """The last segments, which end there. Keys of those that begin at `length` or later are gone."""
+        bounds = self.bounds[: -len(ends)]
+        parts = [slice(*part) for part in pairwise([bounds[-1], *ends])]
+        cross = self._cross_without(parts)
+        kept = [part for part in parts if part.start < length]
+        self.cut(max(length, kept[-1].stop if kept else bounds[-1]))
+        if self.keys.offset > bounds[-1]:
+            self.split(bounds[-1])
+        for buffer in (self.keys, self.values):
+            for part in kept:
+                place = buffer.part(part)
+                place.copy_(_unsorted(place, self.order.filled[:, :, part]))
+        self.tables.drop(sum(self._cells(part) for part in parts), self.tables.cross)
+        self.tables.cross = cross
+        self.bounds, self.order.length = bounds, bounds[-1]
+        self.sinks.masked_fill_(self.sinks >= self.closed, -1)
         self._first_rows = None
+
+    def _cells(self, part: slice) -> int:
+        """How many a closed segment has."""
+        return self.settings.cells(part.start, part.stop)
+
+    def _cross_without(self, parts: list[slice]) -> Tensor:
+        """What `tables.cross` is without these segments, the last ones; those that were put away are brought over, one by one."""
+        tables, last = self.tables, len(self.tables)
+        if parts[0].start == 0:
+            return torch.zeros_like(tables.cross)
+        cross = tables.cross
+        for part in reversed(parts):
+            cells = slice(last - self._cells(part), last)
+            last = cells.start
+            start = tables.start.heads[:, cells].long() - part.start
+            moments = start, *(x.heads[:, cells].to(cross.dtype) for x in (tables.centroid, tables.value))
+            keys, values = (buffer.at(part).flatten(0, 1) for buffer in (self.keys, self.values))
+            cross = cross - cross_of(keys, values, *moments).view_as(cross)
+        return cross
 
     def first_rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """A copy of the first keys and values `[batch * heads, sinks, dim]`, and `[batch * heads, 1, sinks]` where none are."""

@@ -7,9 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield.kernels.cells_assign import group_keys
+from nearfield.methods.cells import MOST_CELLS, MOST_COLUMNS, TRITON_DTYPES
 from nearfield.partition.base import Partition
 from nearfield.partition.cells import tabulate
+from nearfield.partition.kmeans import KMeans
+
+BYTES_AT_A_TIME = 256 << 20
+"""Keys or values of so many heads, in the dtype of arithmetic, are looked at together; those of one head at least."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,25 @@ def close_segment(
     `counts` `[heads, segment]`: False for padding, which changes nothing about a cell. `outside`, likewise: in no cell, which is
     padding, and the first keys, which are near anyway.
     """
+    heads, segment, dim = keys.shape
+    per_head = segment * max(dim, values.shape[2]) * torch.promote_types(keys.dtype, torch.float32).itemsize
+    step = max(1, BYTES_AT_A_TIME // max(1, per_head))
+    parts = []
+    for first in range(0, max(1, heads), step):
+        some = slice(first, first + step)
+        own = None if counts is None else counts[some]
+        parts.append(_close(keys[some], values[some], own, outside[some], cells, partition))
+    if len(parts) == 1:
+        return parts[0]
+    return ClosedSegment(*(torch.cat(x) for x in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def _close(
+    keys: Tensor, values: Tensor, counts: Tensor | None, outside: Tensor, cells: int, partition: Partition
+) -> ClosedSegment:
+    """Of some heads."""
     heads, segment, _ = keys.shape
-    compute = torch.promote_types(keys.dtype, torch.float32)
-    cell_of = _grouped(keys.to(compute), counts, cells, partition).masked_fill(outside, -1)
+    cell_of = _grouped(keys, counts, cells, partition).masked_fill(outside, -1)
     order = cell_of.argsort(dim=1, stable=True)
     first = torch.arange(heads, device=keys.device)[:, None] * cells
     table = tabulate(
@@ -60,18 +82,32 @@ def _grouped(keys: Tensor, counts: Tensor | None, cells: int, partition: Partiti
     """The cell of each key, `[heads, segment]`. Where there is padding, cells are as many as the keys that count call for."""
     whole = torch.ones(len(keys), dtype=torch.bool) if counts is None else counts.all(1).cpu()
     if bool(whole.all()):
-        return group_keys(keys, cells, 0, partition)[0]
+        return _group_whole(keys, cells, partition)
     assert counts is not None
     found = torch.full(counts.shape, -1, dtype=torch.int64, device=keys.device)
     if bool(whole.any()):
         some = whole.nonzero()[:, 0].to(keys.device)
-        found[some] = group_keys(keys[some], cells, 0, partition)[0]
+        found[some] = _group_whole(keys[some], cells, partition)
     for head in (~whole).nonzero()[:, 0].tolist():
         own = counts[head].nonzero()[:, 0]
         if len(own):
             few = max(1, round(len(own) * cells / keys.shape[1]))
-            found[head, own] = group_keys(keys[head, own][None], few, 0, partition)[0][0]
+            found[head, own] = _group_in_torch(keys[head, own][None], few, partition)[0]
     return found
+
+
+def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
+    """The same where all keys count: by the kernels in Triton, if they can."""
+    fits = keys.dtype in TRITON_DTYPES and keys.shape[2] <= MOST_COLUMNS and cells <= MOST_CELLS
+    if not (kernels.runs_triton(keys.device) and fits and type(partition) is KMeans):
+        return _group_in_torch(keys, cells, partition)
+    from nearfield.kernels import cells_gpu_group
+
+    return cells_gpu_group.group_keys(keys, cells, partition.iterations, partition.seed).long()
+
+
+def _group_in_torch(keys: Tensor, cells: int, partition: Partition) -> Tensor:
+    return group_keys(keys.to(torch.promote_types(keys.dtype, torch.float32)), cells, 0, partition)[0]
 
 
 def cross_of(keys: Tensor, values: Tensor, start: Tensor, centroid: Tensor, value: Tensor) -> Tensor:

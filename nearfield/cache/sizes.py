@@ -1,4 +1,4 @@
-"""The sizes of a store: where segments end, how many cells each is given, and how many of all cells a step opens."""
+"""The sizes of a store: when a segment is closed and where it ends, how many cells it is given, and how many a step opens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from nearfield.methods.cells import Cells
 SEGMENT, WINDOW, CELL_SIZE = 1024, 16, 16
 CONSTANT = 8
 """After so many segments they grow."""
+ROUND = 16
+"""A segment of all keys there are ends at a multiple of this."""
 FEWEST_PROBES = 20
+RECENT = 64
+"""So many of the latest keys stand for the running segment where the shares of cells in all weights are compared."""
 
 
 @dataclass(frozen=True)
 class StoreSizes:
-    """Segments are numbered from 0, and nothing that is closed is grouped again.
+    """A segment begins where the last one ends, and nothing that is closed is grouped again.
 
-    Segments and cells grow with the number of keys before them, both as its square root, so that a step that scores all cells
-    and reads the running segment takes time of that order: n keys are in 11 sqrt(n) cells, and the running segment has as many
-    keys.
+    Cells of a large segment are better, for keys that belong together are strewn over the whole text. So a segment takes in all
+    keys that are there when it is closed: a prompt is one. Token by token, segments and cells grow with the number of keys before
+    them, both as its square root, so that a step that scores all cells and reads the running segment takes time of that order:
+    n keys are in 11 sqrt(n) cells at most, and the running segment has as many keys.
     """
 
     segment: int | None
-    """keys per segment; None: 1,024 up to 8,192 keys, then 11 sqrt(n), with 64 cells each"""
+    """keys per segment; None: all that are there, at least 1,024, from 8,192 keys on 11 sqrt(n)"""
     cell_size: int | None
     """keys per cell; None: 16 up to 8,192 keys, then sqrt(n / 32)"""
     window: int
@@ -35,40 +40,35 @@ class StoreSizes:
         window = min(WINDOW, method.segment or SEGMENT) if method.window is None else method.window
         return StoreSizes(method.segment, method.cell_size, window, method.sinks)
 
-    def start(self, segment: int) -> int:
-        """The first key of a segment."""
+    def length(self, start: int) -> int:
+        """How many keys the segment that begins at key `start` has at least."""
         if self.segment is not None:
-            return segment * self.segment
-        # Growth as the square root makes n a square: 32 (number + 8)^2, which has the value and the slope of the line at 8.
-        return SEGMENT * segment if segment <= CONSTANT else SEGMENT * (segment + CONSTANT) ** 2 // (4 * CONSTANT)
+            return self.segment
+        if start < CONSTANT * SEGMENT:
+            return SEGMENT
+        # Growth as the square root makes n a square: 32 m^2, and the next one is 32 (m + 1)^2.
+        unit = SEGMENT // (4 * CONSTANT)
+        return unit * (2 * math.isqrt(start // unit) + 1)
 
-    def complete(self, keys: int) -> int:
-        """How many segments the first `keys` keys complete."""
-        if self.segment is not None:
-            return keys // self.segment
-        grown = math.isqrt(4 * CONSTANT * keys // SEGMENT) - CONSTANT
-        return keys // SEGMENT if keys < CONSTANT * SEGMENT else grown
+    def next_close(self, start: int) -> int:
+        """The first position whose query finds the segment that begins at key `start` closed."""
+        return start + self.length(start) + self.window
 
-    def closed_before(self, position: int) -> int:
-        """How many segments a query at this position sees through cells."""
-        return self.complete(max(0, position - self.window))
+    def next_end(self, start: int, position: int) -> int:
+        """Where the segment that begins at key `start` ends for a query at this position; `start`: it is not complete yet."""
+        if position < self.next_close(start):
+            return start
+        least = start + self.length(start)
+        return least if self.segment is not None else max(least, (position - self.window) // ROUND * ROUND)
 
-    def length(self, segment: int) -> int:
-        return self.start(segment + 1) - self.start(segment)
-
-    def cells(self, segment: int) -> int:
+    def cells(self, start: int, end: int) -> int:
         """How many cells a segment is given."""
-        size = self.cell_size or max(CELL_SIZE, CELL_SIZE * math.sqrt(self.start(segment + 1) / (CONSTANT * SEGMENT)))
-        return max(1, round(self.length(segment) / size))
+        size = self.cell_size or max(CELL_SIZE, CELL_SIZE * math.sqrt(end / (CONSTANT * SEGMENT)))
+        return max(1, round((end - start) / size))
 
-    def cells_before(self, segment: int) -> int:
-        """How many cells all segments before this one have."""
-        return sum(self.cells(number) for number in range(segment))
-
-    def most_open(self, segments: int) -> int:
-        """How many keys at most are in no closed segment while so many are; as few different numbers as possible."""
-        most = self.window + self.length(segments)
-        return most if self.segment is not None else 1 << (most - 1).bit_length()
+    def most_open(self, closed: int) -> int:
+        """How many keys at most are in no closed segment for a query, its own with them."""
+        return self.window + self.length(closed)
 
 
 def default_probes(closed: int, cells: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from nearfield.cache.attend import attend, by_head
 from nearfield.cache.errors import StepError, step_error
 from nearfield.cache.held import Held
 from nearfield.cache.sizes import StoreSizes, default_probes
-from nearfield.kernels.cells_plan import Piece
 from nearfield.methods.cells import Cells
 
 
@@ -23,16 +20,23 @@ class CellStore:
     Keys come in segments of consecutive keys. The running segment, the window before it and the first `sinks` keys are read one
     by one. A segment that leaves the window is closed: it is grouped into cells, once, and from then on a query sees it as in
     `Cells`. It opens the `probes` best cells of all closed segments and sums up the others through their moments (count,
-    centroid, variances, mean value, and one covariance of values and keys per head).
+    centroid, variances, mean value, and one covariance of values and keys per head). All keys that
+    are there when a segment is closed become part of it, those of a prompt for example, unless its length is given.
 
     Args:
-        method: `Cells(...)`: segment (None: 1,024 keys up to 8,192, then 11 sqrt(n)), cell_size (None: 16 up to 8,192 keys, then
-            sqrt(n / 32)), probes (None: cells of 2 sqrt(n) keys, at least 12), window (as many keys as it says, not rounded
-            to whole segments; None: 16), sinks and partition. Draws and two levels are not for steps.
+        method: `Cells(...)`: segment (None: all keys that are there, at least 1,024, from 8,192 keys on 11 sqrt(n)), cell_size
+            (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: cells of 3.5 sqrt(n) keys, at least 20 cells), window
+            (as many keys as it says, not rounded to whole segments; None: 16), sinks and partition. Draws and two levels are not
+            for steps.
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
+        offload: keep keys and values of closed segments in memory of the CPU, pinned if the others are on a GPU. The moments of
+            cells and the running segment stay on the device, and a step moves the keys and values of the cells it opens and the
+            first ones, nothing else. Results are the same. To reorder batch entries copies all that was put away, and to look at
+            `keys` and `values`, or to audit, brings all of it over.
 
-    Every query head chooses cells by itself, also where several share keys. With everything opened the result is exact attention.
-    A step takes three products per cell and two per near key: for n keys, from 8,192 on, some 48 sqrt(n) of them.
+    Query heads that share keys open cells together: the best share that a cell has for any of them decides. With everything
+    opened the result is exact attention. A step takes three products per cell and two per near key: for a prompt of n keys,
+    from 8,192 on, some 35 sqrt(n) of them.
 
     Example:
         >>> from nearfield.cache import CellStore
@@ -42,10 +46,10 @@ class CellStore:
         torch.Size([1, 2, 1, 8])
     """
 
-    def __init__(self, method: Cells | None = None, *, audit: bool = False) -> None:
+    def __init__(self, method: Cells | None = None, *, audit: bool = False, offload: bool = False) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
-        self.audit = audit
+        self.audit, self.offload = audit, offload
         self.settings = StoreSizes.of(self.method)
         self.errors: list[StepError] = []
         """of the calls of `attend` while `audit` was set"""
@@ -83,20 +87,27 @@ class CellStore:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Memory by what it is for: keys and values (with room to grow), moments of cells, and where sorted keys came from."""
-        parts = {} if self.held is None else {name: getattr(self.held, name).nbytes for name in ("keys", "values", "order")}
-        return parts if self.held is None else {**parts, "moments": self.held.tables.nbytes}
+        """Memory by what it is for: keys and values (with room to grow), moments of cells, and where sorted keys came from.
+
+        And "offloaded": keys and values in memory of the CPU, which are not counted again.
+        """
+        held = self.held
+        if held is None:
+            return {}
+        parts = {name: getattr(held, name).nbytes for name in ("keys", "values", "order")}
+        away = {"offloaded": sum(x.away.nbytes for x in (held.keys, held.values) if x.away)} if self.offload else {}
+        return {**parts, "moments": held.tables.nbytes, **away}
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys `[batch, heads, new, dim]` and values; `counts` `[batch, new]` is False for padding."""
         _check_new(key, value, counts)
         key, value = key.detach(), value.detach()
         if self.held is None:
-            self.held = Held(key, value, self.settings, self.method.partition)
+            self.held = Held(key, value, self.settings, self.method.partition, offload=self.offload)
         _check_alike(self.held, key, value)
         self.held.append(key, value, counts)
         if counts is not None:
-            self.held.mark(self.held.counts)
+            self.mark(self.held.counts)
 
     def reserve(self, keys: int) -> None:
         """Have room for so many more keys, so that appending them moves nothing."""
@@ -107,7 +118,8 @@ class CellStore:
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys count, `[batch, length]`; None: all. Of those that were attended to none may change."""
         held = self._there()
-        counts = None if counts is None or bool(counts.all()) else counts.to(held.sinks.device)
+        # A copy: the kernels count on whole rows, and a mask may be changed by who made it.
+        counts = None if counts is None or bool(counts.all()) else counts.to(held.sinks.device, copy=True).contiguous()
         if counts is not None and counts.shape != held.all_count.shape:
             raise ValueError(f"counts must be {tuple(held.all_count.shape)}, got {tuple(counts.shape)}")
         if counts is not None or held.counts is not None:
@@ -124,11 +136,10 @@ class CellStore:
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be between 0 and {self.length}, the number of stored keys, got {length}")
         if self.held is not None:
-            if self.settings.start(self.settings.closed_before(length)) < self.held.keys.offset:
-                raise ValueError(f"cannot go back to {length} keys: the first {self.held.keys.offset} belong to a memory")
-            while self.held.segments > self.settings.closed_before(length):
-                self.held.reopen()
-            self.held.cut(length)
+            most = self._most_closed(length)
+            if max(bound for bound in self.held.bounds if bound <= most) < self.held.remembered:
+                raise ValueError(f"cannot go back to {length} keys: the first {self.held.remembered} belong to a memory")
+            self.held.back_to(most, length)
 
     def select(self, entries: Tensor) -> None:
         """Keep these batch entries, in this order; one may be taken several times."""
@@ -145,23 +156,22 @@ class CellStore:
             device = self.held.sinks.device
             self.select(torch.arange(len(self.held.sinks), device=device).repeat_interleave(times))
 
-    @torch.no_grad()
-    def close(self, segments: int | None = None) -> None:
-        """Close segments until so many are; None: all that the next key does not read one by one. `attend` does so by itself."""
-        wanted = self.settings.closed_before(self.length) if segments is None else segments
+    def close(self) -> None:
+        """Close all segments that the next key does not read one by one. `attend` does so by itself."""
         held = self._there()
-        while held.segments < wanted:
-            with torch.autocast(held.sinks.device.type, enabled=False):
-                held.close()
+        self._close_before(held, self.length)
+        held.put_away()
 
-    def _pieces(self, first: int, rows: int) -> Iterator[Piece]:
-        """Rows from position `first` on, cut where they see more closed segments."""
-        start = 0
-        while start < rows:
-            segments = self.settings.closed_before(first + start)
-            stop = min(rows, self.settings.start(segments + 1) + self.settings.window - first)
-            yield Piece(start, stop, self.settings.start(segments), segments)
-            start = stop
+    @torch.no_grad()
+    def _close_before(self, held: Held, position: int) -> None:
+        """All segments that a query at this position sees through cells."""
+        while (end := self.settings.next_end(held.closed, position)) > held.closed:
+            with torch.autocast(held.sinks.device.type, enabled=False):
+                held.close(end)
+
+    def _most_closed(self, position: int) -> int:
+        """How many keys a query at this position may see through cells."""
+        return max(0, position - self.settings.window)
 
     @torch.no_grad()
     def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
@@ -172,22 +182,26 @@ class CellStore:
         held.mark(held.counts)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         output = query.new_empty((*query.shape[:3], held.values.room.shape[3]))
-        for piece in self._pieces(first, rows):
-            if piece.closed < held.closed:
-                raise ValueError(
-                    f"the query at position {first + piece.start} comes after the segment it belongs to was closed; attend right "
-                    "after appending its key"
-                )
-            self.close(piece.segments)
+        if rows and held.closed > self._most_closed(first):
+            raise ValueError(
+                f"the query at position {first} comes after the segment it belongs to was closed; attend right after appending "
+                "its key"
+            )
+        start = 0
+        while start < rows:
+            self._close_before(held, first + start)
+            stop = min(rows, self.settings.next_close(held.closed) - first)
             step = self._rows_at_a_time(held, query.shape[0] * query.shape[1])
             # A weight of zero times a value that is not finite would be NaN in rows that do not see it: then row by row.
-            if piece.length > 1 and not bool(held.values.part(slice(held.closed, first + piece.stop)).isfinite().all()):
+            if stop - start > 1 and not bool(held.values.part(slice(held.closed, first + stop)).isfinite().all()):
                 step = 1
-            for start in range(piece.start, piece.stop, step):
-                block = slice(start, min(start + step, piece.stop))
+            for row in range(start, stop, step):
+                block = slice(row, min(row + step, stop))
                 with torch.autocast(query.device.type, enabled=False):
-                    found = self._attend(held, query[:, :, block], first + start, scale)
+                    found = self._attend(held, query[:, :, block], first + row, scale)
                 output[:, :, block] = found.view(output[:, :, block].shape)
+            start = stop
+        held.put_away()
         if rows and self.audit:
             with torch.autocast(query.device.type, enabled=False):
                 self.errors.append(step_error(held, by_head(query, held.heads, scale), output, first))
@@ -198,9 +212,12 @@ class CellStore:
         if kernels.runs_triton(query.device):
             from nearfield.cache import decode
 
-            if decode.serves(held, query):
-                rows = query.reshape(-1, query.shape[1] // held.heads, query.shape[3])
-                return decode.decode(held, rows, scale, self.probes, self.settings.most_open(held.segments))
+            # The kernels see all keys that are there: they are for the latest row.
+            if first + 1 == held.length and decode.serves(held, query, self.probes):
+                # Of queries that are a part of others this would be a part as well, and the kernels count on whole rows.
+                rows = query.reshape(-1, query.shape[1] // held.heads, query.shape[3]).contiguous()
+                with kernels.on(query.device):
+                    return decode.decode(held, rows, scale, self.probes, self.settings.most_open(held.closed))
         return attend(held, by_head(query, held.heads, scale), first, query.shape[2], self.probes)
 
     def _rows_at_a_time(self, held: Held, heads: int) -> int:

@@ -79,7 +79,7 @@ def route(tables: CellTables, queries: Tensor, rows: int, probes: int, near: Ten
 
     A group shares keys, and what one of its queries opens all of them read. What counts is how large a share of its weights a
     query may have in a cell: its score, less the log-normaliser of all that it sees, of which `near` `[heads, group * rows]` is
-    that of the keys it reads anyway. The best share in the group decides.
+    that of keys it reads anyway, the first and the latest ones. The best share in the group decides.
     """
     heads, every, _ = queries.shape
     centroid, variance = (x.heads.to(queries.dtype) for x in (tables.centroid, tables.variance))

@@ -26,8 +26,8 @@ class CellLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, method: Cells | None = None, audit: bool = False) -> None:
-        self.store = CellStore(method, audit=audit)
+    def __init__(self, method: Cells | None = None, audit: bool = False, offload: bool = False) -> None:
+        self.store = CellStore(method, audit=audit, offload=offload)
 
     # Transformers has these as attributes.
 
@@ -73,7 +73,7 @@ class CellLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.store = CellStore(self.store.method, audit=self.store.audit)
+        self.store = CellStore(self.store.method, audit=self.store.audit, offload=self.store.offload)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the latest `-tokens_to_remove` tokens; a positive number is how many to keep, as in older versions."""
@@ -93,7 +93,7 @@ class CellLayer(CacheLayerMixin):
             self.store.repeat(repeats)
 
     def offload(self) -> None:
-        raise NotImplementedError("a CellCache cannot be offloaded; use DynamicCache(offloading=True)")
+        raise NotImplementedError("a CellCache is not offloaded layer by layer; make it with CellCache(offload=True)")
 
     prefetch = offload
 
@@ -112,6 +112,8 @@ class CellCache(Cache):
             has for them, and new tokens attend to those exactly. Needed for models that have such layers.
         audit: compare each step of each layer with exact attention over all stored keys; see `errors`. May be switched at any
             time.
+        offload: keep keys and values of closed segments in memory of the CPU, pinned if the model is on a GPU. Results are the
+            same; a step moves the keys and values of the cells it opens and the first ones.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,7 +128,12 @@ class CellCache(Cache):
     """
 
     def __init__(
-        self, method: Cells | Mapping[int | str, Cells] | None = None, *, config: Any = None, audit: bool = False
+        self,
+        method: Cells | Mapping[int | str, Cells] | None = None,
+        *,
+        config: Any = None,
+        audit: bool = False,
+        offload: bool = False,
     ) -> None:
         methods: Mapping[int | str, Any] = method if isinstance(method, Mapping) else {"default": method or Cells()}
         for name, one in methods.items():
@@ -135,7 +142,7 @@ class CellCache(Cache):
             check_method(one)
         self.methods: dict[int | str, Cells] = {"default": Cells()}
         self.methods.update(methods)
-        self._audit = audit
+        self._audit, self._offload = audit, offload
         kinds = DynamicCache(config=config).layers
         # Without a config layers are made when they are first met; Transformers calls this for each.
         make: Any = None if kinds else self._next_layer
@@ -144,7 +151,7 @@ class CellCache(Cache):
             self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
 
     def _next_layer(self) -> CellLayer:
-        return CellLayer(self.methods.get(len(self.layers), self.methods["default"]), self._audit)
+        return CellLayer(self.methods.get(len(self.layers), self.methods["default"]), self._audit, self._offload)
 
     @property
     def audit(self) -> bool:

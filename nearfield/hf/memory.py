@@ -20,7 +20,7 @@ from nearfield.hf.reading import check_reader, plan_reading, read_text
 from nearfield.methods.cells import Cells
 
 PROBES = 256
-"""Cells that a token after the text opens: 4,096 keys where cells have 16 (up to 8,192 tokens), on average 9,400 of 131,072."""
+"""Cells that a token after the text opens: 4,096 keys where cells have 16 (up to 8,192 tokens), 16,384 of 131,072."""
 ONE_ANSWER = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 """What `generate` is told of an answer where nobody says otherwise."""
 
@@ -94,8 +94,10 @@ class Memory:
             raise ValueError(f"a memory needs full attention in all layers, and this model has a {other.pop()}")
         reading = plan_reading(model.config.get_text_config(), text.shape[1], method.sinks, positions, chunk)
         read_text(model, text.to(model.device), cache, reading, progress)
-        layers = [_kept(layer.store.held) for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.held]
-        return Memory(Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), layers), model)
+        held = [layer.store.held for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.held]
+        bounds = torch.tensor(held[0].bounds)
+        contents = Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, [_kept(x) for x in held])
+        return Memory(contents, model)
 
     def __repr__(self) -> str:
         return f"Memory({self.tokens.shape[1]} tokens, {self.method}, {self.reading})"
@@ -108,7 +110,7 @@ class Memory:
         cache = CellCache(self.method, audit=audit)
         for kept in self._contents.layers:
             layer = CellLayer(self.method, audit)
-            layer.store.held = _held({name: x.to(device) for name, x in kept.items()}, layer)
+            layer.store.held = _held({name: x.to(device) for name, x in kept.items()}, self._contents.bounds, layer)
             cache.layers.append(layer)
         return cache
 
@@ -190,12 +192,11 @@ def _kept(held: Held) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in found.items()}
 
 
-def _held(kept: dict[str, Tensor], layer: CellLayer) -> Held:
+def _held(kept: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> Held:
     """What a store holds after it has read the text: closed segments stay where they are."""
-    settings = layer.store.settings
     keys, values = kept["keys"], kept["values"]
     closed = kept["order"].shape[2]
-    held = Held(keys, values, settings, layer.store.method.partition, base=closed)
+    held = Held(keys, values, layer.store.settings, layer.store.method.partition, base=closed)
     held.keys.append(keys[:, :, closed:])
     held.values.append(values[:, :, closed:])
     held.order.append(kept["order"])
@@ -203,6 +204,6 @@ def _held(kept: dict[str, Tensor], layer: CellLayer) -> Held:
         getattr(held.tables, name).append(kept[name])
     held.tables.cross, held.tables.pooled = kept["cross"].clone(), kept["pooled"].clone()
     held.sinks = kept["sinks"].clone()
-    held.segments = settings.complete(closed)
+    held.bounds = bounds.tolist()
     held.mark(None)
     return held

@@ -9,21 +9,23 @@ import os
 import secrets
 import stat
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearfield.cache.store import CellStore, check_method
+from nearfield.cache.sizes import StoreSizes
+from nearfield.cache.store import check_method
 from nearfield.crossover import dtype_name
 from nearfield.hf.config import describe
 from nearfield.hf.reading import Reading
 from nearfield.methods.cells import Cells
 from nearfield.partition import BY_NAME
 
-FORMAT, VERSION = "nearfield-memory", "2"
-TOKENS = "tokens"
+FORMAT, VERSION = "nearfield-memory", "3"
+TOKENS, BOUNDS = "tokens", "bounds"
 MOMENTS = ("start", "size", "void", "centroid", "variance", "value")
 TENSORS = ("keys", "values", "order", "sinks", *MOMENTS, "cross", "pooled")
 """Of every layer."""
@@ -50,6 +52,8 @@ class Contents:
     """of the model"""
     dtype: str
     """of the model, such as "float32\""""
+    bounds: Tensor
+    """`[segments + 1]`: where closed segments end, after where the first one begins; the same in all layers"""
     layers: list[dict[str, Tensor]]
     """the tensors of every layer, by name"""
 
@@ -60,7 +64,7 @@ def write_memory(path: Path, contents: Contents) -> None:
     from safetensors.torch import save_file
 
     target = Path(os.path.realpath(path))  # where a link leads
-    tensors = {TOKENS: contents.tokens.contiguous()}
+    tensors = {TOKENS: contents.tokens.contiguous(), BOUNDS: contents.bounds}
     for number, kept in enumerate(contents.layers):
         tensors |= {f"layers.{number}.{name}": x.contiguous() for name, x in kept.items()}
     about = {
@@ -105,7 +109,7 @@ def read_memory(path: Path, model: Any, verify: bool) -> Contents:
     if verify and about.pop("digest", None) != _digest(about, tensors):
         raise ValueError(f"memory {path} is damaged: its digest is another one")
     kept = _checked_tensors(path, tensors, layers, method)
-    return Contents(tensors[TOKENS], method, reading, about["fingerprint"], about["dtype"], kept)
+    return Contents(tensors[TOKENS], method, reading, about["fingerprint"], about["dtype"], tensors[BOUNDS], kept)
 
 
 def fingerprint(model: Any) -> str:
@@ -173,35 +177,40 @@ def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, Reading, i
 
 
 def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method: Cells) -> list[dict[str, Tensor]]:
-    wanted = {TOKENS} | {f"layers.{number}.{name}" for number in range(layers) for name in TENSORS}
+    wanted = {TOKENS, BOUNDS} | {f"layers.{number}.{name}" for number in range(layers) for name in TENSORS}
     if set(tensors) != wanted:
         raise ValueError(f"memory {path} should have other tensors; {sorted(set(tensors) ^ wanted)[:3]} are missing or unknown")
     shape, dtype = tuple(tensors[TOKENS].shape), tensors[TOKENS].dtype
     if len(shape) != 2 or shape[0] != 1 or dtype != torch.int64:
         raise ValueError(f"memory {path} has tokens of shape {shape} and {dtype}, not [1, length] and torch.int64")
-    length = shape[1]
+    length, bounds = shape[1], tensors[BOUNDS]
+    if not _are_bounds(bounds, max(0, length - StoreSizes.of(method).window)):
+        raise ValueError(f"memory {path} is damaged: bounds")
     found = []
     for number in range(layers):
         kept = {name: tensors[f"layers.{number}.{name}"] for name in TENSORS}
-        wrong = _wrong(kept, length, method)
+        wrong = _wrong(kept, length, bounds, method)
         if wrong:
             raise ValueError(f"memory {path} is damaged: layer {number}, {wrong}")
         found.append(kept)
     return found
 
 
-def _wrong(kept: dict[str, Tensor], length: int, method: Cells) -> str | None:
+def _are_bounds(bounds: Tensor, most: int) -> bool:
+    """Whether they begin at 0, ascend, and end at `most`, where the window begins, or before."""
+    if bounds.dim() != 1 or len(bounds) == 0 or bounds.dtype != torch.int64:
+        return False
+    return bool(bounds[0] == 0) and bool((bounds[1:] > bounds[:-1]).all()) and bool(bounds[-1] <= most)
+
+
+def _wrong(kept: dict[str, Tensor], length: int, bounds: Tensor, method: Cells) -> str | None:
     """What is wrong with the tensors of a layer, if anything: shapes, dtypes, and places that are not there."""
-    settings = CellStore(method).settings
+    settings = StoreSizes.of(method)
     keys, values = kept["keys"], kept["values"]
     if keys.dim() != 4 or values.dim() != 4 or not keys.is_floating_point():
         return "keys"
     heads, dim, wide = keys.shape[1], keys.shape[3], values.shape[3]
-    closed = kept["order"].shape[2] if kept["order"].dim() == 3 else -1
-    cells = kept["size"].shape[2] if kept["size"].dim() == 3 else -1
-    segments = settings.complete(max(0, closed))
-    if closed != settings.start(segments) or closed > length or cells != settings.cells_before(segments):
-        return "order"
+    closed, cells = int(bounds[-1]), sum(settings.cells(*ends) for ends in pairwise(bounds.tolist()))
     compute = torch.promote_types(keys.dtype, torch.float32)
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "keys": ((1, heads, length, dim), keys.dtype),
@@ -220,7 +229,7 @@ def _wrong(kept: dict[str, Tensor], length: int, method: Cells) -> str | None:
     for name, (shape, dtype) in expected.items():
         if kept[name].shape != shape or kept[name].dtype != dtype:
             return name
-    lengths = torch.tensor([settings.length(segment) for segment in range(segments)], dtype=torch.int64)
+    lengths = bounds.diff()
     places: dict[str, tuple[Tensor, int, int | Tensor]] = {
         "order": (kept["order"], 0, lengths.repeat_interleave(lengths) - 1),
         "start": (kept["start"], 0, closed),
@@ -231,4 +240,6 @@ def _wrong(kept: dict[str, Tensor], length: int, method: Cells) -> str | None:
     for name, (place, least, most) in places.items():
         if place.numel() and not bool(((place >= least) & (place <= most)).all()):
             return name
-    return None
+    came_from = kept["order"] + bounds[:-1].repeat_interleave(lengths)
+    is_there = torch.zeros(came_from.shape, dtype=torch.bool).scatter_(2, came_from, True)
+    return None if bool(is_there.all()) else "order"

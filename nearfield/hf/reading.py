@@ -99,7 +99,10 @@ def check_reader(model: Any) -> None:
 
 
 def read_text(model: Any, tokens: Tensor, cache: CellCache, reading: Reading, progress: Callable[[int], None] | None) -> None:
-    """Fill an empty cache with a text `[1, length]`; `progress` is told how many tokens have been read."""
+    """Fill an empty cache with a text `[1, length]`; `progress` is told how many tokens have been read.
+
+    Where no chunk attends to others, what they have in common is found when all of them are there: they become one segment.
+    """
     for start in range(0, tokens.shape[1], reading.chunk):
         own = slice(start, start + reading.chunk)
         if reading.positions == "running":
@@ -108,6 +111,9 @@ def read_text(model: Any, tokens: Tensor, cache: CellCache, reading: Reading, pr
             _read_chunk(model, tokens, own, cache, reading)
         if progress is not None:
             progress(min(own.stop, tokens.shape[1]))
+    for layer in cache.layers:
+        if isinstance(layer, CellLayer):
+            layer.store.close()
 
 
 def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, reading: Reading) -> None:
@@ -130,4 +136,3 @@ def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, readin
         key, value = in_one_dtype(layer.keys, layer.values)
         key[:, :, sinks:] *= reading.sharpness
         store.append(key[:, :, shared:], value[:, :, shared:])
-        store.close()

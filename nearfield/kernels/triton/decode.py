@@ -1,25 +1,31 @@
 """One new token per batch entry against what a cell cache holds, in four kernels.
 
-1. Near keys (the open end and the first keys), a tile per program; and, in the same launch, scores and masses of all cells.
+1. Scores and masses of all cells; the first keys; and how much weight the latest ones have.
 2. Which cells are opened: those where a query head of the group may have the largest share of its weights. They lose their mass.
-3. What is left of the masses, times values; and each opened cell by itself.
+   Few programs are busy with that, and the others read the near keys (the open end) in the meantime.
+3. The keys of opened cells, tile by tile; and what is left of the masses, times values.
 4. All these parts of a row, merged by their normalisers.
 
-A program serves all query heads that share its keys. How many keys and cells there are is read on the device (`numbers`), so that
-a captured graph stays right while they grow.
+A program serves all query heads that share its keys. How many keys there are is read on the device (`key_count`), so that a
+captured graph stays right while they grow.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import triton
 import triton.language as tl
 
 from nearfield.kernels.triton.launch import Kernel
 
+SIZES = ("offset", "closed", "cells", "most_cells", "part_count", "near", "tiles", "probes", "first_far", "far", "readers")
+"""What changes as keys are added: no value has a version of its own."""
+
 
 @triton.jit
 def put(parts, part_lse, place, row, real, column, wide, total, top, mass, value_dim):
-    """Write the part of some rows: its mean, and its log-normaliser in base 2."""
+    """Write the part of some rows: its mean, and its log-normaliser in base 2. Nobody reads the mean of nothing."""
     some = mass > 0.0
     found = total / tl.where(some, mass, 1.0)[:, None]
     tl.store(parts + (row + place)[:, None] * value_dim + column[None, :], found, mask=real[:, None] & wide[None, :])
@@ -46,35 +52,31 @@ def log2_of_sum(x):
 
 
 @triton.jit
-def part(parts, part_lse, which, row, real, query, key, value, seen, column, wide, value_dim, scale, IP: tl.constexpr):
-    """Rows against one tile of keys, which is a part by itself."""
-    logits = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * 1.4426950408889634)
-    logits = tl.where(seen[None, :], logits, -float("inf"))
-    top = tl.max(logits, 1)
-    weight = tl.exp2(logits - tl.where(top > -float("inf"), top, 0.0)[:, None])
-    total = tl.dot(weight.to(value.dtype), value, input_precision=IP)
-    put(parts, part_lse, which, row, real, column, wide, total, top, tl.sum(weight, 1), value_dim)
-
-
-@triton.jit
 def base_of(entry, heads, batch_stride, head_stride):
     return (entry // heads) * batch_stride + (entry % heads) * head_stride
 
 
 @triton.jit
 def load_places(room, base, place, real, column, wide, dim, offset, HAS_BASE: tl.constexpr):
-    """Rows of keys or values at some places `[places, columns]`: the first `offset` of them are in `base`."""
+    """Keys or values at some places, of which the first `offset` are in `base`. Places and columns span a block, in any order."""
     if HAS_BASE:
         early = real & (place < offset)
         late = real & (place >= offset)
-        found = tl.load(room + (place - offset)[:, None] * dim + column[None, :], mask=late[:, None] & wide[None, :], other=0.0)
-        before = tl.load(base + place[:, None] * dim + column[None, :], mask=early[:, None] & wide[None, :], other=0.0)
-        return tl.where(early[:, None], before, found)
+        found = tl.load(room + (place - offset) * dim + column, mask=late & wide, other=0.0)
+        before = tl.load(base + place * dim + column, mask=early & wide, other=0.0)
+        return tl.where(early, before, found)
     else:
-        return tl.load(room + place[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+        return tl.load(room + place * dim + column, mask=real & wide, other=0.0)
 
 
-@Kernel
+@triton.jit
+def load_queries(queries, first_row, row, real, column, wide, dim):
+    """Of a group, `[rows, columns]`."""
+    at = (first_row + row)[:, None] * dim + column[None, :]
+    return tl.load(queries + at, mask=real[:, None] & wide[None, :], other=0.0)
+
+
+@partial(Kernel, varied=SIZES)
 def look(
     queries,
     keys,
@@ -87,12 +89,14 @@ def look(
     variance,
     void,
     size,
-    numbers,
+    key_count,
     parts,
     part_lse,
     scores,
     masses,
     cell_lse,
+    late_lse,
+    grain_top,
     heads,
     group,
     dim,
@@ -109,16 +113,20 @@ def look(
     sink_count,
     cell_entry,
     centroid_entry,
+    closed,
+    cells,
     most_cells,
     part_count,
+    near,
     scale,
-    NEAR: tl.constexpr,
-    BK: tl.constexpr,
+    BL: tl.constexpr,
     BC: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
     BS: tl.constexpr,
+    BG: tl.constexpr,
+    GRAIN: tl.constexpr,
     HAS_BASE: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     SPREADS: tl.constexpr,
@@ -128,138 +136,291 @@ def look(
     IP: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
-    entry = tl.program_id(1).to(tl.int64)
-    job = tl.program_id(0)
-    length = tl.load(numbers).to(tl.int64)
-    closed = tl.load(numbers + 1).to(tl.int64)
-    cells = tl.load(numbers + 2)
+    entry = tl.program_id(0).to(tl.int64)
+    job = tl.program_id(1)
     row = tl.arange(0, BR)
     real = row < group
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
-    query = tl.load(
-        queries + (entry * group + row)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
-    )
     first_part = (entry * group + row) * part_count
-    if job <= NEAR:
+    # Everything is asked for before anything is waited for: a program is as fast as its loads follow each other.
+    if job >= tiles:
         keys += entry * key_entry
         values += entry * value_entry
-        if job < NEAR:
-            place = closed + job * BK + tl.arange(0, BK)
-            there = place < length
+        if job > tiles:
+            place = tl.load(key_count).to(tl.int64) - BL + tl.arange(0, BL)
+            there = place >= closed
             seen = there
             if HAS_COUNTS:
                 seen = seen & (tl.load(counts + (entry // heads) * count_entry + place, mask=there, other=0) != 0)
-            at = (place - offset)[:, None]
-            key = tl.load(keys + at * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            value = tl.load(values + at * value_dim + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-            part(parts, part_lse, job, first_part, real, query, key, value, seen, value_column, value_wide, value_dim, scale, IP)
+            late = tl.load(
+                keys + (place - offset)[None, :] * dim + column[:, None], mask=there[None, :] & wide[:, None], other=0.0
+            )
+            late_query = load_queries(queries, entry * group, row, real, column, wide, dim)
+            late_logits = tl.dot(late_query, late, input_precision=IP) * (scale * LOG2E)
+            late_logits = tl.where(seen[None, :], late_logits, -float("inf"))
+            tl.store(late_lse + entry * group + row, log2_of_sum(late_logits), mask=real)
         else:
             number = tl.arange(0, BS)
             sink = tl.load(sinks + (entry // heads) * sink_count + number, mask=number < sink_count, other=-1)
             known = sink >= 0
             key_base += base_of(entry, heads, key_batch, key_head)
             value_base += base_of(entry, heads, value_batch, value_head)
-            first_key = load_places(keys, key_base, sink, known, column, wide, dim, offset, HAS_BASE)
-            first_value = load_places(values, value_base, sink, known, value_column, value_wide, value_dim, offset, HAS_BASE)
-            part(
-                parts,
-                part_lse,
-                job,
-                first_part,
-                real,
-                query,
-                first_key,
-                first_value,
-                known,
-                value_column,
-                value_wide,
-                value_dim,
-                scale,
-                IP,
+            first_key = load_places(
+                keys, key_base, sink[None, :], known[None, :], column[:, None], wide[:, None], dim, offset, HAS_BASE
             )
+            first_value = load_places(
+                values,
+                value_base,
+                sink[:, None],
+                known[:, None],
+                value_column[None, :],
+                value_wide[None, :],
+                value_dim,
+                offset,
+                HAS_BASE,
+            )
+            first_query = load_queries(queries, entry * group, row, real, column, wide, dim)
+            logits = tl.dot(first_query, first_key, input_precision=IP) * (scale * LOG2E)
+            logits = tl.where(known[None, :], logits, -float("inf"))
+            total = tl.zeros([BR, BV], tl.float32)
+            top = tl.full([BR], -float("inf"), tl.float32)
+            mass = tl.zeros([BR], tl.float32)
+            total, top, mass = more(total, top, mass, logits, first_value, IP)
+            put(parts, part_lse, near, first_part, real, value_column, value_wide, total, top, mass, value_dim)
     else:
-        cell = (job - NEAR - 1) * BC + tl.arange(0, BC)
+        cell = job * BC + tl.arange(0, BC)
         is_cell = cell < cells
         at_cell = entry * centroid_entry + cell[None, :] * dim + column[:, None]
         mean = tl.load(centroid + at_cell, mask=is_cell[None, :] & wide[:, None], other=0.0)
         spread = tl.load(variance + at_cell, mask=is_cell[None, :] & wide[:, None], other=0.0)
-        asked = query.to(tl.float32) * scale
-        square = tl.minimum(asked * asked, MOST_SQ).to(spread.dtype)
-        first = tl.dot(query.to(mean.dtype), mean, input_precision=IP) * scale
-        second = tl.minimum(tl.dot(square, spread, input_precision=IP), MOST_SPREAD)
         none = tl.maximum(tl.load(void + entry * cell_entry + cell, mask=is_cell, other=-float("inf")), VOID)
         many = tl.load(size + entry * cell_entry + cell, mask=is_cell, other=0.0)
+        asker = load_queries(queries, entry * group, row, real, column, wide, dim)
+        asked = asker.to(tl.float32) * scale
+        square = tl.minimum(asked * asked, MOST_SQ).to(spread.dtype)
+        first = tl.dot(asker.to(mean.dtype), mean, input_precision=IP) * scale
+        second = tl.minimum(tl.dot(square, spread, input_precision=IP), MOST_SPREAD)
         score = first + SPREADS * tl.sqrt(second) + none[None, :]
         count = tl.where(many > 0.0, tl.log2(tl.maximum(many, 1.0)), -float("inf"))
         weight = first * LOG2E + 2.0 * tl.log2(1.0 + 0.25 * second) + count[None, :]
         weight = tl.where(none[None, :] > VOID / 2, weight, -float("inf"))
-        into = (entry * group + row)[:, None] * most_cells + cell[None, :]
-        write = real[:, None] & (cell < most_cells)[None, :]
-        tl.store(scores + into, tl.where(is_cell[None, :], score, VOID), mask=write)
+        into = (entry * most_cells + cell)[None, :] * BG + row[:, None]
+        score = tl.where(is_cell[None, :], score, VOID)
+        tl.store(scores + into, score, mask=real[:, None])
+        grain = job * (BC // GRAIN) + tl.arange(0, BC // GRAIN)
+        grain_at = (entry * group + row)[:, None] * (most_cells // GRAIN) + grain[None, :]
+        tl.store(grain_top + grain_at, tl.max(tl.reshape(score, [BR, BC // GRAIN, GRAIN]), 2), mask=real[:, None])
         weight = tl.where(is_cell[None, :], weight, -float("inf"))
-        tl.store(masses + into, weight, mask=write)
-        tl.store(cell_lse + (entry * group + row) * tiles + job - NEAR - 1, log2_of_sum(weight), mask=real)
+        tl.store(masses + into, weight, mask=real[:, None])
+        tl.store(cell_lse + (entry * group + row) * tiles + job, log2_of_sum(weight), mask=real)
 
 
-@Kernel
+@triton.jit
+def largest(x, some, wanted, STEPS: tl.constexpr):
+    """Which of `some` numbers are the `wanted` largest, and the place of each of those in a list of them, without a gap."""
+    high = tl.max(x, 0)
+    low = tl.minimum(tl.min(tl.where(some, x, float("inf")), 0), high)
+    reached = tl.sum(some.to(tl.int32), 0)
+    step = 0
+    while (reached > wanted) & (step < STEPS):
+        # Three numbers between, and how many reach each: three counts in one sum.
+        quarter = 0.25 * (high - low)
+        reach = (x >= low + quarter).to(tl.int64)
+        reach += (x >= low + 2.0 * quarter).to(tl.int64) << 20
+        reach += (x >= low + 3.0 * quarter).to(tl.int64) << 40
+        count = tl.sum(reach, 0)
+        first = (count & 0xFFFFF).to(tl.int32)
+        second = ((count >> 20) & 0xFFFFF).to(tl.int32)
+        third = (count >> 40).to(tl.int32)
+        enough = (first >= wanted).to(tl.int32) + (second >= wanted).to(tl.int32) + (third >= wanted).to(tl.int32)
+        reached = tl.where(enough == 3, third, tl.where(enough == 2, second, tl.where(enough == 1, first, reached)))
+        low += enough.to(tl.float32) * quarter
+        high = tl.where(enough < 3, low + quarter, high)
+        step += 1
+    # First come all that surely are, and then those that are as good as the last one. Both counts in one sum.
+    high = tl.where(reached > wanted, high, low)
+    sure = some & (x >= high)
+    tied = some & (x >= low) & (x < high)
+    rank = tl.cumsum(sure.to(tl.int64) + (tied.to(tl.int64) << 32), 0)
+    place = tl.where(tied, tl.sum(sure.to(tl.int64), 0) + (rank >> 32), rank & 0xFFFFFFFF) - 1
+    return (sure | tied) & (place < wanted), place
+
+
+@triton.jit
+def choose(
+    scores,
+    masses,
+    sink_lse,
+    late_lse,
+    cell_lse,
+    grain_top,
+    grain_list,
+    opened,
+    entry,
+    group,
+    most_cells,
+    part_count,
+    tiles,
+    probes,
+    STEPS: tl.constexpr,
+    VOID: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BG: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """The best `probes` cells of a group: listed, and without mass from now on.
+
+    They are in as many grains (so many cells in a row) at most, those with the best best cells, and only these are looked at.
+    `scores` and `masses` are `[entries, most_cells, BG]`.
+    """
+    none = -float("inf")
+    member, tile, grain = tl.arange(0, BG), tl.arange(0, BT), tl.arange(0, BN)
+    grains = most_cells // GRAIN
+    one_row, is_one_row = entry * group + member, member < group
+    row, is_row = one_row[:, None], is_one_row[:, None]
+    first = tl.load(sink_lse + one_row * part_count, mask=is_one_row, other=none)
+    late = tl.load(late_lse + one_row, mask=is_one_row, other=none)
+    other = tl.load(cell_lse + row * tiles + tile[None, :], mask=is_row & (tile < tiles)[None, :], other=none)
+    tops = tl.load(grain_top + row * grains + grain[None, :], mask=is_row & (grain < grains)[None, :], other=VOID)
+    top = tl.maximum(tl.maximum(first, late), tl.max(other, 1))
+    top = tl.where(top > none, top, 0.0)
+    mass = tl.exp2(first - top) + tl.exp2(late - top) + tl.sum(tl.exp2(other - top[:, None]), 1)
+    everything = (top + tl.log2(tl.maximum(mass, 1e-30))) * 0.6931471805599453
+    best_grain = tl.max(tl.where(tops > VOID / 2, tops - everything[:, None], VOID), 0)
+    chosen, place = largest(best_grain, best_grain > VOID / 2, probes, STEPS)
+    grain_list += entry * probes
+    tl.store(grain_list + place, grain, mask=chosen)
+    found = tl.sum(chosen.to(tl.int32), 0)
+    tl.debug_barrier()  # All threads have written their part of the list.
+    candidate = tl.arange(0, BP * GRAIN)
+    is_one = candidate // GRAIN < found
+    cell = tl.load(grain_list + candidate // GRAIN, mask=is_one, other=0) * GRAIN + candidate % GRAIN
+    at = (entry * most_cells + cell)[:, None] * BG + member[None, :]
+    score = tl.load(scores + at, mask=is_one[:, None] & is_one_row[None, :], other=VOID)
+    best = tl.max(tl.where(score > VOID / 2, score - everything[None, :], VOID), 1)
+    taken, slot = largest(best, best > VOID / 2, probes, STEPS)
+    tl.store(opened + entry * probes + slot, cell, mask=taken)
+    filled = tl.sum(taken.to(tl.int32), 0)
+    tl.store(opened + entry * probes + candidate, -1, mask=(candidate >= filled) & (candidate < probes))
+    tl.store(masses + at, tl.full([BP * GRAIN, BG], none, tl.float32), mask=taken[:, None] & is_one_row[None, :])
+
+
+@partial(Kernel, varied=SIZES)
 def select(
     scores,
     masses,
-    part_lse,
+    late_lse,
     cell_lse,
+    grain_top,
+    grain_list,
     opened,
+    queries,
+    keys,
+    values,
+    counts,
+    key_count,
+    parts,
+    part_lse,
+    heads,
     group,
+    dim,
+    value_dim,
+    key_entry,
+    value_entry,
+    offset,
+    count_entry,
+    closed,
     most_cells,
     part_count,
     near,
     tiles,
     probes,
+    scale,
+    PER: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
     STEPS: tl.constexpr,
     VOID: tl.constexpr,
-    BN: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BG: tl.constexpr,
     BT: tl.constexpr,
-    BC: tl.constexpr,
+    BN: tl.constexpr,
+    BP: tl.constexpr,
+    HAS_CELLS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    IP: tl.constexpr,
 ):
-    """The best `probes` cells of a group (up to bisection): listed, and without mass from now on."""
+    LOG2E: tl.constexpr = 1.4426950408889634
     entry = tl.program_id(0).to(tl.int64)
-    cell = tl.arange(0, BC)
-    near_part, tile = tl.arange(0, BN), tl.arange(0, BT)
-    best = tl.full([BC], VOID, tl.float32)
-    for member in range(group):
-        row = entry * group + member
-        score = tl.load(scores + row * most_cells + cell, mask=cell < most_cells, other=VOID)
-        one = tl.load(part_lse + row * part_count + near_part, mask=near_part < near, other=-float("inf"))
-        other = tl.load(cell_lse + row * tiles + tile, mask=tile < tiles, other=-float("inf"))
-        top = tl.maximum(tl.max(one, 0), tl.max(other, 0))
-        top = tl.where(top > -float("inf"), top, 0.0)
-        everything = top + tl.log2(tl.maximum(tl.sum(tl.exp2(one - top), 0) + tl.sum(tl.exp2(other - top), 0), 1e-30))
-        best = tl.maximum(best, tl.where(score > VOID / 2, score - everything * 0.6931471805599453, VOID))
-    is_one = best > VOID / 2
-    high = tl.max(best, 0)
-    low = tl.minimum(tl.min(tl.where(is_one, best, float("inf")), 0), high)
-    for _ in range(STEPS):
-        # Three numbers between, and how many scores reach each: three counts in one sum.
-        quarter = 0.25 * (high - low)
-        reach = (best >= low + quarter).to(tl.int64)
-        reach += (best >= low + 2.0 * quarter).to(tl.int64) << 20
-        reach += (best >= low + 3.0 * quarter).to(tl.int64) << 40
-        count = tl.sum(reach, 0)
-        enough = ((count & 0xFFFFF) >= probes).to(tl.float32)
-        enough += (((count >> 20) & 0xFFFFF) >= probes).to(tl.float32) + ((count >> 40) >= probes).to(tl.float32)
-        low += enough * quarter
-        high = tl.where(enough < 3.0, low + quarter, high)
-    taken = is_one & (best >= low)
-    slot = tl.cumsum(taken.to(tl.int32), 0) - 1
-    filled = tl.minimum(tl.max(slot, 0) + 1, probes)
-    taken = taken & (slot < probes)
-    tl.store(opened + entry * probes + slot, cell, mask=taken)
-    tl.store(opened + entry * probes + cell, -1, mask=(cell >= filled) & (cell < probes))
-    for member in range(group):
-        tl.store(masses + (entry * group + member) * most_cells + cell, -float("inf"), mask=taken)
+    job = tl.program_id(1) - 1
+    if job < 0:
+        if HAS_CELLS:
+            choose(
+                scores,
+                masses,
+                part_lse + near,
+                late_lse,
+                cell_lse,
+                grain_top,
+                grain_list,
+                opened,
+                entry,
+                group,
+                most_cells,
+                part_count,
+                tiles,
+                probes,
+                STEPS,
+                VOID,
+                GRAIN,
+                BG,
+                BT,
+                BN,
+                BP,
+            )
+    else:
+        row = tl.arange(0, BR)
+        real = row < group
+        column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+        wide, value_wide = column < dim, value_column < value_dim
+        first_part = (entry * group + row) * part_count
+        keys += entry * key_entry
+        values += entry * value_entry
+        length = tl.load(key_count).to(tl.int64)
+        first_place = closed + job.to(tl.int64) * (PER * BK)
+        if first_place < length:
+            query = load_queries(queries, entry * group, row, real, column, wide, dim)
+            total = tl.zeros([BR, BV], tl.float32)
+            top = tl.full([BR], -float("inf"), tl.float32)
+            mass = tl.zeros([BR], tl.float32)
+            # Pipelined, so that keys and values are on their way at once.
+            for tile in tl.range(0, PER, num_stages=2):
+                place = first_place + tile * BK + tl.arange(0, BK)
+                there = place < length
+                seen = there
+                if HAS_COUNTS:
+                    seen = seen & (tl.load(counts + (entry // heads) * count_entry + place, mask=there, other=0) != 0)
+                at = place - offset
+                key = tl.load(keys + at[None, :] * dim + column[:, None], mask=there[None, :] & wide[:, None], other=0.0)
+                value = tl.load(
+                    values + at[:, None] * value_dim + value_column[None, :],
+                    mask=there[:, None] & value_wide[None, :],
+                    other=0.0,
+                )
+                logits = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
+                logits = tl.where(seen[None, :], logits, -float("inf"))
+                total, top, mass = more(total, top, mass, logits, value, IP)
+            put(parts, part_lse, job, first_part, real, value_column, value_wide, total, top, mass, value_dim)
+        else:
+            tl.store(part_lse + first_part + job, -float("inf"), mask=real)
 
 
-@Kernel
+@partial(Kernel, varied=SIZES)
 def gather(
     queries,
     keys,
@@ -290,8 +451,12 @@ def gather(
     part_count,
     first_far,
     probes,
+    far,
+    readers,
+    cells,
     scale,
-    FAR: tl.constexpr,
+    BG: tl.constexpr,
+    BP: tl.constexpr,
     BK: tl.constexpr,
     BC: tl.constexpr,
     BR: tl.constexpr,
@@ -301,8 +466,8 @@ def gather(
     IP: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
-    entry = tl.program_id(1).to(tl.int64)
-    job = tl.program_id(0)
+    entry = tl.program_id(0).to(tl.int64)
+    job = tl.program_id(1)
     value_column = tl.arange(0, BV)
     value_wide = value_column < value_dim
     row = tl.arange(0, BR)
@@ -310,46 +475,63 @@ def gather(
     total = tl.zeros([BR, BV], tl.float32)
     top = tl.full([BR], -float("inf"), tl.float32)
     mass = tl.zeros([BR], tl.float32)
-    if job < FAR:
-        cell = job * BC + tl.arange(0, BC)
+    if job >= readers:
+        which = job - readers
+        cell = which * BC + tl.arange(0, BC)
+        # Beyond the last cell there is anything: no weight, but not a number perhaps.
+        at = entry * mean_entry + cell[:, None] * value_dim + value_column[None, :]
+        mean = tl.load(mean_value + at, mask=(cell < cells)[:, None] & value_wide[None, :], other=0.0)
         weight = tl.load(
-            masses + (entry * group + row)[:, None] * most_cells + cell[None, :],
+            masses + (entry * most_cells + cell)[None, :] * BG + row[:, None],
             mask=real[:, None] & (cell < most_cells)[None, :],
             other=-float("inf"),
         )
-        # Beyond the last cell there is anything: no weight, but not a number perhaps.
-        some = tl.max(weight, 0) > -float("inf")
-        at = entry * mean_entry + cell[:, None] * value_dim + value_column[None, :]
-        mean = tl.load(mean_value + at, mask=some[:, None] & value_wide[None, :], other=0.0)
         total, top, mass = more(total, top, mass, weight, mean, IP)
     else:
+        which = far + job
         column = tl.arange(0, BD)
         wide = column < dim
-        own_cell = tl.load(opened + entry * probes + job - FAR)
-        query = tl.load(
-            queries + (entry * group + row)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
-        )
-        about = entry * cell_entry + tl.maximum(own_cell, 0)
-        first_place = tl.load(start + about).to(tl.int64)
-        members = tl.where(own_cell >= 0, tl.load(size + about).to(tl.int32), 0)
+        query = load_queries(queries, entry * group, row, real, column, wide, dim)
         keys += entry * key_entry
         values += entry * value_entry
         key_base += base_of(entry, heads, key_batch, key_head)
         value_base += base_of(entry, heads, value_batch, value_head)
-        for begin in range(0, members, BK):
-            lane = begin + tl.arange(0, BK)
-            inside = lane < members
-            place = first_place + lane
-            key = load_places(keys, key_base, place, inside, column, wide, dim, offset, HAS_BASE)
-            value = load_places(values, value_base, place, inside, value_column, value_wide, value_dim, offset, HAS_BASE)
-            logits = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * LOG2E)
+        # Cells are as large as they are, and tiles of all opened ones are dealt out to the readers.
+        slot = tl.arange(0, BP)
+        own = tl.load(opened + entry * probes + slot, mask=slot < probes, other=-1)
+        about = entry * cell_entry + tl.maximum(own, 0)
+        size_of = tl.load(size + about, mask=own >= 0, other=0.0).to(tl.int32)
+        start_of = tl.load(start + about, mask=own >= 0, other=0)
+        tiles = (size_of + BK - 1) // BK
+        after = tl.cumsum(tiles, 0)
+        before = after - tiles
+        for tile in tl.range(job, tl.sum(tiles, 0), readers, num_stages=2):
+            is_own = (before <= tile) & (tile < after)
+            lane = (tile - tl.sum(tl.where(is_own, before, 0), 0)) * BK + tl.arange(0, BK)
+            inside = lane < tl.sum(tl.where(is_own, size_of, 0), 0)
+            place = tl.sum(tl.where(is_own, start_of, 0), 0).to(tl.int64) + lane
+            key = load_places(
+                keys, key_base, place[None, :], inside[None, :], column[:, None], wide[:, None], dim, offset, HAS_BASE
+            )
+            value = load_places(
+                values,
+                value_base,
+                place[:, None],
+                inside[:, None],
+                value_column[None, :],
+                value_wide[None, :],
+                value_dim,
+                offset,
+                HAS_BASE,
+            )
+            logits = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
             logits = tl.where(inside[None, :], logits, -float("inf"))
             total, top, mass = more(total, top, mass, logits, value, IP)
     first_part = (entry * group + row) * part_count
-    put(parts, part_lse, first_far + job, first_part, real, value_column, value_wide, total, top, mass, value_dim)
+    put(parts, part_lse, first_far + which, first_part, real, value_column, value_wide, total, top, mass, value_dim)
 
 
-@Kernel
+@partial(Kernel, varied=SIZES)
 def unite(
     parts,
     part_lse,
@@ -376,6 +558,12 @@ def unite(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     wide = column < value_dim
+    entry = row // group
+    side = tl.arange(0, BD)
+    query = tl.load(queries + row * dim + side, mask=side < dim, other=0.0).to(tl.float32)
+    together = cross + (entry * value_dim + column)[:, None] * dim + side[None, :]
+    factor = tl.load(together, mask=wide[:, None] & (side < dim)[None, :], other=0.0)
+    gain = tl.sum(factor * query[None, :], 1) * (scale / tl.maximum(tl.load(pooled + entry), 1.0))
     part = tl.arange(0, PARTS)
     lse = tl.load(part_lse + row * part_count + part, mask=part < part_count, other=-float("inf"))
     top = tl.max(lse, 0)
@@ -383,12 +571,6 @@ def unite(
     weight = tl.exp2(lse - base)
     mass = tl.sum(weight, 0)
     closed = tl.sum(tl.where((part >= first_far) & (part < first_far + far), weight, 0.0), 0)
-    entry = row // group
-    side = tl.arange(0, BD)
-    query = tl.load(queries + row * dim + side, mask=side < dim, other=0.0).to(tl.float32)
-    together = cross + (entry * value_dim + column)[:, None] * dim + side[None, :]
-    factor = tl.load(together, mask=wide[:, None] & (side < dim)[None, :], other=0.0)
-    gain = tl.sum(factor * query[None, :], 1) * (scale / tl.maximum(tl.load(pooled + entry), 1.0))
     total = closed * gain
     for start in range(0, part_count, BP):
         some = start + tl.arange(0, BP)
@@ -396,7 +578,7 @@ def unite(
         own = tl.exp2(tl.load(part_lse + row * part_count + some, mask=there, other=-float("inf")) - base)
         found = tl.load(
             parts + (row * part_count + some)[:, None] * value_dim + column[None, :],
-            mask=there[:, None] & wide[None, :],
+            mask=(own > 0.0)[:, None] & wide[None, :],
             other=0.0,
         )
         total += tl.sum(own[:, None] * found, 0)
