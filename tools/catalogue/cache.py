@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "cache: rows before the latest served by the kernels",
         "cache/store.py",
-        "if first + 1 == held.length and decode.serves(held, query):",
-        "if decode.serves(held, query):",
+        "if first + 1 == held.length and decode.serves(held, query, self.probes):",
+        "if decode.serves(held, query, self.probes):",
         ("test_cell_cache.py::test_kernels_serve_the_latest_row",),
     ),
     Mutant(
