@@ -207,8 +207,7 @@ class Held:
             for part in kept:
                 place = buffer.part(part)
                 place.copy_(_unsorted(place, self.order.filled[:, :, part]))
-        self.tables.drop(sum(self._cells(part) for part in parts), self.tables.cross)
-        self.tables.cross = cross
+        self.tables.drop(sum(self._cells(part) for part in parts), cross)
         self.bounds, self.order.length = bounds, bounds[-1]
         self.sinks.masked_fill_(self.sinks >= self.closed, -1)
         self._first_rows = None

@@ -47,10 +47,10 @@ class CellTables:
         self.pooled += closed.size.sum(1).unflatten(0, shape)
 
     def drop(self, cells: int, cross: Tensor) -> None:
-        """Forget the last ones, which had added `cross` `[batch * heads, value_dim, dim]`."""
+        """Forget the last ones; `cross` is what it is without them."""
         kept = len(self) - cells
         self.pooled -= self.size.filled[:, :, kept:].sum(2)
-        self.cross = self.cross - cross.view_as(self.cross) if kept else torch.zeros_like(self.cross)
+        self.cross = cross
         for name in MOMENTS:
             getattr(self, name).length = kept
 

@@ -103,14 +103,14 @@ MUTANTS = (
     ),
     Mutant(
         "decode: opened cells keep their mass",
-        "kernels/triton/decode.py",
+        "kernels/triton/choose.py",
         "mask=taken[:, None] & is_one_row[None, :])",
         "mask=(taken & (slot < 0))[:, None] & is_one_row[None, :])",
         (STEP,),
     ),
     Mutant(
         "decode: only one member of the group chooses",
-        "kernels/triton/decode.py",
+        "kernels/triton/choose.py",
         "best = tl.max(tl.where(score > VOID / 2, score - everything[None, :], VOID), 1)",
         "best = tl.max(tl.where((score > VOID / 2) & (member == 0)[None, :], score - everything[None, :], VOID), 1)",
         (STEP,),
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "decode: ties before what is better",
-        "kernels/triton/decode.py",
+        "kernels/triton/choose.py",
         "place = tl.where(tied, tl.sum(sure.to(tl.int64), 0) + (rank >> 32), rank & 0xFFFFFFFF) - 1",
         "place = tl.cumsum((sure | tied).to(tl.int64), 0) - 1",
         ("test_decode.py::test_ties_keep_out_nothing_that_is_better",),

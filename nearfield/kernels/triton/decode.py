@@ -17,6 +17,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
+from nearfield.kernels.triton.choose import choose
 from nearfield.kernels.triton.launch import Kernel
 
 SIZES = ("offset", "closed", "cells", "most_cells", "part_count", "near", "tiles", "probes", "first_far", "far", "readers")
@@ -67,6 +68,31 @@ def load_places(room, base, place, real, column, wide, dim, offset, HAS_BASE: tl
         return tl.where(early, before, found)
     else:
         return tl.load(room + place * dim + column, mask=real & wide, other=0.0)
+
+
+@triton.jit
+def load_both(
+    keys,
+    key_base,
+    values,
+    value_base,
+    place,
+    real,
+    column,
+    wide,
+    dim,
+    value_column,
+    value_wide,
+    value_dim,
+    offset,
+    HAS_BASE: tl.constexpr,
+):
+    """Keys `[columns, places]` and values `[places, columns]`, as products want them."""
+    across, down = place[None, :], place[:, None]
+    key = load_places(keys, key_base, across, real[None, :], column[:, None], wide[:, None], dim, offset, HAS_BASE)
+    value_columns, values_wide = value_column[None, :], value_wide[None, :]
+    value = load_places(values, value_base, down, real[:, None], value_columns, values_wide, value_dim, offset, HAS_BASE)
+    return key, value
 
 
 @triton.jit
@@ -166,16 +192,18 @@ def look(
             known = sink >= 0
             key_base += base_of(entry, heads, key_batch, key_head)
             value_base += base_of(entry, heads, value_batch, value_head)
-            first_key = load_places(
-                keys, key_base, sink[None, :], known[None, :], column[:, None], wide[:, None], dim, offset, HAS_BASE
-            )
-            first_value = load_places(
+            first_key, first_value = load_both(
+                keys,
+                key_base,
                 values,
                 value_base,
-                sink[:, None],
-                known[:, None],
-                value_column[None, :],
-                value_wide[None, :],
+                sink,
+                known,
+                column,
+                wide,
+                dim,
+                value_column,
+                value_wide,
                 value_dim,
                 offset,
                 HAS_BASE,
@@ -214,98 +242,6 @@ def look(
         weight = tl.where(is_cell[None, :], weight, -float("inf"))
         tl.store(masses + into, weight, mask=real[:, None])
         tl.store(cell_lse + (entry * group + row) * tiles + job, log2_of_sum(weight), mask=real)
-
-
-@triton.jit
-def largest(x, some, wanted, STEPS: tl.constexpr):
-    """Which of `some` numbers are the `wanted` largest, and the place of each of those in a list of them, without a gap."""
-    high = tl.max(x, 0)
-    low = tl.minimum(tl.min(tl.where(some, x, float("inf")), 0), high)
-    reached = tl.sum(some.to(tl.int32), 0)
-    step = 0
-    while (reached > wanted) & (step < STEPS):
-        # Three numbers between, and how many reach each: three counts in one sum.
-        quarter = 0.25 * (high - low)
-        reach = (x >= low + quarter).to(tl.int64)
-        reach += (x >= low + 2.0 * quarter).to(tl.int64) << 20
-        reach += (x >= low + 3.0 * quarter).to(tl.int64) << 40
-        count = tl.sum(reach, 0)
-        first = (count & 0xFFFFF).to(tl.int32)
-        second = ((count >> 20) & 0xFFFFF).to(tl.int32)
-        third = (count >> 40).to(tl.int32)
-        enough = (first >= wanted).to(tl.int32) + (second >= wanted).to(tl.int32) + (third >= wanted).to(tl.int32)
-        reached = tl.where(enough == 3, third, tl.where(enough == 2, second, tl.where(enough == 1, first, reached)))
-        low += enough.to(tl.float32) * quarter
-        high = tl.where(enough < 3, low + quarter, high)
-        step += 1
-    # First come all that surely are, and then those that are as good as the last one. Both counts in one sum.
-    high = tl.where(reached > wanted, high, low)
-    sure = some & (x >= high)
-    tied = some & (x >= low) & (x < high)
-    rank = tl.cumsum(sure.to(tl.int64) + (tied.to(tl.int64) << 32), 0)
-    place = tl.where(tied, tl.sum(sure.to(tl.int64), 0) + (rank >> 32), rank & 0xFFFFFFFF) - 1
-    return (sure | tied) & (place < wanted), place
-
-
-@triton.jit
-def choose(
-    scores,
-    masses,
-    sink_lse,
-    late_lse,
-    cell_lse,
-    grain_top,
-    grain_list,
-    opened,
-    entry,
-    group,
-    most_cells,
-    part_count,
-    tiles,
-    probes,
-    STEPS: tl.constexpr,
-    VOID: tl.constexpr,
-    GRAIN: tl.constexpr,
-    BG: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-):
-    """The best `probes` cells of a group: listed, and without mass from now on.
-
-    They are in as many grains (so many cells in a row) at most, those with the best best cells, and only these are looked at.
-    `scores` and `masses` are `[entries, most_cells, BG]`.
-    """
-    none = -float("inf")
-    member, tile, grain = tl.arange(0, BG), tl.arange(0, BT), tl.arange(0, BN)
-    grains = most_cells // GRAIN
-    one_row, is_one_row = entry * group + member, member < group
-    row, is_row = one_row[:, None], is_one_row[:, None]
-    first = tl.load(sink_lse + one_row * part_count, mask=is_one_row, other=none)
-    late = tl.load(late_lse + one_row, mask=is_one_row, other=none)
-    other = tl.load(cell_lse + row * tiles + tile[None, :], mask=is_row & (tile < tiles)[None, :], other=none)
-    tops = tl.load(grain_top + row * grains + grain[None, :], mask=is_row & (grain < grains)[None, :], other=VOID)
-    top = tl.maximum(tl.maximum(first, late), tl.max(other, 1))
-    top = tl.where(top > none, top, 0.0)
-    mass = tl.exp2(first - top) + tl.exp2(late - top) + tl.sum(tl.exp2(other - top[:, None]), 1)
-    everything = (top + tl.log2(tl.maximum(mass, 1e-30))) * 0.6931471805599453
-    best_grain = tl.max(tl.where(tops > VOID / 2, tops - everything[:, None], VOID), 0)
-    chosen, place = largest(best_grain, best_grain > VOID / 2, probes, STEPS)
-    grain_list += entry * probes
-    tl.store(grain_list + place, grain, mask=chosen)
-    found = tl.sum(chosen.to(tl.int32), 0)
-    tl.debug_barrier()  # All threads have written their part of the list.
-    candidate = tl.arange(0, BP * GRAIN)
-    is_one = candidate // GRAIN < found
-    cell = tl.load(grain_list + candidate // GRAIN, mask=is_one, other=0) * GRAIN + candidate % GRAIN
-    at = (entry * most_cells + cell)[:, None] * BG + member[None, :]
-    score = tl.load(scores + at, mask=is_one[:, None] & is_one_row[None, :], other=VOID)
-    best = tl.max(tl.where(score > VOID / 2, score - everything[None, :], VOID), 1)
-    taken, slot = largest(best, best > VOID / 2, probes, STEPS)
-    tl.store(opened + entry * probes + slot, cell, mask=taken)
-    filled = tl.sum(taken.to(tl.int32), 0)
-    tl.store(opened + entry * probes + candidate, -1, mask=(candidate >= filled) & (candidate < probes))
-    tl.store(masses + at, tl.full([BP * GRAIN, BG], none, tl.float32), mask=taken[:, None] & is_one_row[None, :])
 
 
 @partial(Kernel, varied=SIZES)
@@ -510,16 +446,18 @@ def gather(
             lane = (tile - tl.sum(tl.where(is_own, before, 0), 0)) * BK + tl.arange(0, BK)
             inside = lane < tl.sum(tl.where(is_own, size_of, 0), 0)
             place = tl.sum(tl.where(is_own, start_of, 0), 0).to(tl.int64) + lane
-            key = load_places(
-                keys, key_base, place[None, :], inside[None, :], column[:, None], wide[:, None], dim, offset, HAS_BASE
-            )
-            value = load_places(
+            key, value = load_both(
+                keys,
+                key_base,
                 values,
                 value_base,
-                place[:, None],
-                inside[:, None],
-                value_column[None, :],
-                value_wide[None, :],
+                place,
+                inside,
+                column,
+                wide,
+                dim,
+                value_column,
+                value_wide,
                 value_dim,
                 offset,
                 HAS_BASE,
