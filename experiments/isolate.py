@@ -21,6 +21,8 @@ Prepare = Callable[..., tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]
 GIGABYTE = 1 << 30
 ROUNDS, SHORT = 3, 2.0
 """A call shorter than so many seconds is timed so often."""
+COMPILING = 60.0
+"""Seconds that the kernels of a call may take to compile."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,13 @@ class Measured:
 
 
 def here(
-    prepare: Prepare, *arguments: Any, memory_limit: float | None = None, ready: Callable[[], None] = lambda: None
+    prepare: Prepare,
+    *arguments: Any,
+    memory_limit: float | None = None,
+    ready: Callable[[], None] = lambda: None,
+    warm_up: bool = False,
 ) -> Measured:
-    """Measure in this process; `memory_limit` in bytes, for good."""
+    """Measure in this process; `memory_limit` in bytes, for good. With `warm_up` the time of the first call is not counted."""
     call, judge = prepare(*arguments)
     before = _restart_peak()
     if memory_limit is not None:
@@ -46,8 +52,9 @@ def here(
     try:
         output, spent = _timed(call)
         megabytes = _peak() - before
-        seconds.append(spent)
-        while spent < SHORT and len(seconds) < ROUNDS:
+        if not warm_up:
+            seconds.append(spent)
+        while not seconds or (seconds[-1] < SHORT and len(seconds) < ROUNDS):
             seconds.append(_timed(call)[1])
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
@@ -56,16 +63,22 @@ def here(
     return Measured("ok", seconds, max(0.0, megabytes), judge(output))
 
 
-def apart(prepare: Prepare, *arguments: Any, time_limit: float, memory_limit: float) -> Measured:
-    """Measure in a new process, which is ended when the call takes longer than `time_limit` seconds."""
+def apart(prepare: Prepare, *arguments: Any, time_limit: float, memory_limit: float, warm_up: bool = False) -> Measured:
+    """Measure in a new process, which is ended when the call takes longer than `time_limit` seconds.
+
+    Args:
+        warm_up: call once before, in as much time again and what it takes to compile kernels.
+    """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(send, torch.get_num_threads(), memory_limit, prepare, arguments), daemon=True)
+    asked = (torch.get_num_threads(), memory_limit, warm_up, prepare, arguments)
+    process = context.Process(target=_serve, args=(send, *asked), daemon=True)
     process.start()
     send.close()
     try:
         receive.recv()  # the inputs are made
-        if not receive.poll(time_limit * ROUNDS if time_limit < SHORT else time_limit + SHORT * ROUNDS):
+        patience = time_limit * ROUNDS if time_limit < SHORT else time_limit + SHORT * ROUNDS
+        if not receive.poll(patience + (time_limit + COMPILING if warm_up else 0.0)):
             return Measured("time")
         answer = receive.recv()
     except EOFError:
@@ -82,9 +95,12 @@ def apart(prepare: Prepare, *arguments: Any, time_limit: float, memory_limit: fl
     return answer if answer.status != "ok" or answer.seconds[0] <= time_limit else Measured("time")
 
 
-def _serve(send: Connection, threads: int, memory_limit: float, prepare: Prepare, arguments: tuple[Any, ...]) -> None:
+def _serve(
+    send: Connection, threads: int, memory_limit: float, warm_up: bool, prepare: Prepare, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(threads)
-    send.send(here(prepare, *arguments, memory_limit=memory_limit * GIGABYTE, ready=lambda: send.send(None)))
+    limit = memory_limit * GIGABYTE
+    send.send(here(prepare, *arguments, memory_limit=limit, ready=lambda: send.send(None), warm_up=warm_up))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

@@ -6,6 +6,8 @@ import math
 import os
 import statistics
 
+import torch
+
 from experiments import isolate
 from experiments.efficiency.methods import METHODS, near_keys, prepare
 from experiments.experiment import Done, Row, Rows, Unit
@@ -51,7 +53,8 @@ def measured(settings: Settings, method: str, causal: bool, n: int, before: Rows
         result = isolate.here(prepare, *arguments)
     else:
         limits = {"time_limit": settings.time_limit, "memory_limit": settings.memory_limit}
-        result = isolate.apart(prepare, *arguments, **limits)
+        # Which kernels a GPU needs depends on the length: those of a short call are not enough.
+        result = isolate.apart(prepare, *arguments, **limits, warm_up=torch.device(settings.device).type != "cpu")
     if result.status != "ok":
         limit = settings.memory_limit if result.status == "memory" else settings.time_limit
         return {**row, "status": result.status, "limit": limit, "predicted": None, "tried": True}
