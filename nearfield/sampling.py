@@ -70,15 +70,37 @@ def segmented_categorical(weights: Tensor, segment: Tensor, generator: torch.Gen
     return (found - segment * width).clamp(0, width - 1)
 
 
-def without_replacement(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Simple random samples: row r gets min(size, population[r]) distinct numbers below population[r].
+FEW = 32
+"""Draws per row up to which comparing each with all before it is faster than sorting them."""
 
-    Returns `[rows, size]`, int64, -1 where there is nothing left to draw. O(size log size) per row whatever the population.
+
+def without_replacement(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Simple random samples: row r gets min(size, population[r]) distinct numbers below population[r], as a set: in no order.
+
+    Returns `[rows, size]`, int64, -1 where there is nothing left to draw. The cost of a row does not depend on the population:
+    O(size^2) up to `FEW`, where nothing waits for a GPU, and O(size log size) beyond.
     """
+    if population.shape[0] == 0 or size == 0:
+        return torch.full((population.shape[0], size), -1, dtype=torch.long, device=population.device)
+    return _by_comparison(population, size, generator) if size <= FEW else _by_sorting(population, size, generator)
+
+
+def _by_comparison(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Floyd's algorithm: for each of the last `size` numbers j in turn draw from 0..j, and take j itself if that is taken."""
+    last = population - size + torch.arange(size, device=population.device)[:, None]
+    picked = uniform((size, population.shape[0]), generator).mul_(last + 1).ceil_().sub_(1).long()
+    # A row of fewer than `size` numbers begins below 0, where there is nothing to draw; from 0 on it takes every j.
+    picked.clamp_(min=-1)
+    last.clamp_(min=-1)
+    for step in range(1, size):
+        taken = (picked[:step] == picked[step]).any(0)
+        picked[step] = torch.where(taken, last[step], picked[step])
+    return picked.T.contiguous()
+
+
+def _by_sorting(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
     rows = population.shape[0]
     picked = torch.full((rows, size), -1, dtype=torch.long, device=population.device)
-    if rows == 0 or size == 0:
-        return picked
     crowded = population <= 4 * size
     small = crowded.nonzero()[:, 0]
     if len(small):

@@ -12,7 +12,7 @@ from torch import Tensor
 import nearfield as nf
 from nearfield import kernels
 from nearfield.index.base import PADDING, flat_ids, gathered_scores
-from nearfield.kernels import cpu, reference
+from nearfield.kernels import cpu, gpu, reference
 
 SETS = {"reference": reference, "cpu": cpu}
 kernel_sets = pytest.mark.parametrize("kernel", SETS.values(), ids=SETS)
@@ -216,16 +216,57 @@ def test_gathered_scores_read_the_right_entry() -> None:
         torch.testing.assert_close(scores, expected)
 
 
-def test_choose() -> None:
+@pytest.mark.parametrize("in_triton", [False, True])
+def test_choose(in_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: in_triton and device.type == "cuda")
     host, other = torch.device("cpu"), torch.device("cuda")
     assert kernels.choose("auto", host) is cpu
     assert kernels.choose("cpu", host) is cpu
     assert kernels.choose("reference", host) is reference
-    assert kernels.choose("auto", other) is reference
+    assert kernels.choose("reference", other) is reference
+    assert kernels.choose("auto", other) is (gpu if in_triton else reference)
     with pytest.raises(ValueError, match="backend='cpu' needs CPU tensors, got cuda"):
         kernels.choose("cpu", other)
     with pytest.raises(ValueError, match=r"backend must be one of 'auto', .* got 'gpu'"):
         kernels.choose("gpu", host)
+
+
+@pytest.mark.parametrize("in_triton", [False, True])
+def test_triton_by_name(in_triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: in_triton)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if in_triton:
+        assert kernels.choose("triton", torch.device("cuda")) is gpu
+    else:
+        with pytest.raises(ValueError, match="backend='triton' needs Triton and an NVIDIA GPU of compute capability"):
+            kernels.choose("triton", torch.device("cuda"))
+
+
+def test_name() -> None:
+    host, other = torch.device("cpu"), torch.device("cuda")
+    for backend, device, expected in (
+        ("auto", host, "cpu"),
+        ("cpu", host, "cpu"),
+        ("reference", host, "reference"),
+        ("auto", other, "reference"),
+        ("triton", other, "reference"),
+        ("reference", other, "reference"),
+    ):
+        assert kernels.name(backend, device) == expected
+
+
+def test_who_serves_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: True)
+    served = [torch.zeros(3, 256, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    missed = {"torch.float64": torch.zeros(3, 2, dtype=torch.float64), "more than 256 columns": torch.zeros(3, 257)}
+    for backend in ("auto", "triton"):
+        assert kernels.pairs_in_triton(backend, *served)
+    for backend in ("reference", "cpu"):
+        assert not kernels.pairs_in_triton(backend, *served)
+    for what, table in missed.items():
+        assert not kernels.pairs_in_triton("auto", served[0], table)
+        with pytest.raises(ValueError, match=f"the kernels in Triton do not serve {what}; backend='auto' takes others"):
+            kernels.pairs_in_triton("triton", served[0], table)
 
 
 def test_cpu_kernels_leave_no_warning(recwarn: pytest.WarningsRecorder) -> None:

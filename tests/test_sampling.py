@@ -224,6 +224,13 @@ CROWDED = [(1, 1), (2, 1), (3, 2), (4, 2), (4, 4), (5, 3), (6, 2), (6, 3), (8, 2
 OPEN = [(5, 1), (9, 1), (9, 2), (12, 2), (13, 3), (20, 2)]
 
 
+@pytest.fixture(params=["comparison", "sorting"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to draw without replacement, whatever the size."""
+    monkeypatch.setattr(sampling, "FEW", 1 << 30 if request.param == "comparison" else 0)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("population", "size"), CROWDED + OPEN)
 def test_all_subsets_are_equally_likely(population: int, size: int) -> None:
     rows = 60_000
@@ -235,6 +242,7 @@ def test_all_subsets_are_equally_likely(population: int, size: int) -> None:
     assert_frequencies(counts, torch.full((len(subsets),), 1 / len(subsets)))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("population", "size"), [(0, 3), (1, 4), (3, 3), (3, 7), (16, 4), (17, 4), (100, 64), (1000, 16)])
 def test_sets_are_distinct_and_padded(population: int, size: int) -> None:
     drawn = without_replacement(torch.full((500,), population), size, seeded(8))
@@ -245,6 +253,7 @@ def test_sets_are_distinct_and_padded(population: int, size: int) -> None:
         assert all(0 <= x < population for x in real)
 
 
+@pytest.mark.usefixtures("way")
 def test_mixed_populations_have_the_right_marginals() -> None:
     population = torch.tensor([0, 1, 3, 6, 24, 25, 60, 1000])
     size, repeats = 6, 20_000
@@ -262,6 +271,7 @@ def test_mixed_populations_have_the_right_marginals() -> None:
         assert float((counts - repeats * p).abs().max()) <= limit * math.sqrt(repeats * p * (1 - p)) + 1e-9
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("population", [10**4, 10**7, 2**40])
 def test_large_populations(population: int) -> None:
     drawn = without_replacement(torch.full((400,), population), 50, seeded(11))
@@ -271,6 +281,23 @@ def test_large_populations(population: int) -> None:
     assert_uniform((drawn.double() + 0.5) / population)
 
 
+@pytest.mark.parametrize(("size", "way"), [(sampling.FEW, "_by_comparison"), (sampling.FEW + 1, "_by_sorting")])
+def test_few_are_compared_and_many_sorted(size: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, way, lambda population, size, generator: (way, size))
+    assert without_replacement(torch.tensor([100]), size, seeded(0)) == (way, size)
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0**-53])
+def test_sets_are_distinct_at_the_ends_of_the_uniform(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    monkeypatch.setattr(sampling, "uniform", fixed_uniform(value))
+    drawn = without_replacement(torch.tensor([0, 2, 4, 5, 2**53 - 1]), 4, seeded(0))
+    for row, population in zip(drawn.tolist(), (0, 2, 4, 5, 2**53 - 1), strict=True):
+        real = [x for x in row if x != -1]
+        assert len(real) == len(set(real)) == min(4, population)
+        assert all(0 <= x < population for x in real)
+
+
+@pytest.mark.usefixtures("way")
 def test_nothing_to_draw() -> None:
     assert without_replacement(torch.empty(0, dtype=torch.long), 3, seeded(0)).shape == (0, 3)
     assert without_replacement(torch.tensor([5, 6]), 0, seeded(0)).shape == (2, 0)

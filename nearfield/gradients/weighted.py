@@ -2,11 +2,13 @@
 
 Any estimator that attends to a chosen or drawn set of keys is softmax(z + log a) V over the set, a = 1 for near keys and
 one over the inclusion probability for drawn ones. The ordinary backward pass of attention on that set is its exact
-gradient with the set held fixed, for O(width * dim) per row; no row-by-key matrix is ever stored.
+gradient with the set held fixed, for O(width * dim) per row; no row-by-key matrix is ever stored. The plan of a single block
+is, where it is no larger than the inputs, which are stored in any case; otherwise the backward pass plans each block again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +44,9 @@ class _WeightedAttention(torch.autograd.Function):
         lse = queries.new_empty(queries.shape[:2])
         error = queries.new_zeros(queries.shape[:2])
         table = values.flatten(0, 1)
-        for block in planner.blocks():
+        blocks = list(planner.blocks())
+        kept: tuple[Tensor | None, ...] = ()
+        for block in blocks:
             plan = planner.plan(block)
             weights, lse[:, block] = weighted_softmax(plan.logits, plan.log_weight)
             applied = weights if plan.keep is None else weights * plan.keep
@@ -50,8 +54,12 @@ class _WeightedAttention(torch.autograd.Function):
             output[:, block] = rows.unflatten(0, weights.shape[:2])
             if stderr and plan.left_out is not None:
                 error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table)
-        ctx.save_for_backward(queries, keys, values)
-        ctx.planner, ctx.kernel = planner, kernel
+            parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
+            if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
+                kept = parts
+        ctx.save_for_backward(queries, keys, values, *kept)
+        # A planner holds on to the inputs: only as long as it has something to do.
+        ctx.planner, ctx.kernel = None if kept else planner, kernel
         ctx.mark_non_differentiable(lse, error)
         return output, lse, error
 
@@ -62,14 +70,29 @@ class _WeightedAttention(torch.autograd.Function):
             return (*_weighted_backward(ctx, grad_output), None, None, None)
 
 
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def _plans(planner: Planner | None, kept: Sequence[Tensor | None], rows: int) -> Iterator[tuple[slice, Plan]]:
+    """The blocks of the forward pass, with the plan that was kept or made again."""
+    if planner is None:
+        ids, logits, log_weight, keep = kept
+        assert ids is not None
+        assert logits is not None
+        yield slice(0, rows), Plan(ids, logits, log_weight, keep)
+        return
+    for block in planner.blocks():
+        yield block, planner.plan(block)
+
+
 def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values = ctx.saved_tensors
+    queries, keys, values, *kept = ctx.saved_tensors
     kernel = ctx.kernel
     key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
     grad_queries = torch.empty_like(queries)
     grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
-    for block in ctx.planner.blocks():
-        plan = ctx.planner.plan(block)
+    for block, plan in _plans(ctx.planner, kept, queries.shape[1]):
         ids = flat_ids(plan.ids, keys.shape[1])
         weights = weighted_softmax(plan.logits, plan.log_weight)[0].flatten(0, 1)
         query_rows, upstream = queries[:, block].flatten(0, 1), grad_output[:, block].flatten(0, 1)

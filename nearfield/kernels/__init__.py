@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from nearfield.kernels import cpu, reference
+from nearfield.kernels import cpu, gpu, reference
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -32,16 +32,28 @@ def check(backend: str, device: torch.device) -> None:
 
 
 def choose(backend: str, device: torch.device) -> ModuleType:
-    """The module whose kernels serve `backend` on `device`. `"auto"` takes the fastest there is."""
+    """The module whose pair kernels serve `backend` on `device`. `"auto"` takes the fastest there is."""
     check(backend, device)
-    if backend == "triton":
-        raise ValueError("only Cells() has kernels for backend='triton'; use backend='auto'")
+    if backend == "triton" or (backend == "auto" and runs_triton(device)):
+        return gpu
     return cpu if backend == "cpu" or (backend == "auto" and device.type == "cpu") else reference
 
 
 def name(backend: str, device: torch.device) -> str:
-    """What `backend` comes to on `device`."""
-    return choose(backend, device).__name__.rpartition(".")[2]
+    """What `backend` comes to on `device` for what is not done in Triton."""
+    if backend in ("auto", "triton"):
+        return "cpu" if device.type == "cpu" else "reference"
+    return backend
+
+
+def pairs_in_triton(backend: str, *tables: torch.Tensor) -> bool:
+    """Whether the pair kernels in Triton serve rows of these tables. Raises where they were asked for by name and do not."""
+    if choose(backend, tables[0].device) is not gpu:
+        return False
+    misses = gpu.misses(*tables)
+    if backend == "triton" and misses:
+        raise ValueError(f"the kernels in Triton do not serve {misses}; backend='auto' takes others")
+    return not misses
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -78,7 +78,7 @@ class LazyGumbel:
         if problem.dropout_p and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
             raise ValueError("LazyGumbel cannot be differentiated with dropout; use TopK or Exact, or dropout_p=0")
         own: Gradient = RandomWalk(index=self.index, k=self.k)
-        return Outcome(with_gradient(outcome.output, rows, own, call.seeds), outcome.lse, outcome.stderr, outcome.info)
+        return replace(outcome, output=with_gradient(outcome.output, rows, own, call.seeds))
 
     def _sizes(self, rows: Rows) -> tuple[int, int]:
         """Groups and draws per group."""
@@ -99,6 +99,7 @@ class LazyGumbel:
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
         built = self.index.build(rows.keys)
+        in_triton = kernels.pairs_in_triton(call.backend, rows.values)
         kernel = kernels.choose(call.backend, rows.keys.device)
         table = rows.values.flatten(0, 1)
         certified, evaluated, dense, looked_at, expected = True, 0, 0, 0, 0.0
@@ -135,7 +136,7 @@ class LazyGumbel:
             "expected_per_draw": expected / max(1, rows.count),
             "dense_rows": dense,
         }
-        return Outcome(output, lse, None if problem.dropout_p else stderr, info)
+        return Outcome(output, lse, None if problem.dropout_p else stderr, info, "triton" if in_triton else "")
 
 
 def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nearfield import kernels
 from nearfield.blocks import near_keys, row_blocks
 from nearfield.checks import check_positive, check_strategy
 from nearfield.gradients.weighted import weighted_attention
@@ -38,7 +39,8 @@ class TopK:
         index: what finds the near keys.
 
     Cost: the index's search, plus O(rows * (k + tail) * dim). Memory is bounded: rows are taken in blocks, and the
-    backward pass plans each block again instead of storing it. Gradients are the exact gradients of the estimator.
+    backward pass plans each block again instead of storing it, unless there is but one and its plan is no larger than the
+    inputs. Gradients are the exact gradients of the estimator.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind(0)
@@ -60,14 +62,25 @@ class TopK:
         if k == rows.length:
             exact = Exact().run(problem, call)
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
-        planner = _TopKPlanner(rows.detach(), self.index.build(rows.keys.detach()), k, self.tail, problem.dropout_p, call)
+        in_triton = kernels.pairs_in_triton(call.backend, rows.keys, rows.values)
+        built = self.index.build(rows.keys.detach())
+        planner = _TopKPlanner(rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(in_triton, rows, call))
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
         )
+        if not call.diagnostics:
+            return Outcome(output)
         near = rows.visible.clamp(max=k)
         used = near + (rows.visible - near).clamp(max=self.tail)
         info = {"keys_per_query": float(used.double().mean()), "k": k, "tail": self.tail}
-        return Outcome(output, lse, error if self.tail else None, info)
+        return Outcome(output, lse, error if self.tail else None, info, "triton" if in_triton else "")
+
+
+def _gathers(in_triton: bool, rows: Rows, call: Call) -> bool:
+    """Whether the reference kernels serve the call; Triton's leave it to them to add in a fixed order."""
+    if in_triton:
+        return torch.are_deterministic_algorithms_enabled()
+    return kernels.name(call.backend, rows.keys.device) == "reference"
 
 
 @dataclass(frozen=True)
@@ -78,12 +91,14 @@ class _TopKPlanner:
     tail: int
     dropout_p: float
     call: Call
+    gathers: bool
+    """whether kernels hold gathered rows"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
-        # About ten words per pair on a CPU; the reference kernels hold gathered rows as well.
         on_gpu = self.rows.queries.device.type != "cpu"
-        words = 10 + (2 * dim if on_gpu or self.call.backend == "reference" else 0)
+        # About ten words per pair, and gathered rows.
+        words = 10 + (2 * dim if self.gathers else 0)
         return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size(), on_gpu)
 
     def plan(self, block: slice) -> Plan:
