@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_timing import BACKENDS, CUDA, DEVICE, captured, clustered, wait, wall
+from gpu_timing import BACKENDS, CUDA, DEVICE, captured, card, clustered, wait, wall
 from record import each, table
 from rich.table import Table
 from torch import Tensor
@@ -43,7 +43,7 @@ def decode(quick: bool) -> dict[str, Any]:
     rows = []
     for length, family in each(plan, lambda item: f"decode, {item[0]:,} keys, {item[1]}"):
         rows += _at(length, family, 4 if quick else ROUNDS)
-    return {"heads": HEADS, "query_heads": HEADS * GROUP, "dim": DIM, "rows": rows}
+    return {"card": card(), "heads": HEADS, "query_heads": HEADS * GROUP, "dim": DIM, "rows": rows}
 
 
 def inputs(length: int, family: str) -> tuple[Tensor, Tensor, Tensor]:

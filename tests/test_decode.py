@@ -234,7 +234,7 @@ def opened_by(scores: Tensor, lse: Tensor, probes: int) -> tuple[Tensor, Tensor]
     opened, grain_list = torch.full((2, entries, probes), -7, dtype=torch.int32, device=DEVICE)
     looked_at = 1 << (min(probes, grains) - 1).bit_length()
     blocks = {"BG": members, "BT": 1, "BN": 1 << (grains - 1).bit_length(), "BP": looked_at, "GRAIN": GRAIN}
-    unused = {"PER": 1, "BK": 16, "BR": 16, "BD": 16, "BV": 16, "HAS_COUNTS": False, "IP": "tf32x3"}
+    unused = {"PER": 1, "BK": 16, "BR": 16, "BD": 16, "BV": 16, "HAS_COUNTS": False, "IP": "tf32x3", "EARLY": False}
     select[(entries, 1)](
         by_cell,
         masses,

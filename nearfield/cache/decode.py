@@ -11,7 +11,7 @@ from nearfield.cache.held import Held
 from nearfield.cache.sizes import RECENT
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS
 from nearfield.kernels.triton.common import cdiv, next_power_of_2, padded, precision
-from nearfield.kernels.triton.decode import gather, look, select, unite
+from nearfield.kernels.triton.decode import HAS_EARLY, gather, look, select, unite
 from nearfield.kernels.triton.tables import VOID
 from nearfield.methods.cells import TRITON_DTYPES
 
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     """Rows of what a program reads, and its warps: many small programs hide each other's waiting."""
 
     near: int = 64
-    near_tiles: int = 2
+    near_tiles: int = 4
     """that a program reads"""
     cells: int = 32
     far: int = 64
@@ -108,6 +108,8 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
     padding = held.sinks if held.counts is None else held.counts.view(torch.int8)
     padding_entry = 0 if held.counts is None else held.counts.stride(0)
     shape = {"BR": max(16, next_power_of_2(group)), "BD": padded(dim), "BV": padded(value_dim)}
+    early = HAS_EARLY and queries.is_cuda
+    overlapped = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     look[(entries, cell_tiles + 2)](
         queries,
         keys.room,
@@ -151,6 +153,7 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
         MOST_SQ=MOST_SQUARE,
         MOST_SPREAD=MOST_SPREAD,
         VOID=VOID,
+        EARLY=early,
         num_warps=tiles.warps,
     )
     opened, grain_list = torch.empty(2, entries, max(1, probes), dtype=torch.int32, device=device)
@@ -193,6 +196,7 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
         HAS_CELLS=cells > 0,
         HAS_COUNTS=held.counts is not None,
         IP=kind["IP"],
+        **overlapped,
         num_warps=max(tiles.warps, min(16, candidates * members // COMPARED)),
     )
     if cells:
@@ -225,6 +229,7 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
             BC=tiles.far,
             **shape,
             **kind,
+            **overlapped,
             num_warps=tiles.warps,
         )
     columns = min(tiles.columns, padded(value_dim))
@@ -246,6 +251,7 @@ def decode(held: Held, queries: Tensor, scale: float, probes: int, most_near: in
         BP=min(128, next_power_of_2(part_count)),
         BD=padded(dim),
         BV=columns,
+        **overlapped,
         num_warps=4,
     )
     return output

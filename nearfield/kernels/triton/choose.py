@@ -7,22 +7,27 @@ import triton.language as tl
 
 
 @triton.jit
-def largest(x, some, wanted, STEPS: tl.constexpr):
-    """Which of `some` numbers are the `wanted` largest, and the place of each of those in a list of them, without a gap."""
+def largest(x, some, wanted, least, STEPS: tl.constexpr, LENGTH: tl.constexpr):
+    """Which of `some` numbers `[LENGTH]` are the `wanted` largest, the place of each of those in a list of them, without a gap,
+    and a number that `wanted` of them reach. So many are known to reach `least`.
+    """
+    # Three counts in one sum: in half as many bits where they fit.
+    COUNT: tl.constexpr = tl.int32 if LENGTH <= 512 else tl.int64
+    BITS: tl.constexpr = 10 if LENGTH <= 512 else 20
+    ONES: tl.constexpr = (1 << BITS) - 1
     high = tl.max(x, 0)
-    low = tl.minimum(tl.min(tl.where(some, x, float("inf")), 0), high)
-    reached = tl.sum(some.to(tl.int32), 0)
+    low = tl.minimum(tl.maximum(tl.min(tl.where(some, x, float("inf")), 0), least), high)
+    reached = tl.sum((some & (x >= low)).to(tl.int32), 0)
     step = 0
     while (reached > wanted) & (step < STEPS):
-        # Three numbers between, and how many reach each: three counts in one sum.
         quarter = 0.25 * (high - low)
-        reach = (x >= low + quarter).to(tl.int64)
-        reach += (x >= low + 2.0 * quarter).to(tl.int64) << 20
-        reach += (x >= low + 3.0 * quarter).to(tl.int64) << 40
+        reach = (x >= low + quarter).to(COUNT)
+        reach += (x >= low + 2.0 * quarter).to(COUNT) << BITS
+        reach += (x >= low + 3.0 * quarter).to(COUNT) << 2 * BITS
         count = tl.sum(reach, 0)
-        first = (count & 0xFFFFF).to(tl.int32)
-        second = ((count >> 20) & 0xFFFFF).to(tl.int32)
-        third = (count >> 40).to(tl.int32)
+        first = (count & ONES).to(tl.int32)
+        second = ((count >> BITS) & ONES).to(tl.int32)
+        third = (count >> 2 * BITS).to(tl.int32)
         enough = (first >= wanted).to(tl.int32) + (second >= wanted).to(tl.int32) + (third >= wanted).to(tl.int32)
         reached = tl.where(enough == 3, third, tl.where(enough == 2, second, tl.where(enough == 1, first, reached)))
         low += enough.to(tl.float32) * quarter
@@ -34,7 +39,7 @@ def largest(x, some, wanted, STEPS: tl.constexpr):
     tied = some & (x >= low) & (x < high)
     rank = tl.cumsum(sure.to(tl.int64) + (tied.to(tl.int64) << 32), 0)
     place = tl.where(tied, tl.sum(sure.to(tl.int64), 0) + (rank >> 32), rank & 0xFFFFFFFF) - 1
-    return (sure | tied) & (place < wanted), place
+    return (sure | tied) & (place < wanted), place, low
 
 
 @triton.jit
@@ -80,7 +85,7 @@ def choose(
     mass = tl.exp2(first - top) + tl.exp2(late - top) + tl.sum(tl.exp2(other - top[:, None]), 1)
     everything = (top + tl.log2(tl.maximum(mass, 1e-30))) * 0.6931471805599453
     best_grain = tl.max(tl.where(tops > VOID / 2, tops - everything[:, None], VOID), 0)
-    chosen, place = largest(best_grain, best_grain > VOID / 2, probes, STEPS)
+    chosen, place, least = largest(best_grain, best_grain > VOID / 2, probes, VOID, STEPS, BN)
     grain_list += entry * probes
     tl.store(grain_list + place, grain, mask=chosen)
     found = tl.sum(chosen.to(tl.int32), 0)
@@ -91,7 +96,8 @@ def choose(
     at = (entry * most_cells + cell)[:, None] * BG + member[None, :]
     score = tl.load(scores + at, mask=is_one[:, None] & is_one_row[None, :], other=VOID)
     best = tl.max(tl.where(score > VOID / 2, score - everything[None, :], VOID), 1)
-    taken, slot = largest(best, best > VOID / 2, probes, STEPS)
+    # Every grain has a cell that is as good as itself.
+    taken, slot, _ = largest(best, best > VOID / 2, probes, tl.where(found == probes, least, VOID), STEPS, BP * GRAIN)
     tl.store(opened + entry * probes + slot, cell, mask=taken)
     filled = tl.sum(taken.to(tl.int32), 0)
     tl.store(opened + entry * probes + candidate, -1, mask=(candidate >= filled) & (candidate < probes))

@@ -8,6 +8,10 @@
 
 A program serves all query heads that share its keys. How many keys there are is read on the device (`key_count`), so that a
 captured graph stays right while they grow.
+
+Each kernel takes a few microseconds, about as long as it takes to start the next one. So all but the first are started while the
+one before still runs (`EARLY`): they load what it does not write, and wait for it to end. Every program waits, for the next
+kernel may only rely on all before having ended if those have waited for each other.
 """
 
 from __future__ import annotations
@@ -16,12 +20,28 @@ from functools import partial
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from nearfield.kernels.triton.choose import choose
 from nearfield.kernels.triton.launch import Kernel
 
 SIZES = ("offset", "closed", "cells", "most_cells", "part_count", "near", "tiles", "probes", "first_far", "far", "readers")
 """What changes as keys are added: no value has a version of its own."""
+HAS_EARLY = hasattr(cuda, "gdc_wait")
+"""Whether this version of Triton knows how to start a kernel before the last one has ended."""
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr):
+    if EARLY:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr):
+    """Until the kernel before has ended, and what it wrote is there."""
+    if EARLY:
+        cuda.gdc_wait()
 
 
 @triton.jit
@@ -160,8 +180,10 @@ def look(
     MOST_SPREAD: tl.constexpr,
     VOID: tl.constexpr,
     IP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
+    let_next_start(EARLY)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     row = tl.arange(0, BR)
@@ -290,11 +312,14 @@ def select(
     HAS_CELLS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     IP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
+    let_next_start(EARLY)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1) - 1
     if job < 0:
+        wait_for_last(EARLY)
         if HAS_CELLS:
             choose(
                 scores,
@@ -354,6 +379,7 @@ def select(
             put(parts, part_lse, job, first_part, real, value_column, value_wide, total, top, mass, value_dim)
         else:
             tl.store(part_lse + first_part + job, -float("inf"), mask=real)
+        wait_for_last(EARLY)
 
 
 @partial(Kernel, varied=SIZES)
@@ -400,8 +426,10 @@ def gather(
     BV: tl.constexpr,
     HAS_BASE: tl.constexpr,
     IP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
+    let_next_start(EARLY)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     value_column = tl.arange(0, BV)
@@ -417,6 +445,7 @@ def gather(
         # Beyond the last cell there is anything: no weight, but not a number perhaps.
         at = entry * mean_entry + cell[:, None] * value_dim + value_column[None, :]
         mean = tl.load(mean_value + at, mask=(cell < cells)[:, None] & value_wide[None, :], other=0.0)
+        wait_for_last(EARLY)
         weight = tl.load(
             masses + (entry * most_cells + cell)[None, :] * BG + row[:, None],
             mask=real[:, None] & (cell < most_cells)[None, :],
@@ -432,6 +461,7 @@ def gather(
         values += entry * value_entry
         key_base += base_of(entry, heads, key_batch, key_head)
         value_base += base_of(entry, heads, value_batch, value_head)
+        wait_for_last(EARLY)
         # Cells are as large as they are, and tiles of all opened ones are dealt out to the readers.
         slot = tl.arange(0, BP)
         own = tl.load(opened + entry * probes + slot, mask=slot < probes, other=-1)
@@ -488,6 +518,7 @@ def unite(
     BP: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge the parts of a row, and tilt what came from cells that stayed closed.
 
@@ -502,23 +533,26 @@ def unite(
     together = cross + (entry * value_dim + column)[:, None] * dim + side[None, :]
     factor = tl.load(together, mask=wide[:, None] & (side < dim)[None, :], other=0.0)
     gain = tl.sum(factor * query[None, :], 1) * (scale / tl.maximum(tl.load(pooled + entry), 1.0))
-    part = tl.arange(0, PARTS)
-    lse = tl.load(part_lse + row * part_count + part, mask=part < part_count, other=-float("inf"))
+    wait_for_last(EARLY)
+    some, part = tl.arange(0, BP), tl.arange(0, PARTS)
+    parts += row * part_count * value_dim + column[None, :]
+    part_lse += row * part_count
+    # Asked for before it is known which of them count: what is not a number is left out below.
+    found = tl.load(parts + some[:, None] * value_dim, mask=(some < part_count)[:, None] & wide[None, :], other=0.0)
+    own = tl.load(part_lse + some, mask=some < part_count, other=-float("inf"))
+    lse = tl.load(part_lse + part, mask=part < part_count, other=-float("inf"))
     top = tl.max(lse, 0)
     base = tl.where(top > -float("inf"), top, 0.0)
     weight = tl.exp2(lse - base)
     mass = tl.sum(weight, 0)
     closed = tl.sum(tl.where((part >= first_far) & (part < first_far + far), weight, 0.0), 0)
-    total = closed * gain
-    for start in range(0, part_count, BP):
+    own = tl.exp2(own - base)
+    total = closed * gain + tl.sum(tl.where((own > 0.0)[:, None], own[:, None] * found, 0.0), 0)
+    for start in range(BP, part_count, BP):
         some = start + tl.arange(0, BP)
         there = some < part_count
-        own = tl.exp2(tl.load(part_lse + row * part_count + some, mask=there, other=-float("inf")) - base)
-        found = tl.load(
-            parts + (row * part_count + some)[:, None] * value_dim + column[None, :],
-            mask=(own > 0.0)[:, None] & wide[None, :],
-            other=0.0,
-        )
+        own = tl.exp2(tl.load(part_lse + some, mask=there, other=-float("inf")) - base)
+        found = tl.load(parts + some[:, None] * value_dim, mask=(own > 0.0)[:, None] & wide[None, :], other=0.0)
         total += tl.sum(own[:, None] * found, 0)
     result = total / tl.where(mass > 0.0, mass, 1.0)
     tl.store(output + row * value_dim + column, result.to(output.dtype.element_ty), mask=wide)
