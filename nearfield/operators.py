@@ -18,7 +18,7 @@ from nearfield.kernels.cells_plan import CellSettings
 from nearfield.precision import full_precision
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
-_SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str backend"
+_SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str backend, bool trained"
 _PLAN = ("cell_of", "coarse_of", "opened", "unfolded", "drawn", "log_factor")
 _LIBRARY.define(
     f"cells(Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, {_SETTINGS}) -> "
@@ -53,9 +53,11 @@ class Recipe(NamedTuple):
     partition: str
     options: tuple[int, ...]
     backend: str
+    trained: bool = False
+    """whether a gradient will be asked for, which takes memory that the forward pass may use before"""
 
-    def arguments(self) -> tuple[list[int], float, float, str, list[int], str]:
-        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.backend
+    def arguments(self) -> tuple[list[int], float, float, str, list[int], str, bool]:
+        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.backend, self.trained
 
 
 class CellsResult(NamedTuple):
@@ -101,10 +103,11 @@ class _Cells(torch.autograd.Function):
         partition: str,
         options: list[int],
         backend: str,
+        trained: bool,
         shape: list[int],
     ) -> tuple[Tensor, ...]:
         output, *rest = torch.ops.nearfield.cells(
-            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, backend
+            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, backend, trained
         )
         if shape:
             output = output.view(*shape, output.shape[-1]).transpose(1, 2).contiguous().transpose(1, 2)
@@ -121,7 +124,7 @@ class _Cells(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing: tuple[None, ...] = (None,) * 12
+        nothing: tuple[None, ...] = (None,) * 13
         if output_grad is None:
             return nothing
         queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors
@@ -159,8 +162,8 @@ class _CellsBackward(torch.autograd.Function):
 
 @torch.library.register_fake("nearfield::cells")
 def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
-    sizes, *_, backend = settings
-    return cells_engine.empty_results(queries, keys, values, CellSettings(*sizes), backend)
+    recipe = Recipe(*settings)
+    return cells_engine.empty_results(queries, keys, values, CellSettings(*recipe.sizes), recipe.backend)
 
 
 @torch.library.register_fake("nearfield::cells_backward")
@@ -185,8 +188,8 @@ def _vmap_rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tup
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.flatten(0, 1) if x.dim() > 1 else x[0]  # the seed, which nothing depends on here
 
-        sizes, _, dropout_p = arguments[-6:-3]
-        if CellSettings(*sizes).samples or dropout_p:
+        recipe = Recipe(*arguments[-len(Recipe._fields) :])
+        if CellSettings(*recipe.sizes).samples or recipe.dropout_p:
             calls = [operator(*entry(number)) for number in range(info.batch_size)]
             outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
         else:

@@ -59,7 +59,7 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, length: int 
     cell_of = torch.empty(2, settings.heights, length, dtype=torch.int32)
     opened = torch.empty(2, length, probes, dtype=torch.int32)
     plan = settings, dim**-0.5
-    cells_gpu.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened)
+    cells_gpu.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened, cells_gpu.BEYOND)
     # Nothing has run: there is no plan yet.
     cells_gpu_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
 

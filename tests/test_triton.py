@@ -116,7 +116,7 @@ class Run:
 
 
 def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: float = 1.5, alike: bool = False) -> Run:
-    from nearfield.kernels.cells_gpu import forward
+    from nearfield.kernels import cells_gpu
 
     generator = seeded(seed)
     rows, settings = case.group * case.length, case.settings
@@ -133,7 +133,8 @@ def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: 
     lse = torch.full((case.entries, rows), torch.nan, device=DEVICE)
     cell_of = torch.full((case.entries, case.heights, case.keys), -77, dtype=torch.int32, device=DEVICE)
     opened = torch.full((case.entries, rows, settings.probes), -77, dtype=torch.int32, device=DEVICE)
-    forward(queries, keys, values, case.visible(), settings, case.dim**-0.5, 3, 0, output, lse, cell_of, opened)
+    plan = settings, case.dim**-0.5, 3, 0
+    cells_gpu.forward(queries, keys, values, case.visible(), *plan, output, lse, cell_of, opened, cells_gpu.BEYOND)
     return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
 
 

@@ -39,7 +39,8 @@ def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     from nearfield.kernels import cells_gpu, cells_gpu_backward
 
     monkeypatch.setattr(cells_gpu, "LEAST_BYTES", 1)
-    monkeypatch.setattr(cells_gpu, "BEYOND", 0.0)
+    for module in (cells_gpu, cells_gpu_backward):
+        monkeypatch.setattr(module, "BEYOND", 0.0)
     monkeypatch.setattr(cells_gpu, "LEAST", 0.0)
     monkeypatch.setattr(cells_gpu, "LEAST_ROWS", 16)
     monkeypatch.setattr(cells_gpu_backward, "LEAST_BYTES", 1)
@@ -59,6 +60,38 @@ def test_heads_grouped_together_and_computed_in_turn(name: str, monkeypatch: pyt
     slabs = list(cells_gpu.slabs_of(case.entries, case.group * case.length, case.probes, case.probes * (4 * case.dim + 4), room))
     assert [slab.parts for slab in slabs] == [[slice(0, 1), slice(1, 2)]]
     assert_right(case)
+
+
+@pytest.mark.parametrize(("needed", "recorded", "share"), [(True, True, 1.0), (True, False, 0.48), (False, True, 0.48)])
+def test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass(
+    needed: bool, recorded: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nearfield.kernels import cells_gpu
+
+    asked: list[float] = []
+    room_for = cells_gpu.room_for
+
+    def watched(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> cells_gpu.Room:
+        asked.append(beyond)
+        return room_for(inputs, held, beyond)
+
+    monkeypatch.setattr(cells_gpu, "room_for", watched)
+    query, key, value = torch.randn(3, 1, 1, 48, 16, generator=seeded(0)).to(DEVICE).unbind(0)
+    with torch.set_grad_enabled(recorded):
+        nf.attention(query, key.requires_grad_(needed), value, method=nf.Cells(8, 2), backend="triton")
+    assert asked == [share]
+
+
+def test_more_room_means_fewer_parts() -> None:
+    from nearfield.kernels import cells_gpu
+
+    inputs, held = (torch.empty(4, 1 << 20, 64),), (torch.empty(1 << 20, 80),)
+    few, more = (cells_gpu.room_for(inputs, held, share) for share in (cells_gpu.BEYOND, cells_gpu.BEYOND_TRAINED))
+    total, ours = inputs[0].nbytes, held[0].nbytes
+    assert few.parts + few.pairs + ours == pytest.approx(0.48 * total, rel=1e-6)
+    assert more.parts + more.pairs + ours == pytest.approx(total, rel=1e-6)
+    parts = [len(list(cells_gpu.parts_of(4, 1 << 20, 2048, room.parts))) for room in (few, more)]
+    assert parts[1] < parts[0]
 
 
 @pytest.fixture
@@ -124,11 +157,11 @@ def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
 
 
 def forward_again(found: Any) -> None:
-    from nearfield.kernels.cells_gpu import forward
+    from nearfield.kernels import cells_gpu
 
-    case = found.case
-    plan = case.settings, found.scale, 3, 0
-    forward(found.queries, found.keys, found.values, case.visible(), *plan, found.output, found.lse, found.cell_of, found.opened)
+    plan = found.case.settings, found.scale, 3, 0
+    results = found.output, found.lse, found.cell_of, found.opened
+    cells_gpu.forward(found.queries, found.keys, found.values, found.case.visible(), *plan, *results, cells_gpu.BEYOND)
 
 
 def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:

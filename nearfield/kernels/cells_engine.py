@@ -46,6 +46,7 @@ def forward(
     partition: str,
     options: Sequence[int],
     backend: str,
+    trained: bool = False,
 ) -> tuple[Tensor, ...]:
     """Attention of queries `[batch, group * length, dim]`; see `empty_results` for what comes out."""
     settings = CellSettings(*sizes)
@@ -56,9 +57,9 @@ def forward(
 
         iterations, start = options
         with kernels.on(queries.device):
-            cells_gpu.forward(
-                queries, keys, values, visible, settings, scale, iterations, start, output, lse, results[3], results[5]
-            )
+            beyond = cells_gpu.BEYOND_TRAINED if trained else cells_gpu.BEYOND
+            told = settings, scale, iterations, start
+            cells_gpu.forward(queries, keys, values, visible, *told, output, lse, results[3], results[5], beyond)
         return results
     build = BY_NAME[partition](*options)
     for entry in range(len(queries)):
@@ -99,6 +100,7 @@ def backward(
     partition: str,
     options: Sequence[int],
     backend: str,
+    trained: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values, the plan held fixed."""
     if backend == "triton":

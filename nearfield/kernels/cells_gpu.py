@@ -24,7 +24,9 @@ from nearfield.kernels.triton.tables import moments_of, tabulate
 LEAST_BYTES = 4 << 20
 BEYOND = 0.48
 """Everything that is made on the way should take no more than this part of inputs and output, or `LEAST_BYTES`."""
-PAIRS = 0.04
+BEYOND_TRAINED = 1.0
+"""The same where a gradient will be asked for: what is made in the backward pass, the gradients alone, takes as much."""
+PAIRS = 1 / 12
 """What of this (row, cell) pairs may take while they are grouped."""
 LEAST = 0.09
 """Partial results get this much at least: with too few rows at a time, tiles are half empty."""
@@ -60,12 +62,16 @@ def forward(
     lse: Tensor,
     cell_of: Tensor,
     opened: Tensor,
+    beyond: float,
 ) -> None:
-    """Fills in the output and log-normaliser of queries `[entries, group * length, dim]`, cells of keys and opened cells."""
+    """Fills in the output and log-normaliser of queries `[entries, group * length, dim]`, cells of keys and opened cells.
+
+    `beyond`: see `room_for`.
+    """
     if len(queries) > MOST_ENTRIES:
         for some in entry_parts(len(queries)):
             inputs = queries[some], keys[some], values[some], visible[some]
-            forward(*inputs, settings, scale, iterations, seed, output[some], lse[some], cell_of[some], opened[some])
+            forward(*inputs, settings, scale, iterations, seed, output[some], lse[some], cell_of[some], opened[some], beyond)
         return
     queries, scale = upright(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
@@ -76,7 +82,7 @@ def forward(
     local(queries, keys, values, visible, layout, settings, scale, output, lse)
     assign(keys, visible, settings, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
-    room = room_for((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()))
+    room = room_for((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()), beyond)
     counts = torch.zeros(entries, tables.cells, dtype=torch.int32, device=keys.device)
     for some, part in parts_of(entries, rows, 4 * layout.words, room.parts):
         query, sees, own_tables = queries[some, part], visible[some, part], tables.of(some)
@@ -126,11 +132,11 @@ class Room(NamedTuple):
     """(row, cell) pairs, grouped"""
 
 
-def room_for(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...]) -> Room:
-    """Room that, with what is held already, comes to `BEYOND` of inputs and output, unless that would be very little."""
+def room_for(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> Room:
+    """Room that, with what is held already, comes to `beyond` of inputs and output, unless that would be very little."""
     total, ours = (sum(x.numel() * x.element_size() for x in tensors) for tensors in (inputs, held))
-    pairs = int(PAIRS * total)
-    return Room(max(LEAST_BYTES, int(LEAST * total), int(BEYOND * total) - pairs - ours), pairs)
+    pairs = int(PAIRS * beyond * total)
+    return Room(max(LEAST_BYTES, int(LEAST * total), int(beyond * total) - pairs - ours), pairs)
 
 
 def parts_of(entries: int, rows: int, per_row: int, bytes: int) -> Iterator[tuple[slice, slice]]:

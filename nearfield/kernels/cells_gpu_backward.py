@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.kernels.cells_gpu import MOST_ENTRIES, entry_parts, layout_for, room_for, slabs_of, upright
+from nearfield.kernels.cells_gpu import BEYOND, MOST_ENTRIES, entry_parts, layout_for, room_for, slabs_of, upright
 from nearfield.kernels.cells_plan import CellSettings, closed_keys
 from nearfield.kernels.triton.common import dense
 from nearfield.kernels.triton.far_cells import far_cells, tilt
@@ -138,7 +138,7 @@ def _queries(
     entries, count, slots = opened.shape
     dim = keys.shape[2]
     per_row = slots * dim * keys.element_size()
-    room = room_for((rows.queries, rows.grads, keys, values), ())
+    room = room_for((rows.queries, rows.grads, keys, values), (), BEYOND)
     for slab in slabs_of(entries, count, slots, per_row, room):
         own, found = rows.part(slab.entries, slab.rows), opened[slab.entries, slab.rows]
         own_keys, own_values, own_tables = keys[slab.entries], values[slab.entries], tables.of(slab.entries)

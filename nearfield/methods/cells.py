@@ -99,8 +99,9 @@ class Cells:
         seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
         backend = self._backend(problem, settings, call)
         options = dataclasses.astuple(self.partition)
-        recipe = Recipe(settings, problem.scale, problem.dropout_p, type(self.partition).__name__, options, backend)
-        shape = problem.query.shape[:3] if backend == "triton" and _kept_transposed(problem) else ()
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (problem.query, problem.key, problem.value))
+        recipe = Recipe(settings, problem.scale, problem.dropout_p, type(self.partition).__name__, options, backend, trained)
+        shape = problem.query.shape[:3] if backend == "triton" and trained and _lies_transposed(problem.query) else ()
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe, shape)
         if not call.diagnostics:
             return Outcome(result.output)
@@ -160,11 +161,9 @@ class Cells:
         )
 
 
-def _kept_transposed(problem: Problem) -> bool:
-    """Whether a gradient will be asked for, and queries lie as a model's projection makes them, `[batch, length, heads, dim]`."""
-    inputs = (problem.query, problem.key, problem.value)
-    needed = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return needed and problem.query.shape[1] > 1 and problem.query.stride(1) < problem.query.stride(2)
+def _lies_transposed(query: Tensor) -> bool:
+    """Whether queries lie in memory as a model's projection makes them, `[batch, length, heads, dim]`."""
+    return query.shape[1] > 1 and query.stride(1) < query.stride(2)
 
 
 def _exceeds(length: int, segment: int, cell_size: int, probes: int) -> str | None:
