@@ -65,6 +65,8 @@ class LazyRows:
     """whether the bounds are known to hold; if not, draws may miss heavy keys that the index missed"""
     dense: Tensor
     """`[flat]`, True for rows that are sampled from their full softmax"""
+    backend: str = "auto"
+    """the kernels that evaluate keys"""
 
     @cached_property
     def seen(self) -> Tensor:
@@ -168,7 +170,7 @@ class LazyRows:
     def _logits(self, row: Tensor, key: Tensor) -> Tensor:
         queries, keys = self.rows.queries.flatten(0, 1), self.rows.keys
         place = row // self.rows.queries.shape[1] * self.rows.length + key
-        kernel = kernels.choose("auto", keys.device)
+        kernel = kernels.choose(self.backend, keys.device)
         return kernel.pair_scores(queries[row], keys.flatten(0, 1), place[:, None])[:, 0].double()
 
     def _draw_densely(self, segment: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -191,7 +193,7 @@ class LazyRows:
         return ids, peak
 
 
-def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True) -> LazyRows:
+def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True, backend: str = "auto") -> LazyRows:
     """Find the near keys of every row and the bounds for the others.
 
     Args:
@@ -206,7 +208,7 @@ def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True) -> Lazy
     flat_ids, order = ids.masked_fill(ids == PADDING, rows.length).flatten(0, 1).sort(-1)
     near_logits = logits.flatten(0, 1).gather(-1, order).double()
     nowhere = torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device)
-    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, dense=nowhere)
+    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, nowhere, backend)
     points = lazy.log_envelope.logsumexp(-1) - lazy.log_near
     dense = points > (rows.visible.double() * GIVE_UP_SHARE).clamp(min=1.0).log().flatten()
     return replace(lazy, dense=dense)

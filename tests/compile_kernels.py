@@ -1,10 +1,12 @@
-"""Compile, for a card that need not be there, every kernel that a forward and a backward pass would launch. A script: see
-test_triton_compiles.py. Prints the name of each kernel and the bytes of shared memory that it takes."""
+"""Compile, for a card that need not be there, every kernel that a forward and a backward pass, a step of a cell cache, and sums
+over chosen keys would launch. A script: see test_triton_compiles.py. Prints the name of each kernel, the bytes of shared memory
+that it takes, and whether it waits for the kernel before."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -12,8 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import nearfield as nf
+from nearfield.cache import CellStore, decode
 from nearfield.kernels import cells_gpu, cells_gpu_backward
 from nearfield.kernels.cells_plan import CellSettings
+from nearfield.kernels.triton import pairs
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -22,6 +27,7 @@ POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int16: "*i16",
+    torch.int8: "*i8",
 }
 HOPPER = GPUTarget("cuda", 90, 32)
 done: set[str] = set()
@@ -29,7 +35,7 @@ done: set[str] = set()
 
 def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> None:
     """In place of a launch."""
-    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
@@ -48,7 +54,7 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup:
     if key not in done:
         done.add(key)
         made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
-        print(kernel.fn.__name__, made.metadata.shared, flush=True)
+        print(kernel.fn.__name__, made.metadata.shared, "griddepcontrol.wait" in made.asm["ptx"], flush=True)
 
 
 def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, length: int = 4096) -> None:
@@ -64,7 +70,31 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, length: int 
     cells_gpu_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
 
 
+def step(dim: int, dtype: torch.dtype) -> None:
+    """As on a card: each kernel started early."""
+    store = CellStore(nf.Cells(segment=512, cell_size=32, probes=6))
+    store.append(*torch.randn(2, 1, 2, 2000, dim).to(dtype))
+    store.close()
+    assert store.held is not None
+    for moment in ("centroid", "variance", "value"):
+        buffer = getattr(store.held.tables, moment)
+        buffer.room = buffer.room.to(dtype)
+    query = torch.randn(2, 4, dim).to(dtype)
+    with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
+        decode.decode(store.held, query, dim**-0.5, store.probes, 4096)
+
+
+def chosen_keys(dim: int, dtype: torch.dtype) -> None:
+    rows, table, weights, ids = torch.randn(8, dim).to(dtype), torch.randn(9, dim).to(dtype), torch.randn(8, 5), torch.arange(40)
+    pairs.scores(rows, table, ids.view(8, 5) % 9)
+    pairs.sums(weights, table, ids.view(8, 5) % 9)
+    pairs.scatter_(torch.zeros(9, dim), weights, rows, ids.view(8, 5) % 9)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_only  # type: ignore[method-assign]
     name, dtype_name, kind, probes_wanted = sys.argv[1:]
-    passes(int(name), getattr(torch, dtype_name), kind == "causal", int(probes_wanted))
+    size, kept_as = int(name), getattr(torch, dtype_name)
+    passes(size, kept_as, kind == "causal", int(probes_wanted))
+    step(size, kept_as)
+    chosen_keys(size, kept_as)

@@ -324,6 +324,22 @@ def test_real_sizes_on_a_card(dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+def test_kernels_that_start_early_read_nothing_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many steps in a row, each with other queries, and memory that is used again."""
+    from nearfield.cache import decode as host
+
+    store = CellStore(nf.Cells(segment=2048, cell_size=64, probes=10))
+    store.append(*torch.randn(2, 1, 2, 20_000, 128, device="cuda").bfloat16())
+    queries = torch.randn(300, 1, 8, 1, 128, device="cuda").bfloat16()
+    found = []
+    for early in (False, host.HAS_EARLY):
+        monkeypatch.setattr(host, "HAS_EARLY", early)
+        found.append(torch.stack([store.attend(query) for query in queries]))
+    assert host.HAS_EARLY
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
 def test_a_captured_step_goes_on_being_right() -> None:
     """Append and attend in a graph: every replay is one more token."""
     store = CellStore(nf.Cells(segment=64, cell_size=16, probes=6))

@@ -11,7 +11,8 @@ from nearfield.cache.held import Held
 from nearfield.cache.sizes import RECENT
 from nearfield.kernels.cells_plan import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS
 from nearfield.kernels.triton.common import cdiv, next_power_of_2, padded, precision
-from nearfield.kernels.triton.decode import HAS_EARLY, gather, look, select, unite
+from nearfield.kernels.triton.decode import gather, look, select, unite
+from nearfield.kernels.triton.early import HAS_EARLY
 from nearfield.kernels.triton.tables import VOID
 from nearfield.methods.cells import TRITON_DTYPES
 

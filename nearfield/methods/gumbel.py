@@ -98,14 +98,14 @@ class LazyGumbel:
         draws = groups * size
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
+        in_triton = kernels.pairs_in_triton(call.backend, rows.keys, rows.values)
         built = self.index.build(rows.keys)
-        in_triton = kernels.pairs_in_triton(call.backend, rows.values)
         kernel = kernels.choose(call.backend, rows.keys.device)
         table = rows.values.flatten(0, 1)
         certified, evaluated, dense, looked_at, expected = True, 0, 0, 0, 0.0
         for block in row_blocks((batch, count), 40 * max(draws, k, built.groups)):
             part = rows.at(block)
-            lazy = prepare(part, built, k, self.certify)
+            lazy = prepare(part, built, k, self.certify, call.backend)
             drawn = lazy.draw_each(draws, call.seeds.generator(block.start))
             certified &= lazy.certified
             evaluated += int(drawn.evaluated.sum())

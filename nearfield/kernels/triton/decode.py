@@ -20,28 +20,13 @@ from functools import partial
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from nearfield.kernels.triton.choose import choose
+from nearfield.kernels.triton.early import let_next_start, wait_for_last
 from nearfield.kernels.triton.launch import Kernel
 
 SIZES = ("offset", "closed", "cells", "most_cells", "part_count", "near", "tiles", "probes", "first_far", "far", "readers")
 """What changes as keys are added: no value has a version of its own."""
-HAS_EARLY = hasattr(cuda, "gdc_wait")
-"""Whether this version of Triton knows how to start a kernel before the last one has ended."""
-
-
-@triton.jit
-def let_next_start(EARLY: tl.constexpr):
-    if EARLY:
-        cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_last(EARLY: tl.constexpr):
-    """Until the kernel before has ended, and what it wrote is there."""
-    if EARLY:
-        cuda.gdc_wait()
 
 
 @triton.jit
