@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from nearfield.cache.decode import GRAIN, STEPS, decode, serves, tiles_for
 from nearfield.cache.graph import check_step, read_of
-from nearfield.kernels.triton.decode import select
+from nearfield.kernels.triton.decode import select, unite
 from nearfield.kernels.triton.tables import VOID
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -306,6 +306,22 @@ def test_a_graph_is_for_a_card() -> None:
     key, value, query = torch.randn(3, 2, 2, 1, 16)
     with pytest.raises(ValueError, match="on a GPU"):
         StepGraph(store, key, value, query)
+
+
+@pytest.mark.parametrize("count", [3, 8, 20])
+def test_nobody_reads_a_part_without_weight(count: int) -> None:
+    """It was never written: there is anything in its place. Tiles of 8 parts, the last one not full."""
+    generator = seeded(0)
+    parts, lse = torch.randn(2, count, 16, generator=generator), torch.randn(2, count, generator=generator)
+    empty = torch.arange(count) % 3 == 1
+    expected = torch.einsum("rp,rpd->rd", (lse * math.log(2)).masked_fill(empty, -torch.inf).softmax(-1), parts)
+    parts[:, empty], lse[:, empty] = torch.nan, -torch.inf
+    parts, lse, zeros = parts.to(DEVICE), lse.to(DEVICE), torch.zeros(2, 16, 16, device=DEVICE)
+    output = torch.empty(2, 16, device=DEVICE)
+    blocks = {"PARTS": 1 << (count - 1).bit_length(), "BP": min(8, 1 << (count - 1).bit_length()), "BD": 16, "BV": 16}
+    numbers = (1, 16, 16, count, count, 0, 1.0)
+    unite[(2, 1)](parts, lse, zeros[:, 0], zeros, zeros[:, 0, 0], output, *numbers, **blocks, EARLY=False, num_warps=4)
+    torch.testing.assert_close(output.cpu(), expected)
 
 
 @pytest.mark.gpu

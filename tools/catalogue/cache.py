@@ -151,6 +151,27 @@ MUTANTS = (
         ("test_decode.py::test_ties_keep_out_nothing_that_is_better",),
     ),
     Mutant(
+        "decode: as many grains as cells are wanted, and no more cells than grains",
+        "kernels/triton/choose.py",
+        "tl.where(found == probes, least, VOID)",
+        "least",
+        ("test_decode.py",),
+    ),
+    Mutant(
+        "decode: parts that are not numbers count",
+        "kernels/triton/decode.py",
+        "tl.where((own > 0.0)[:, None], own[:, None] * found, 0.0)",
+        "own[:, None] * found",
+        ("test_decode.py",),
+    ),
+    Mutant(
+        "decode: names that older versions of Triton do not know",
+        "kernels/triton/early.py",
+        'IS_NEW = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6) and hasattr(cuda, "gdc_wait")',
+        "IS_NEW = True",
+        ("test_triton_compiles.py::test_versions_without_early_starts_never_see_the_name",),
+    ),
+    Mutant(
         "graph: other cells go unnoticed",
         "cache/graph.py",
         "tuple(held.bounds), *",
