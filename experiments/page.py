@@ -86,7 +86,7 @@ def entry(words: str) -> str:
     """What a cell of a table holds: marked up, unless it has several lines, which are shown as they are."""
     if "\n" not in words:
         return text(words)
-    return f'<pre style="margin: 0; text-align: left">{html.escape(words, quote=False)}</pre>'
+    return f"<pre>{html.escape(words, quote=False)}</pre>"
 
 
 def measured(name: str, saved: dict[str, Any]) -> str:

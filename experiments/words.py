@@ -64,3 +64,8 @@ def faster(seconds: float, other: float) -> bool:
 def listed(words: Sequence[str]) -> str:
     """a, b and c"""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
+
+
+def as_it_is(text: str) -> str:
+    """A cell of a table that keeps its lines and is not marked up: it ends with one."""
+    return text.strip("\n") + "\n"

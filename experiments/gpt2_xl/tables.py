@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from experiments.experiment import Row, Rows, Table
 from experiments.gpt2_xl.select import NAMES, has_memory, of_kind
-from experiments.words import megabytes, number, seconds
-
-WIDE = 48
-"""Characters in a line of a sample."""
+from experiments.words import as_it_is, megabytes, number, seconds
 
 
 def cost_table(rows: Rows) -> Table:
@@ -47,9 +42,3 @@ def sample_table(rows: Rows) -> Table:
 
 def who(row: Row) -> str:
     return row["when"] if row["when"] == "before" else f"after {row['n']:,}-token steps, {NAMES[row['method']]}"
-
-
-def as_it_is(text: str) -> str:
-    """A cell of several lines keeps them, and is not marked up."""
-    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, WIDE) or [""]]
-    return "\n".join(lines).strip("\n") + "\n"

@@ -7,7 +7,7 @@ import math
 from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict
 from experiments.shakespeare.methods import KNN, NAMES, PAPER
 from experiments.shakespeare.select import beside_exact, best, contexts, curve, end, gap, gap_of_best, methods
-from experiments.words import ALIKE, NOT_FINITE, change, faster, finite, listed, number, percent, seconds, times
+from experiments.words import ALIKE, NOT_FINITE, as_it_is, change, faster, finite, listed, number, percent, seconds, times
 
 SMALL = 0.05
 """A perplexity within 5% of that of exact attention counts as a small gap."""
@@ -287,11 +287,6 @@ def samples(rows: Rows, context: int) -> Table:
         body.append([NAMES[name], as_it_is(end(rows, context, name)["sample"])])
     said = " ".join(prompt.split())
     return Table(f"What the models write, context {context:,}, after a prompt that ends in “{said}”", ["", "sample"], body)
-
-
-def as_it_is(text: str) -> str:
-    """A cell of several lines keeps them, and is not marked up."""
-    return text.rstrip("\n") + "\n"
 
 
 def perplexity(row: Row) -> str:
