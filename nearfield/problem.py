@@ -313,7 +313,7 @@ def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     inputs = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
     traced = is_traced()
     # A sum is finite only if all its terms are: one cheap pass for the usual case.
-    if not traced and all(bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in inputs.values()):
+    if not traced and bool(torch.stack([x.sum(dtype=problem.compute_dtype) for x in inputs.values()]).isfinite().all()):
         return problem
     finite = {name: x.isfinite().all(-1) for name, x in inputs.items()}
     if not traced:
