@@ -94,3 +94,16 @@ def gradients(function: Any, tensors: QKV, upstream: Tensor) -> tuple[Tensor, QK
     output = function(*leaves)
     found = torch.autograd.grad(output, leaves, upstream.to(output.dtype))
     return output.detach(), (found[0], found[1], found[2])
+
+
+def pairs(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    """Rows `[f, d]`, table `[n, d]`, ids `[f, t]` with repeats within and across rows, weights `[f, t]` with zeros."""
+    count, width, length, dim = shape
+    generator = seeded(1)
+    rows, table = (torch.randn(x, dim, generator=generator).to(device, dtype) for x in (count, length))
+    ids = torch.randint(length, (count, width), generator=generator)
+    if width > 1:
+        ids[:, 1] = ids[:, 0]
+    weights = torch.randn(count, width, generator=generator)
+    weights[:, ::3] = 0
+    return rows, table, ids.to(device), weights.to(device, dtype)

@@ -95,15 +95,6 @@ def assert_same(found: Any, expected: Any) -> None:
         assert bool(x.any())
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # Which kernels serve a call
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import gradients, inputs, seeded
+from by_hand import gradients, inputs, pairs, seeded
 from laws import assert_frequencies
 from test_gpu import needs_memory, on_device
 from torch import Tensor
@@ -44,16 +44,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def pairs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    count, width, length, dim = shape
-    generator = torch.Generator("cuda").manual_seed(1)
-    rows, table = (torch.randn(x, dim, generator=generator, device="cuda").to(dtype) for x in (count, length))
-    ids = torch.randint(length, (count, width), generator=generator, device="cuda")
-    weights = torch.randn(count, width, generator=generator, device="cuda").to(dtype)
-    weights[:, ::3] = 0
-    return rows, table, ids, weights
-
-
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int) -> None:
     """Sums of `terms` products of order 1 in float32, brought to `dtype` at the end. `expected` is float64."""
     assert found.dtype == dtype
@@ -64,7 +54,7 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, terms: int
 @dtypes
 @shapes
 def test_scores(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    rows, table, ids, _ = pairs(shape, dtype)
+    rows, table, ids, _ = pairs(shape, dtype, "cuda")
     expected = reference.pair_scores(rows.double(), table.double(), ids)
     assert_close(gpu.pair_scores(rows, table, ids), expected, dtype, shape[3])
 
@@ -72,7 +62,7 @@ def test_scores(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 @dtypes
 @shapes
 def test_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    _, table, ids, weights = pairs(shape, dtype)
+    _, table, ids, weights = pairs(shape, dtype, "cuda")
     expected = reference.pair_sums(weights.double(), table.double(), ids)
     assert_close(gpu.pair_sums(weights, table, ids), expected, dtype, shape[1])
 
@@ -80,7 +70,7 @@ def test_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 @dtypes
 @shapes
 def test_scatter(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    rows, table, ids, weights = pairs(shape, dtype)
+    rows, table, ids, weights = pairs(shape, dtype, "cuda")
     out = torch.ones(table.shape, device="cuda")
     expected = reference.pair_scatter_(out.double(), weights.double(), rows.double(), ids)
     assert_close(gpu.pair_scatter_(out, weights, rows, ids), expected, torch.float32, shape[0] * shape[1])
@@ -89,7 +79,7 @@ def test_scatter(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 def test_tables_beyond_int32() -> None:
     """Three rows, a billion numbers apart."""
     needs_memory(30)
-    _, _, ids, weights = pairs((50, 4, 3, 64), torch.float32)
+    _, _, ids, weights = pairs((50, 4, 3, 64), torch.float32, "cuda")
     rows = torch.randn(50, 64, generator=seeded(0)).cuda()
     table, out = (torch.zeros(2**31 + 64, device="cuda").as_strided((3, 64), (2**30, 1)) for _ in range(2))
     table.copy_(torch.randn(3, 64, generator=seeded(1)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import inputs, seeded
+from by_hand import inputs, pairs, seeded
 from torch import Tensor
 
 import nearfield as nf
@@ -29,19 +29,6 @@ SHAPES = {
     "long-table": (3, 4, 5000, 2),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-
-
-def pairs(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows `[f, d]`, table `[n, d]`, ids `[f, t]` with repeats within and across rows, weights `[f, t]` with zeros."""
-    count, width, length, dim = shape
-    generator = seeded(1)
-    rows, table = (torch.randn(x, dim, generator=generator, dtype=dtype) for x in (count, length))
-    ids = torch.randint(length, (count, width), generator=generator)
-    if width > 1:
-        ids[:, 1] = ids[:, 0]
-    weights = torch.randn(count, width, generator=generator, dtype=dtype)
-    weights[:, ::3] = 0
-    return rows, table, ids, weights
 
 
 def scores_by_hand(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:

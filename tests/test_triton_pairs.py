@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from by_hand import gradients, inputs, seeded
+from by_hand import gradients, inputs, pairs, seeded
 from torch import Tensor
 
 import nearfield as nf
@@ -33,19 +32,6 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 
 
-def pairs(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows `[f, d]`, table `[n, d]`, ids `[f, t]` with repeats within and across rows, weights `[f, t]` with zeros."""
-    count, width, length, dim = shape
-    generator = seeded(1)
-    rows, table = (torch.randn(x, dim, generator=generator).to(DEVICE, dtype) for x in (count, length))
-    ids = torch.randint(length, (count, width), generator=generator).to(DEVICE)
-    weights = torch.randn(count, width, generator=generator).to(DEVICE, dtype)
-    if width > 1:
-        ids[:, 1] = ids[:, 0]
-    weights[:, ::3] = 0
-    return rows, table, ids, weights
-
-
 def assert_rounded_once(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Sums of float32, brought to `dtype` at the end. `expected` is float64."""
     assert found.dtype == dtype
@@ -56,7 +42,7 @@ def assert_rounded_once(found: Tensor, expected: Tensor, dtype: torch.dtype) -> 
 @shapes
 @pytest.mark.usefixtures("poisoned")
 def test_scores(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    rows, table, ids, _ = pairs(shape, dtype)
+    rows, table, ids, _ = pairs(shape, dtype, DEVICE)
     expected = reference.pair_scores(rows.double(), table.double(), ids)
     assert_rounded_once(gpu.pair_scores(rows, table, ids), expected, dtype)
 
@@ -65,7 +51,7 @@ def test_scores(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 @shapes
 @pytest.mark.usefixtures("poisoned")
 def test_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    _, table, ids, weights = pairs(shape, dtype)
+    _, table, ids, weights = pairs(shape, dtype, DEVICE)
     expected = reference.pair_sums(weights.double(), table.double(), ids)
     assert_rounded_once(gpu.pair_sums(weights, table, ids), expected, dtype)
 
@@ -73,7 +59,7 @@ def test_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 @dtypes
 @shapes
 def test_scatter(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    rows, table, ids, weights = pairs(shape, dtype)
+    rows, table, ids, weights = pairs(shape, dtype, DEVICE)
     out = torch.randn(table.shape, generator=seeded(2)).to(DEVICE)
     expected = reference.pair_scatter_(out.double(), weights.double(), rows.double(), ids)
     assert gpu.pair_scatter_(out, weights, rows, ids) is out
@@ -81,14 +67,14 @@ def test_scatter(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_many_pairs_of_one_place() -> None:
-    rows, _, ids, weights = pairs((90, 20, 1, 16))
+    rows, _, ids, weights = pairs((90, 20, 1, 16), torch.float32, DEVICE)
     out = torch.zeros(1, 16, device=DEVICE)
     expected = reference.pair_scatter_(out.double(), weights.double(), rows.double(), ids)
     torch.testing.assert_close(gpu.pair_scatter_(out, weights, rows, ids).double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_no_columns() -> None:
-    rows, table, ids, weights = pairs((7, 5, 20, 0))
+    rows, table, ids, weights = pairs((7, 5, 20, 0), torch.float32, DEVICE)
     assert torch.equal(gpu.pair_scores(rows, table, ids), torch.zeros_like(weights))
     assert gpu.pair_sums(weights, table, ids).shape == (7, 0)
     assert gpu.pair_scatter_(table, weights, rows, ids) is table
@@ -96,7 +82,7 @@ def test_no_columns() -> None:
 
 def test_strided_arguments() -> None:
     """Columns apart, rows apart, and both."""
-    rows, table, ids, weights = pairs((6, 4, 30, 3))
+    rows, table, ids, weights = pairs((6, 4, 30, 3), torch.float32, DEVICE)
     scores = reference.pair_scores(rows, table, ids)
     sums = reference.pair_sums(weights, table, ids)
     scattered = reference.pair_scatter_(torch.zeros_like(table), weights, rows, ids)
@@ -112,7 +98,7 @@ def test_strided_arguments() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_rows_outside_the_pairs_are_not_touched() -> None:
     """Nor are those that only pairs of weight zero name."""
-    rows, table, ids, weights = pairs((6, 4, 30, 3))
+    rows, table, ids, weights = pairs((6, 4, 30, 3), torch.float32, DEVICE)
     ids[:, 0] = 7
     weights[ids == 7] = 0
     named = torch.zeros(30, dtype=torch.bool, device=DEVICE)
@@ -142,7 +128,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(("dim", "dtype"), [(5, torch.float64), (257, torch.float32)])
 def test_the_reference_serves_the_rest(dim: int, dtype: torch.dtype) -> None:
-    rows, table, ids, weights = pairs((6, 4, 30, dim), dtype)
+    rows, table, ids, weights = pairs((6, 4, 30, dim), dtype, DEVICE)
     torch.testing.assert_close(gpu.pair_scores(rows, table, ids), reference.pair_scores(rows, table, ids))
     torch.testing.assert_close(gpu.pair_sums(weights, table, ids), reference.pair_sums(weights, table, ids))
     mine, true = (kernel.pair_scatter_(torch.zeros_like(table), weights, rows, ids) for kernel in (gpu, reference))
@@ -152,23 +138,16 @@ def test_the_reference_serves_the_rest(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_reference_adds_to_other_dtypes(dtype: torch.dtype) -> None:
-    rows, table, ids, weights = pairs((6, 4, 30, 3), torch.bfloat16)
+    rows, table, ids, weights = pairs((6, 4, 30, 3), torch.bfloat16, DEVICE)
     out = torch.zeros_like(table, dtype=dtype)
     rows, weights = rows.to(dtype), weights.to(dtype)
     assert gpu.pair_scatter_(out, weights, rows, ids) is out
     torch.testing.assert_close(out, reference.pair_scatter_(torch.zeros_like(out), weights, rows, ids))
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("deterministic", "no_kernels")
 def test_the_reference_adds_in_a_fixed_order() -> None:
-    rows, table, ids, weights = pairs((6, 4, 30, 3))
+    rows, table, ids, weights = pairs((6, 4, 30, 3), torch.float32, DEVICE)
     expected = reference.pair_scatter_(torch.zeros_like(table), weights, rows, ids)
     assert torch.equal(gpu.pair_scatter_(torch.zeros_like(table), weights, rows, ids), expected)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
@@ -92,13 +91,6 @@ def test_more_room_means_fewer_parts() -> None:
     assert more.parts + more.pairs + ours == pytest.approx(total, rel=1e-6)
     parts = [len(list(cells_gpu.parts_of(4, 1 << 20, 2048, room.parts))) for room in (few, more)]
     assert parts[1] < parts[0]
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -92,7 +92,7 @@ MUTANTS = (
         "hf/memory_file.py",
         "bool((bounds[1:] > bounds[:-1]).all())",
         "bool((bounds[1:] >= 0).all())",
-        ("test_cell_cache_memory.py::test_crafted_files",),
+        ("test_memory_file.py::test_crafted_files",),
     ),
     Mutant(
         "decode: a key too few",
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "decode: names that older versions of Triton do not know",
         "kernels/triton/early.py",
-        'IS_NEW = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6) and hasattr(cuda, "gdc_wait")',
+        'IS_NEW = VERSION >= (3, 6) and hasattr(cuda, "gdc_wait")',
         "IS_NEW = True",
         ("test_triton_compiles.py::test_versions_without_early_starts_never_see_the_name",),
     ),
@@ -190,6 +190,6 @@ MUTANTS = (
         "hf/memory_file.py",
         "os.replace(",
         "(lambda *_: None)(",
-        ("test_cell_cache_memory.py",),
+        ("test_memory_file.py",),
     ),
 )

@@ -10,7 +10,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 from triton.runtime.jit import JITFunction
 
-IS_NEW = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 6) and hasattr(cuda, "gdc_wait")
+from nearfield.kernels.triton.launch import VERSION
+
+IS_NEW = VERSION >= (3, 6) and hasattr(cuda, "gdc_wait")
 """Older versions look up every name in a kernel, also in a branch that is not compiled: there must be none."""
 
 if IS_NEW:

@@ -15,7 +15,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-KNOWN = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 4)
+VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+KNOWN = VERSION >= (3, 4)
 """Older versions start what they compiled with other arguments."""
 MOST = 4096
 """Calls that a kernel remembers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,23 +19,28 @@ MOST_PAIRS, MOST_ROWS = 16, 128
 WARPS = 4
 
 
+@triton.jit
+def tile_of(rows, ids, count, width, dim, row_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """The pairs of a program: where they are listed, which are real, their keys, the rows themselves, and the columns."""
+    parts = (width + BT - 1) // BT
+    row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
+    pair = tl.program_id(0) % parts * BT + tl.arange(0, BT)
+    column = tl.arange(0, BD)[None, None, :]
+    wide = column < dim
+    real = (row < count)[:, None] & (pair < width)[None, :]
+    place = row[:, None] * width + pair[None, :]
+    key = tl.load(ids + place, mask=real, other=0).to(tl.int64)
+    one = tl.load(rows + row[:, None, None] * row_stride + column, mask=(row < count)[:, None, None] & wide, other=0.0)
+    return place, real, key, one.to(tl.float32), column, wide
+
+
 @partial(Kernel, varied=("count",))
 def _scores(
     rows, table, ids, found, count, width, dim, row_stride, table_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):
-    parts = (width + BT - 1) // BT
-    row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
-    pair = tl.program_id(0) % parts * BT + tl.arange(0, BT)
-    column = tl.arange(0, BD)
-    real = (row < count)[:, None] & (pair < width)[None, :]
-    wide = (column < dim)[None, None, :]
-    place = row[:, None] * width + pair[None, :]
-    key = tl.load(ids + place, mask=real, other=0).to(tl.int64)
-    one = tl.load(
-        rows + row[:, None, None] * row_stride + column[None, None, :], mask=(row < count)[:, None, None] & wide, other=0.0
-    )
-    two = tl.load(table + key[:, :, None] * table_stride + column[None, None, :], mask=real[:, :, None] & wide, other=0.0)
-    product = tl.sum(one.to(tl.float32) * two.to(tl.float32), 2)
+    place, real, key, one, column, wide = tile_of(rows, ids, count, width, dim, row_stride, BM, BT, BD)
+    two = tl.load(table + key[:, :, None] * table_stride + column, mask=real[:, :, None] & wide, other=0.0)
+    product = tl.sum(one * two.to(tl.float32), 2)
     tl.store(found + place, product.to(found.dtype.element_ty), mask=real)
 
 
@@ -63,23 +69,13 @@ def _sums(weights, table, ids, found, count, width, dim, table_stride, BM: tl.co
 def _scatter(
     out, weights, rows, ids, count, width, dim, out_stride, row_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):
-    parts = (width + BT - 1) // BT
-    row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
-    pair = tl.program_id(0) % parts * BT + tl.arange(0, BT)
-    column = tl.arange(0, BD)
-    real = (row < count)[:, None] & (pair < width)[None, :]
-    wide = (column < dim)[None, None, :]
-    place = row[:, None] * width + pair[None, :]
-    key = tl.load(ids + place, mask=real, other=0).to(tl.int64)
+    place, real, key, one, column, wide = tile_of(rows, ids, count, width, dim, row_stride, BM, BT, BD)
     weight = tl.load(weights + place, mask=real, other=0.0).to(tl.float32)
-    one = tl.load(
-        rows + row[:, None, None] * row_stride + column[None, None, :], mask=(row < count)[:, None, None] & wide, other=0.0
-    )
     # Pairs that do not count all have the same place: they would queue up there to add nothing.
     mask = (real & (weight != 0.0))[:, :, None] & wide
     tl.atomic_add(
-        out + key[:, :, None] * out_stride + column[None, None, :],
-        weight[:, :, None] * one.to(tl.float32),
+        out + key[:, :, None] * out_stride + column,
+        weight[:, :, None] * one,
         mask=mask,
         sem="relaxed",
     )
