@@ -194,7 +194,8 @@ def check(
     _check_tensors(query, key, value)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+    # A comparison, and not `math.isfinite`: torch.compile can follow it where the scale is a symbol.
+    if scale is not None and (not isinstance(scale, int | float) or not -math.inf < scale < math.inf):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")

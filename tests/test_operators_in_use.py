@@ -124,8 +124,10 @@ def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
     assert torch.equal(function(states()), model(states()))
 
 
-def test_one_program_serves_all_lengths() -> None:
-    eager = partial(attend, is_causal=True)
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("method", [METHOD, nf.Exact(), nf.Auto()])
+def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> None:
+    eager = partial(attend, is_causal=True, scale=scale, method=method)
     function = compiled(eager, dynamic=True)
     grads(function, *tensors(1, 2, 33, 8))
     with torch.compiler.set_stance("fail_on_recompile"):

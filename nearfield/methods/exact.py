@@ -78,8 +78,10 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pro
         return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
 
     group = problem.group_size
-    if group == 1 or _fuses_groups(query, value, mask, problem):
-        return attend(query, mask, group > 1)
+    if group == 1:
+        return attend(query, mask, False)
+    if _fuses_groups(query, value, mask, problem):
+        return attend(query, mask, True)
     # Where torch has no fused kernel for grouped queries it repeats the keys in memory; one call per member does not.
     members = query.unflatten(1, (-1, group)).unbind(2)
     if mask is None or mask.shape[1] == 1:
