@@ -49,7 +49,8 @@ def measures(section: str) -> tuple[Callable[..., dict[str, Any]], Callable[[dic
     return getattr(module, section), getattr(module, f"show_{section}")
 
 
-def main() -> None:
+def main() -> int:
+    """0; 1 where a store and the lists it is compared with differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a causal language model")
     parser.add_argument("--text", type=Path, action="append", default=[], help="an English text; may be repeated")
@@ -65,9 +66,10 @@ def main() -> None:
     chosen = options.only or [section for section in SECTIONS if on_gpu or options.quick or section not in ON_GPU]
     if any(section in WITH_MODEL for section in chosen) and not options.model.exists():
         print(f"skipped: no model in {options.model} (`make smollm2` fetches one)")
-        return
+        return 0
     path = (options.out or RESULTS).absolute() / "cache"
     path.parent.mkdir(parents=True, exist_ok=True)
+    failures: list[str] = []
     for section in chosen:
         measure, tabulated = measures(section)
         if section in WITH_MODEL:
@@ -80,6 +82,9 @@ def main() -> None:
         show(tabulated(results))
         if options.out is not None or not options.quick:
             print("written:", merge(str(path), section, results), flush=True)
+        failures += [f"{section}, seed {seed}: {why}" for seed, why in results.get("failed", {}).items()]
+    print("\n".join(failures), end="")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -97,3 +97,14 @@ def pair(family: str, name: str, dtype: torch.dtype = torch.float32, **changes: 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     """Random tokens that are neither padding nor an end."""
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokenizer_of_letters() -> Any:
+    """Letters and digits are tokens of their own, and come back as text without gaps."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,\n'\"()-"
+    found = Tokenizer(models.WordLevel({letter: i + 3 for i, letter in enumerate(letters)} | {"?": 0}, unk_token="?"))
+    found.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    found.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="?")

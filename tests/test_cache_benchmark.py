@@ -15,8 +15,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import transformers
-from hf_models import model
+from hf_models import model, tokenizer_of_letters
 
 import nearfield
 from nearfield.cache import sizes
@@ -36,25 +35,15 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("cache_operations")
 
 
-def save_model(folder: Path) -> None:
-    """With a tokenizer that has letters for tokens."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,\n'\"()-"
-    found = Tokenizer(models.WordLevel({letter: i + 3 for i, letter in enumerate(letters)} | {"?": 0}, unk_token="?"))
-    found.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="?").save_pretrained(folder)
-    model("llama", max_position_embeddings=1024).save_pretrained(folder)
-
-
 def test_sections_run_quickly(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tmp_path / "model")
+    model("llama", max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    tokenizer_of_letters().save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
     sections = ["steps", "appends", "operations"]
     monkeypatch.setattr(sys, "argv", ["bench_cache.py", *arguments, "--only", *sections])
-    bench.main()
+    assert bench.main() == 0
     shown = capsys.readouterr().out
     assert "the last 48 of 320 tokens, one by one" in shown
     assert "60 random operations, 1 seeds" in shown
@@ -79,6 +68,19 @@ def test_sections_run_quickly(
     assert appended["rows"][-1]["cells"] == 192
     assert all(1 < row["bytes_over_keys"] < 1.6 for row in appended["rows"])
     assert saved["operations"]["results"]["failed"] == {}
+
+
+def test_a_store_that_differs_from_lists_is_a_failure(
+    bench: Any, operations: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def differs(*_: object) -> None:
+        raise AssertionError("off by one")
+
+    monkeypatch.setattr(operations, "run_trial", differs)
+    monkeypatch.setattr(sys, "argv", ["bench_cache.py", "--quick", "--only", "operations", "--out", str(tmp_path)])
+    assert bench.main() == 1
+    assert "operations, seed 0: off by one" in capsys.readouterr().out
+    assert json.loads((tmp_path / "cache.json").read_text())["operations"]["results"]["failed"] == {"0": "off by one"}
 
 
 def test_all_sections_are_there(bench: Any) -> None:

@@ -17,8 +17,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
-from hf_models import model
+from hf_models import model, tokenizer_of_letters
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -31,13 +30,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """Letters and digits are tokens of their own."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,\n'\"()-"
-    found = Tokenizer(models.WordLevel({letter: i + 3 for i, letter in enumerate(letters)} | {"?": 0}, unk_token="?"))
-    found.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="?")
+    return tokenizer_of_letters()
 
 
 def test_all_sections_run_quickly(
