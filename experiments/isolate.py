@@ -7,6 +7,7 @@ more. Where there is no such limit (not Linux) only the time is limited.
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,10 +20,20 @@ import torch
 Prepare = Callable[..., tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]]
 """Makes inputs and returns the call to be timed, and a function that judges what it returned."""
 GIGABYTE = 1 << 30
-ROUNDS, SHORT = 3, 2.0
-"""A call shorter than so many seconds is timed so often."""
-COMPILING = 60.0
-"""Seconds that the kernels of a call may take to compile."""
+COMPILING, JUDGING = 60.0, 5.0
+"""Seconds that the kernels of a call may take to compile, and that judging its output may take."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often a call is timed: up to `most` times, as long as another one is likely to keep their sum within `patience`
+    seconds. A call longer than half of that is timed once."""
+
+    most: int = 3
+    patience: float = 6.0
+
+
+USUAL = Rounds()
 
 
 @dataclass(frozen=True)
@@ -39,47 +50,70 @@ def here(
     prepare: Prepare,
     *arguments: Any,
     memory_limit: float | None = None,
-    ready: Callable[[], None] = lambda: None,
+    step: Callable[[], None] = lambda: None,
     warm_up: bool = False,
+    rounds: Rounds = USUAL,
 ) -> Measured:
-    """Measure in this process; `memory_limit` in bytes, for good. With `warm_up` the time of the first call is not counted."""
+    """Measure in this process.
+
+    Args:
+        memory_limit: in bytes, for good.
+        step: called when the inputs are made, and after each of the calls up to the first that is timed.
+        warm_up: the first call is not timed.
+    """
     call, judge = prepare(*arguments)
     before = _restart_peak()
     if memory_limit is not None:
         _limit_memory(memory_limit)
-    ready()
-    seconds: list[float] = []
+    step()
     try:
         output, spent = _timed(call)
         megabytes = _peak() - before
-        if not warm_up:
-            seconds.append(spent)
-        while not seconds or (seconds[-1] < SHORT and len(seconds) < ROUNDS):
+        step()
+        judged = judge(output)
+        del output  # or the next call had less memory than this one
+        seconds = [spent]
+        if warm_up:
+            seconds = [_timed(call)[1]]
+            step()
+        while len(seconds) < rounds.most and sum(seconds) + seconds[-1] <= rounds.patience:
             seconds.append(_timed(call)[1])
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
             raise
         return Measured("memory")
-    return Measured("ok", seconds, max(0.0, megabytes), judge(output))
+    return Measured("ok", seconds, max(0.0, megabytes), judged)
 
 
-def apart(prepare: Prepare, *arguments: Any, time_limit: float, memory_limit: float, warm_up: bool = False) -> Measured:
-    """Measure in a new process, which is ended when the call takes longer than `time_limit` seconds.
+def apart(
+    prepare: Prepare,
+    *arguments: Any,
+    time_limit: float,
+    memory_limit: float,
+    warm_up: bool = False,
+    rounds: Rounds = USUAL,
+) -> Measured:
+    """Measure in a new process, which is ended when the first timed call takes longer than `time_limit` seconds.
 
     Args:
+        memory_limit: in gigabytes.
         warm_up: call once before, in as much time again and what it takes to compile kernels.
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    asked = (torch.get_num_threads(), memory_limit, warm_up, prepare, arguments)
+    asked = (torch.get_num_threads(), memory_limit, warm_up, rounds, prepare, arguments)
     process = context.Process(target=_serve, args=(send, *asked), daemon=True)
     process.start()
     send.close()
     try:
         receive.recv()  # the inputs are made
-        patience = time_limit * ROUNDS if time_limit < SHORT else time_limit + SHORT * ROUNDS
-        if not receive.poll(patience + (time_limit + COMPILING if warm_up else 0.0)):
-            return Measured("time")
+        answer = None
+        for wait in [time_limit + COMPILING, JUDGING + time_limit] if warm_up else [time_limit]:
+            if not receive.poll(wait):
+                return Measured("time")
+            answer = receive.recv()
+            if answer is not None:  # it ended before its time: out of memory
+                return answer
         answer = receive.recv()
     except EOFError:
         process.join()
@@ -92,15 +126,21 @@ def apart(prepare: Prepare, *arguments: Any, time_limit: float, memory_limit: fl
         if process.is_alive():
             process.terminate()
         process.join()
-    return answer if answer.status != "ok" or answer.seconds[0] <= time_limit else Measured("time")
+    return answer if answer.status != "ok" or statistics.median(answer.seconds) <= time_limit else Measured("time")
 
 
 def _serve(
-    send: Connection, threads: int, memory_limit: float, warm_up: bool, prepare: Prepare, arguments: tuple[Any, ...]
+    send: Connection,
+    threads: int,
+    memory_limit: float,
+    warm_up: bool,
+    rounds: Rounds,
+    prepare: Prepare,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads)
-    limit = memory_limit * GIGABYTE
-    send.send(here(prepare, *arguments, memory_limit=limit, ready=lambda: send.send(None), warm_up=warm_up))
+    limits: dict[str, Any] = {"memory_limit": memory_limit * GIGABYTE, "warm_up": warm_up, "rounds": rounds}
+    send.send(here(prepare, *arguments, **limits, step=lambda: send.send(None)))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

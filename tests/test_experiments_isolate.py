@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experiments import isolate
+from experiments.isolate import Rounds
 
 
 def needs(size: int, seconds: float) -> tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]:
@@ -32,3 +33,51 @@ def test_a_call_is_measured_and_stopped_in_a_process_of_its_own() -> None:
     assert 60 <= (found.megabytes or 0) <= 80
     assert isolate.apart(needs, 1 << 30, 0.0, time_limit=20.0, memory_limit=0.5).status == "memory"
     assert isolate.apart(needs, 1 << 10, 60.0, time_limit=0.1, memory_limit=0.5).status == "time"
+    began = time.perf_counter()
+    assert isolate.apart(needs, 1 << 10, 60.0, time_limit=0.1, memory_limit=0.5, rounds=Rounds(3, 600.0)).status == "time"
+    assert time.perf_counter() - began < 30.0  # more rounds are no more patience with the first
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is limited on Linux only")
+def test_a_call_that_is_warmed_up_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolate, "COMPILING", 0.5)
+    for size, seconds, status in (
+        (1 << 10, 0.0, "ok"),
+        (1 << 30, 0.0, "memory"),
+        (1 << 10, 60.0, "time"),
+        (1 << 10, 0.4, "time"),
+    ):
+        found = isolate.apart(needs, size, seconds, time_limit=0.2, memory_limit=0.5, warm_up=True)
+        assert found.status == status
+
+
+class Clock:
+    """Calls that take so many seconds, one after the other."""
+
+    def __init__(self, *spent: float) -> None:
+        self.spent = list(spent)
+        self.calls = 0
+
+    def timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        self.calls += 1
+        return call(), self.spent[self.calls - 1]
+
+
+@pytest.mark.parametrize(
+    ("spent", "warm_up", "counted"),
+    [
+        ((1.0, 3.0, 2.0, 1.5, 1.0), False, [1.0, 3.0, 2.0, 1.5]),  # no more than asked for
+        ((12.0, 12.0), False, [12.0, 12.0]),  # a third would be too much
+        ((16.0,), False, [16.0]),  # longer than half of the patience
+        ((90.0, 1.0, 1.0, 1.0, 1.0), True, [1.0, 1.0, 1.0, 1.0]),  # the first is not counted
+        ((1.0, 16.0), True, [16.0]),
+    ],
+)
+def test_calls_are_timed_several_times_within_reason(
+    spent: tuple[float, ...], warm_up: bool, counted: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, steps = Clock(*spent), list[int]()
+    monkeypatch.setattr(isolate, "_timed", clock.timed)
+    found = isolate.here(needs, 1 << 10, 0.0, warm_up=warm_up, rounds=Rounds(4, 30.0), step=lambda: steps.append(clock.calls))
+    assert found.seconds == counted
+    assert steps == ([0, 1, 2] if warm_up else [0, 1])

@@ -5,4 +5,4 @@ from experiments.efficiency.plan import plan
 from experiments.efficiency.tell import tell
 from experiments.experiment import Experiment
 
-EXPERIMENT = Experiment("efficiency", "Efficiency on random inputs", plan, draw, tell)
+EXPERIMENT = Experiment("efficiency", "Efficiency on random inputs", plan, draw, tell, devices=("cpu", "cuda"))

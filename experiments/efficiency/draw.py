@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from experiments.efficiency.methods import DIM, HEADS, NAMES
 from experiments.efficiency.paper import MARKS
 from experiments.experiment import Rows
 from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, lengths, panels, say, styled
 
-COLORS = {"naive": QUIET, "sdpa": INK, "topk-sqrt": SAGE, "topk-fourth": OCHRE, "cells": CORAL}
-LABELS = {
-    "naive": "naive",
-    "sdpa": "SDPA",
-    "topk-sqrt": "TopK, $k=n^{1/2}$",
-    "topk-fourth": "TopK, $k=n^{1/4}$",
-    "cells": "Cells",
-}
+COLORS = {"naive": PLUM, "sdpa": INK, "topk-sqrt": SAGE, "topk-fourth": OCHRE, "cells": CORAL}
 
 
 @styled
@@ -33,7 +28,8 @@ def draw(rows: Rows) -> dict[str, Figure]:
         axes[1, column].set_title(f"Peak memory beyond the inputs, {title}")
         if causal:
             paper(axes[0, column], max(row["n"] for row in rows))
-    axes[0, 0].set_ylabel("seconds, 10 heads of 64, float32")
+    dtypes = " and ".join(sorted({row["dtype"] for row in rows}))
+    axes[0, 0].set_ylabel(f"seconds, {HEADS} heads of {DIM}, {dtypes}")
     axes[1, 0].set_ylabel("megabytes")
     sizes = sorted({row["n"] for row in rows})
     for axis in axes.flat:
@@ -49,14 +45,15 @@ def draw(rows: Rows) -> dict[str, Figure]:
         for axis in pair:
             axis.set_ylim(low, 1.6 * high)
     ran = [method for method in COLORS if any(row["method"] == method for row in rows)]
-    handles: list[Any] = [Line2D([], [], color=COLORS[method], marker="o", label=LABELS[method]) for method in ran]
+    handles: list[Any] = [Line2D([], [], color=COLORS[method], marker="o", label=label(method)) for method in ran]
     handles.append(Line2D([], [], color=QUIET, linestyle=":", marker="x", markersize=6, label="beyond the limit of a call"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return {"efficiency": figure}
 
 
 def curves(axis: Any, rows: Rows, what: str) -> None:
-    """One line per method; dotted to a cross where the next length would pass the limit of this panel."""
+    """One line per method, upright strokes from the fastest to the slowest round; dotted to a cross where the next length
+    would pass the limit of this panel."""
     for method, color in COLORS.items():
         mine = [row for row in rows if row["method"] == method]
         ran = [row for row in mine if row["status"] == "ok"]
@@ -64,6 +61,8 @@ def curves(axis: Any, rows: Rows, what: str) -> None:
             continue
         x, y = [row["n"] for row in ran], [max(row[what], 1.0 if what == "megabytes" else 1e-4) for row in ran]
         axis.plot(x, y, "o-", color=color, linewidth=2.4 if method == "cells" else 1.6)
+        if what == "seconds":
+            axis.vlines(x, [row["fastest"] for row in ran], [row["slowest"] for row in ran], color=color, linewidth=1)
         stopped = next((row for row in mine if row["status"] != "ok"), None)
         if stopped is not None and (stopped["status"] == "time") == (what == "seconds"):
             limit = stopped["limit"] * (1024 if what == "megabytes" else 1)
@@ -73,13 +72,15 @@ def curves(axis: Any, rows: Rows, what: str) -> None:
 
 
 def paper(axis: Any, longest: int) -> None:
-    """The paper's last points, as open diamonds."""
+    """The paper's times, as open diamonds."""
     for mark in MARKS:
         if mark.n > longest:
             continue
-        axis.plot(
-            [mark.n], [mark.seconds], "D", markerfacecolor="none", color=COLORS[mark.method], markersize=7, markeredgewidth=1.6
-        )
-        then = f", then {mark.then}" if mark.then else ""
-        color = PLUM if mark.method == "naive" else COLORS[mark.method]
-        say(axis, mark.n, mark.seconds, f"paper: {mark.seconds:,.0f} s{then}", color, (9, 0), weight="normal", fontsize=8)
+        color = COLORS[mark.method]
+        axis.plot([mark.n], [mark.seconds], "D", markerfacecolor="none", color=color, markersize=7, markeredgewidth=1.6)
+        say(axis, mark.n, mark.seconds, f"paper: {mark.said()}", color, (9, 0), weight="normal", fontsize=8)
+
+
+def label(method: str) -> str:
+    """The method's name with its powers as matplotlib wants them."""
+    return re.sub(r"(\w+\^\{[^}]*\})", r"$\1$", NAMES[method])

@@ -16,7 +16,29 @@ HEADS, DIM = 10, 64
 SPREAD = 1.0
 """Inputs are uniform in [-1, 1]. Time and memory hardly depend on it; errors do, and are the matter of `error_vs_k`."""
 JUDGED_ROWS = 32
-METHODS = ("naive", "sdpa", "topk-sqrt", "topk-fourth", "cells")
+NAMES = {
+    "naive": "naive",
+    "sdpa": "SDPA",
+    "topk-sqrt": "TopK, k = n^{1/2}",
+    "topk-fourth": "TopK, k = n^{1/4}",
+    "cells": "Cells",
+}
+METHODS = tuple(NAMES)
+KNN = ("topk-sqrt", "topk-fourth")
+"""The paper's."""
+
+
+def on_cpu(device: str) -> bool:
+    return torch.device(device).type == "cpu"
+
+
+def dtype_on(device: str) -> torch.dtype:
+    """Of the inputs: what one would use there."""
+    return torch.float32 if on_cpu(device) else torch.bfloat16
+
+
+def output_megabytes(n: int, dtype: torch.dtype) -> float:
+    return HEADS * DIM * n * dtype.itemsize / 2**20
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -38,12 +60,18 @@ def near_keys(method: str, n: int) -> int | None:
     return math.ceil(round(n ** powers[method], 6)) if method in powers else None
 
 
+def recipe(method: str, n: int) -> nf.Cells | nf.TopK | None:
+    """Of this library's methods."""
+    k = near_keys(method, n)
+    return nf.TopK(k) if k is not None else nf.Cells() if method == "cells" else None
+
+
 def function(method: str, n: int, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if method == "naive":
         return lambda q, k, v: naive(q, k, v, causal)
     if method == "sdpa":
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    chosen = nf.Cells() if method == "cells" else nf.TopK(near_keys(method, n))
+    chosen = recipe(method, n)
     return lambda q, k, v: nf.attention(q, k, v, is_causal=causal, method=chosen)
 
 
@@ -53,9 +81,12 @@ def prepare(
     """For `isolate`: the call, and the error of some of its rows."""
     generator = torch.Generator(device).manual_seed(seed)
 
+    def uniform(length: int) -> Tensor:
+        drawn = torch.rand((1, HEADS, length, DIM), generator=generator, device=device).mul_(2 * SPREAD).sub_(SPREAD)
+        return drawn.to(dtype_on(device))
+
     def inputs(length: int) -> tuple[Tensor, ...]:
-        shape = (1, HEADS, length, DIM)
-        return tuple(torch.rand(shape, generator=generator, device=device).mul_(2 * SPREAD).sub_(SPREAD) for _ in range(3))
+        return tuple(uniform(length) for _ in range(3))
 
     with torch.no_grad():
         function(method, 256, causal)(*inputs(256))  # threads are started, kernels compiled
@@ -69,14 +100,23 @@ def prepare(
 
 
 def mean_error(output: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool, seed: int) -> float:
-    """Mean of ||estimate - exact|| / ||exact|| over a few random rows, computed one by one."""
+    """Mean of ||estimate - exact|| over a few random rows, in units of the rms norm of the values (as `error_vs_k`).
+
+    Exact rows are computed one by one in float32, from the inputs as the method saw them.
+    """
     _, heads, length, dim = query.shape
     rows = torch.randint(heads * length, (JUDGED_ROWS,), generator=torch.Generator().manual_seed(seed)).tolist()
     total = 0.0
     for row in rows:
         head, position = divmod(row, length)
         seen = slice(0, position + 1 if causal else length)
-        weights = (key[0, head, seen] @ query[0, head, position] / math.sqrt(dim)).double().softmax(0).to(value.dtype)
-        exact = weights @ value[0, head, seen]
-        total += float((output[0, head, position] - exact).norm() / exact.norm())
-    return total / len(rows)
+        scores = key[0, head, seen].float() @ query[0, head, position].float() / math.sqrt(dim)
+        exact = scores.double().softmax(0).float() @ value[0, head, seen].float()
+        total += float((output[0, head, position].float() - exact).norm())
+    return total / len(rows) / rms_norm(value)
+
+
+def rms_norm(value: Tensor) -> float:
+    """Of rows; head by head, for a long input is not to be copied as a whole."""
+    squares = [float(head.float().square().sum(-1).mean()) for head in value[0]]
+    return math.sqrt(sum(squares) / len(squares))

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
-
-import torch
+from typing import Any
 
 from experiments import isolate
-from experiments.efficiency.methods import METHODS, near_keys, prepare
+from experiments.digest import digest
+from experiments.efficiency.growth import extrapolated
+from experiments.efficiency.methods import (
+    DIM,
+    HEADS,
+    JUDGED_ROWS,
+    METHODS,
+    SPREAD,
+    dtype_on,
+    near_keys,
+    on_cpu,
+    output_megabytes,
+    prepare,
+    recipe,
+)
 from experiments.experiment import Done, Row, Rows, Unit
+from experiments.isolate import Rounds
 from experiments.settings import Settings
 
 LENGTHS = (5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 QUICK_LENGTHS = (256, 512)
+ON_CPU, ON_GPU = Rounds(5, 30.0), Rounds(10, 5.0)
 
 
 def plan(settings: Settings) -> list[Unit]:
@@ -28,54 +42,52 @@ def unit(settings: Settings, method: str, causal: bool, n: int, lengths: tuple[i
         before = [done[name_of(method, causal, m)][0] for m in lengths if m < n]
         return [measured(settings, method, causal, n, before)]
 
-    def stale(rows: Rows) -> bool:
-        """Limits were raised, and what they stopped may run now."""
-        limits = {"time": settings.time_limit, "memory": settings.memory_limit}
-        return any(row["status"] != "ok" and row["limit"] < limits[row["status"]] for row in rows)
-
-    return Unit(name_of(method, causal, n), measure, stale)
+    return Unit(name_of(method, causal, n), measure, lambda rows: stale(rows, settings), made_with(settings, method, n))
 
 
 def name_of(method: str, causal: bool, n: int) -> str:
     return f"{method}, {'causal' if causal else 'no mask'}, n={n}"
 
 
+def stale(rows: Rows, settings: Settings) -> bool:
+    """Whether limits were raised, and what they stopped may run now."""
+    limits = {"time": settings.time_limit, "memory": settings.memory_limit}
+    return any(row["status"] != "ok" and row["limit"] < limits[row["status"]] for row in rows)
+
+
+def made_with(settings: Settings, method: str, n: int) -> str:
+    """The digest of all that rows depend on, but for the seed, the device and the limits."""
+    inputs = (HEADS, DIM, SPREAD, str(dtype_on(settings.device)))
+    return digest(inputs, JUDGED_ROWS, rounds_on(settings.device), method, recipe(method, n))
+
+
+def rounds_on(device: str) -> Rounds:
+    """Time on a GPU is dear, and calls are short there."""
+    return ON_CPU if on_cpu(device) else ON_GPU
+
+
 def measured(settings: Settings, method: str, causal: bool, n: int, before: Rows) -> Row:
     """Time and memory of one method at one length; a run that would pass a limit, going by shorter ones, is not started."""
-    row: Row = {"method": method, "causal": causal, "n": n, "k": near_keys(method, n)}
-    for what, limit in (("memory", 1024 * settings.memory_limit), ("time", settings.time_limit)):
-        expected = extrapolated(before, n, "megabytes" if what == "memory" else "seconds")
-        if expected is not None and expected > limit:
-            shown = settings.memory_limit if what == "memory" else limit
-            return {**row, "status": what, "limit": shown, "predicted": expected, "tried": False}
+    dtype = dtype_on(settings.device)
+    row: Row = {"method": method, "causal": causal, "n": n, "k": near_keys(method, n), "dtype": str(dtype).removeprefix("torch.")}
+    for status, what, limit, unit, sure in (
+        ("memory", "megabytes", settings.memory_limit, 1024, output_megabytes(1, dtype)),
+        ("time", "seconds", settings.time_limit, 1, 0.0),
+    ):
+        expected = extrapolated(before, n, what, sure)
+        if expected is not None and expected > unit * limit:
+            return {**row, "status": status, "limit": limit, "predicted": expected, "tried": False}
     arguments = (method, n, causal, settings.seed, settings.device)
+    # Which kernels a GPU needs depends on the length: those of a short call are not enough.
+    how: dict[str, Any] = {"warm_up": not on_cpu(settings.device), "rounds": rounds_on(settings.device)}
     if settings.quick:
-        result = isolate.here(prepare, *arguments)
+        result = isolate.here(prepare, *arguments, **how)
     else:
-        limits = {"time_limit": settings.time_limit, "memory_limit": settings.memory_limit}
-        # Which kernels a GPU needs depends on the length: those of a short call are not enough.
-        result = isolate.apart(prepare, *arguments, **limits, warm_up=torch.device(settings.device).type != "cpu")
+        how |= {"time_limit": settings.time_limit, "memory_limit": settings.memory_limit}
+        result = isolate.apart(prepare, *arguments, **how)
     if result.status != "ok":
         limit = settings.memory_limit if result.status == "memory" else settings.time_limit
         return {**row, "status": result.status, "limit": limit, "predicted": None, "tried": True}
-    row |= {"status": "ok", "seconds": statistics.median(result.seconds), "megabytes": result.megabytes}
-    return {**row, "load": os.getloadavg()[0], **result.judged}
-
-
-def extrapolated(before: Rows, n: int, what: str) -> float | None:
-    """The next value by the power law through the last two lengths that ran. Where there is but one, time is taken as quadratic;
-    memory is not guessed, for a call that asks for too much fails at once.
-
-    A method that was tried and stopped at a shorter length will not get further: infinity.
-    """
-    ran = [row for row in before if row["status"] == "ok"]
-    name = "memory" if what == "megabytes" else "time"
-    if any(row["status"] == name and row["tried"] for row in before):
-        return math.inf
-    if not ran or (what == "megabytes" and len(ran) == 1):
-        return None
-    last, power = ran[-1], 2.0
-    if len(ran) > 1 and ran[-2][what] > 0:
-        power = math.log(max(last[what], 1e-9) / ran[-2][what]) / math.log(last["n"] / ran[-2]["n"])
-        power = min(2.0, max(1.0, power))
-    return last[what] * (n / last["n"]) ** power
+    spent = result.seconds
+    times = {"seconds": statistics.median(spent), "fastest": min(spent), "slowest": max(spent), "rounds": len(spent)}
+    return {**row, "status": "ok", **times, "megabytes": result.megabytes, "load": os.getloadavg()[0], **result.judged}

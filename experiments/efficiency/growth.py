@@ -1,0 +1,64 @@
+"""How time and memory grow with the length: by a fit to what was measured, and for the next length."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from experiments.experiment import Row, Rows
+
+LONG = 10_000
+"""Fits begin here: fixed costs weigh less than at shorter lengths."""
+POWERS = {"seconds": (1.0, 2.0), "megabytes": (0.0, 2.0)}
+"""Every method reads all keys and none does more than score all pairs; memory may be that of a block, whatever the length."""
+
+
+class Fit(NamedTuple):
+    """A power law, by least squares of logarithms."""
+
+    exponent: float
+    error: float
+    """standard error of the exponent"""
+    last: Row
+    """the longest length of those fitted"""
+
+    def at(self, n: int) -> float:
+        """Beyond the last length, and from what was measured there: on a bent line that is nearer than the fitted one."""
+        return self.last["seconds"] * (n / self.last["n"]) ** self.exponent
+
+
+def fitted(rows: Rows) -> Fit | None:
+    """Seconds of one method against its lengths from `LONG` on; none where there are fewer than three."""
+    rows = [row for row in rows if row["status"] == "ok" and row["n"] >= LONG]
+    if len(rows) < 3:
+        return None
+    x, y = [math.log(row["n"]) for row in rows], [math.log(row["seconds"]) for row in rows]
+    middle, height = sum(x) / len(x), sum(y) / len(y)
+    width = sum((a - middle) ** 2 for a in x)
+    exponent = sum((a - middle) * (b - height) for a, b in zip(x, y, strict=True)) / width
+    left = sum((b - height - exponent * (a - middle)) ** 2 for a, b in zip(x, y, strict=True))
+    return Fit(exponent, math.sqrt(left / (len(x) - 2) / width), rows[-1])
+
+
+def extrapolated(before: Rows, n: int, what: str, sure: float = 0.0) -> float | None:
+    """The next value by the power law through the last two lengths that ran. Where there is but one, time is taken as quadratic;
+    memory is not guessed, for a call that asks for too much fails at once.
+
+    A method that was tried and stopped at a shorter length will not get further: infinity.
+
+    Args:
+        sure: the part of the value that every key is known to add, as the output does to memory; the power is that of the rest.
+    """
+    ran = [row for row in before if row["status"] == "ok"]
+    name = "memory" if what == "megabytes" else "time"
+    if any(row["status"] == name and row["tried"] for row in before):
+        return math.inf
+    if not ran or (what == "megabytes" and len(ran) == 1):
+        return None
+    rest, power = max(ran[-1][what] - sure * ran[-1]["n"], 0.0), 2.0
+    if len(ran) > 1:
+        shorter = max(ran[-2][what] - sure * ran[-2]["n"], 1e-9)
+        power = math.log(max(rest, 1e-9) / shorter) / math.log(ran[-1]["n"] / ran[-2]["n"])
+        least, most = POWERS[what]
+        power = min(most, max(least, power))
+    return sure * n + rest * (n / ran[-1]["n"]) ** power
