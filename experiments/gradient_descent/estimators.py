@@ -1,13 +1,15 @@
-"""Where a step's gradients come from."""
+"""Where a step's gradients come from: frozen, so that a digest knows their sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import nearfield as nf
@@ -43,58 +45,88 @@ class Dice(NamedTuple):
 Estimator = Callable[[Point, Dice], Gradients]
 
 
-def exact(point: Point, dice: Dice) -> Gradients:
-    return nf.gradients.exact(*point)
+@dataclass(frozen=True)
+class Backward:
+    """The exact gradient of an output, which may be an estimate: what `attention(...).backward()` gives."""
+
+    method: nf.Exact | nf.TopK | nf.Cells
+
+    def __call__(self, point: Point, dice: Dice) -> Gradients:
+        return _backward(lambda *inputs: nf.attention(*inputs, method=self.method, generator=dice.torch), point)
 
 
-def without_key(estimator: Estimator) -> Estimator:
-    """The keys stay where they are: the paper estimates no D^K in its experiment."""
+@dataclass(frozen=True)
+class Torch:
+    """The exact gradient without this library."""
 
-    def estimate(point: Point, dice: Dice) -> Gradients:
-        return estimator(point, dice)._replace(key=torch.zeros_like(point.key))
-
-    return estimate
-
-
-def printed(asked: Sizes, with_key: bool) -> Estimator:
-    return lambda point, dice: printed_gradients(*point, asked, dice.numpy, with_key)
+    def __call__(self, point: Point, dice: Dice) -> Gradients:
+        return _backward(F.scaled_dot_product_attention, point)
 
 
-def shared_walks(recipe: RandomWalk) -> Estimator:
-    return lambda point, dice: nf.gradients.estimate(*point, recipe, generator=dice.torch)
+@dataclass(frozen=True)
+class Walks:
+    recipe: RandomWalk
+
+    def __call__(self, point: Point, dice: Dice) -> Gradients:
+        return nf.gradients.estimate(*point, self.recipe, generator=dice.torch)
 
 
-def of_method(method: nf.TopK | nf.Cells) -> Estimator:
-    """The exact gradient of an estimated output: what `attention(...).backward()` gives."""
+@dataclass(frozen=True)
+class Printed:
+    asked: Sizes
+    with_key: bool
 
-    def estimate(point: Point, dice: Dice) -> Gradients:
-        query, key, value = (x.detach().requires_grad_() for x in point[:3])
-        output = nf.attention(query, key, value, method=method, generator=dice.torch)
-        return Gradients(*torch.autograd.grad(output, (query, key, value), point.upstream))
+    def __call__(self, point: Point, dice: Dice) -> Gradients:
+        return printed_gradients(*point, self.asked, dice.numpy, self.with_key)
 
-    return estimate
+
+@dataclass(frozen=True)
+class Without:
+    """One input stays where it is: the keys, of which the paper's experiment estimates no gradient, or the queries."""
+
+    name: str
+    estimator: Estimator
+
+    def __call__(self, point: Point, dice: Dice) -> Gradients:
+        found = self.estimator(point, dice)
+        return found._replace(**{self.name: torch.zeros_like(getattr(found, self.name))})
 
 
 def small(count: int, dim: int) -> dict[str, Estimator]:
     """At the paper's size. "-qv": only queries and values move."""
     asked = sizes(count, dim, EPS, DELTA)
     near = math.ceil(math.sqrt(count))
+    exact = Backward(nf.Exact())
     return {
-        "exact-qv": without_key(exact),
-        "printed-qv": printed(asked, with_key=False),
+        "exact-qv": Without("key", exact),
+        "printed-qv": Printed(asked, with_key=False),
         "exact": exact,
-        "printed": printed(asked, with_key=True),
-        "walks": shared_walks(RandomWalk(WALKS)),
-        "topk": of_method(nf.TopK(near, tail=near)),
+        "printed": Printed(asked, with_key=True),
+        "walks": Walks(RandomWalk(WALKS)),
+        "topk": Backward(nf.TopK(near, tail=near)),
     }
 
 
 def large(count: int) -> dict[str, Estimator]:
-    """Where the exact gradient is no longer free: indices that do not look at every key."""
+    """Where the exact gradient is no longer free: indices that do not look at every key. "-kv": only keys and values move."""
     near, index = math.ceil(math.sqrt(count)), nf.KMeansIndex()
+    exact = Backward(nf.Exact())
     return {
         "exact": exact,
-        "walks": shared_walks(RandomWalk(FEW_WALKS, index=index)),
-        "topk": of_method(nf.TopK(near, tail=near, index=index)),
-        "cells": of_method(nf.Cells()),
+        "exact-kv": Without("query", exact),
+        "walks": Walks(RandomWalk(FEW_WALKS, index=index)),
+        "topk": Backward(nf.TopK(near, tail=near, index=index)),
+        "cells": Backward(nf.Cells()),
     }
+
+
+def timed(count: int) -> dict[str, Estimator]:
+    """Every way to a gradient at the larger N; two of them exact, of which the faster one counts."""
+    ways = large(count)
+    del ways["exact-kv"]
+    return {"sdpa": Torch(), **ways}
+
+
+def _backward(attend: Callable[..., Tensor], point: Point) -> Gradients:
+    inputs = [x.detach().requires_grad_() for x in point[:3]]
+    return Gradients(*torch.autograd.grad(attend(*inputs), inputs, point.upstream))

@@ -1,9 +1,9 @@
 """The paper's Monte-Carlo gradients at full size, drawn by their law instead of walk by walk.
 
-`nearfield.gradients.PrintedWalk` takes every walk. At N = 100 and eps = 0.05 that is some twenty million draws for one gradient,
-too many for a descent. But walks are independent and enter only through counts: where walks end is multinomial, how many
-draws of a group fall on a key is multinomial, how many of an entry's walks hit is binomial. For small N, where the softmax matrix
-fits, the counts can be drawn at once; the estimates have the same law (tests compare them with `PrintedWalk`).
+`nearfield.gradients.PrintedWalk` takes every walk. At N = 100 and eps = 0.05 that is some 27 million draws for one gradient, too
+many for a descent. But walks are independent and enter only through counts: where walks end is multinomial, how many draws of a
+group fall on a key is multinomial, how many of an entry's walks hit is binomial. For small N, where the softmax matrix fits, the
+counts can be drawn at once; the estimates have the same law (tests compare them with `PrintedWalk`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Sizes(NamedTuple):
 
 
 def sizes(count: int, dim: int, eps: float, delta: float) -> Sizes:
-    """Those that `PrintedWalk(eps, delta)` takes."""
-    walks = nf.budget(count, eps, delta, d=dim, theorem="walks").walks
+    """Walks as printed, 2 lg N / eps^2. For medians of means the paper leaves a constant open: here as `PrintedWalk` has it."""
+    walks = nf.budget(count, eps, delta, d=dim, theorem="walks", form="printed").walks
     medians = nf.budget(count, eps, delta, d=dim, theorem="median-of-means", form="tight")
     return Sizes(walks or 1, medians.groups or 1, medians.group_size or 1)
 
