@@ -1,4 +1,4 @@
-"""Error against k: the paper's figure for several B, and three methods at equal numbers of keys."""
+"""Error against k: the paper's figure for several B, and three methods against the keys that they look at."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments.error_vs_k.select import lengths, over_seeds, powers, spreads
+from experiments.error_vs_k.spreads import AUTHORS, FIGURE, named
 from experiments.experiment import Rows
 from experiments.look import CORAL, INK, QUIET, SAGE, band, end_labels, panels, styled
 from experiments.words import middle
@@ -32,12 +33,12 @@ def by_spread(rows: Rows) -> Figure:
         x = [k for _, k in marks]
         ends: list[tuple[float, float, str, Any]] = []
         for i, spread in enumerate(values):
-            paper = spread == max(values)
+            paper = spread == FIGURE
             color = CORAL if paper else colors(0.35 + 0.65 * i / max(1, len(values) - 1))
+            line = "-" if spread in AUTHORS else "--"
             each = [over_seeds(rows, n, spread, "topk", power, what) for power, _ in marks]
-            band(axis, x, each, color, marker="o", linewidth=2.4 if paper else 1.6)
-            label = f"B = {spread:g}" + (" (paper)" if paper else "")
-            ends.append((float(x[-1]), middle(each[-1]), label, color))
+            band(axis, x, each, color, marker="o", linestyle=line, linewidth=2.4 if paper else 1.6)
+            ends.append((float(x[-1]), middle(each[-1]), named(spread) if paper else f"B = {spread:g}", color))
         name = "Mean" if what.startswith("mean") else "Largest"
         axis.set_title(f"{name} error of a row, top k, n = {n:,}")
         _counts(axis, marks)
@@ -70,14 +71,12 @@ def by_method(rows: Rows) -> Figure:
         for method, (_, color) in METHODS.items():
             for what, line in (("mean_additive", "-"), ("max_additive", ":")):
                 each = [over_seeds(rows, n, spread, method, power, what) for power, _ in marks]
+                keys = [middle(over_seeds(rows, n, spread, method, power, "keys")) for power, _ in marks]
                 marker = "o" if line == "-" else None
                 floor = [[max(value, 1e-7) for value in values] for values in each]
-                band(
-                    axis, [k for _, k in marks], floor, color, linestyle=line, marker=marker, linewidth=2 if line == "-" else 1.2
-                )
-        paper = " (paper)" if spread == max(values) else ""
-        axis.set_title(f"B = {spread:g}{paper}, logit sd {spread**2 / 3:.2g}")
-        _counts(axis, marks)
+                band(axis, keys, floor, color, linestyle=line, marker=marker, linewidth=2 if line == "-" else 1.2)
+        axis.set_title(f"{named(spread)}, logit sd {spread**2 / 3:.2g}")
+        _counts(axis, marks, "keys per query, measured")
     axes[0, 0].set_ylim(4e-8, 4)
     for label, color in METHODS.values():
         axes[0, 0].plot([], [], "o-", color=color, label=label)
@@ -87,9 +86,9 @@ def by_method(rows: Rows) -> Figure:
     return figure
 
 
-def _counts(axis: Any, marks: list[tuple[str, int]]) -> None:
+def _counts(axis: Any, marks: list[tuple[str, int]], xlabel: str = "keys per query, k") -> None:
     """k on a logarithmic axis, named as the paper names it; neighbours a line apart."""
-    axis.set(xscale="log", yscale="log", xlabel="keys per query, k")
+    axis.set(xscale="log", yscale="log", xlabel=xlabel)
     by_size: dict[int, list[str]] = {}
     for name, k in marks:
         by_size.setdefault(k, []).append(f"${name}$" if "^" in name else name)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from experiments.error_vs_k.spreads import AUTHORS
 from experiments.experiment import Rows
 
 
 def spreads(rows: Rows) -> list[float]:
     return sorted({row["B"] for row in rows})
+
+
+def authors(rows: Rows) -> list[float]:
+    """The B among them that the authors use."""
+    return [spread for spread in spreads(rows) if spread in AUTHORS]
 
 
 def lengths(rows: Rows) -> list[int]:

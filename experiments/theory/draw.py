@@ -9,10 +9,22 @@ from matplotlib.figure import Figure
 
 from experiments.experiment import Rows
 from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, band, panels, say, short, styled
-from experiments.theory.coverage import PROMISES
+from experiments.theory.coverage import DELTA, PROMISES
 from experiments.words import middle
 
 SPREADS = (INK, SAGE, CORAL)
+LINES = {
+    "printed-signed": (CORAL, "--", "s"),
+    "printed-positive": (CORAL, "--", "o"),
+    "median": (CORAL, "-", "o"),
+    "mean": (SAGE, "-", "o"),
+    "tail-printed": (INK, "--", "o"),
+    "tail": (INK, "-", "o"),
+    "walks-printed": (PLUM, "--", "o"),
+    "walks": (PLUM, "-", "o"),
+    "audit": (OCHRE, "-", "o"),
+}
+"""Colour, line and marker of each promise; printed ones are dashed."""
 
 
 @styled
@@ -46,15 +58,15 @@ def lazy(axis: Any, rows: Rows) -> None:
 
 
 def coverage(axis: Any, rows: Rows) -> None:
-    for name, color in zip(PROMISES, (INK, SAGE, CORAL, OCHRE), strict=True):
+    for name, (color, line, marker) in LINES.items():
         mine = sorted((row for row in rows if row["promise"] == name), key=lambda row: row["share"])
         rates = [row["broken"] / row["seeds"] for row in mine]
         error = [math.sqrt(max(rate * (1 - rate), 0) / row["seeds"]) for rate, row in zip(rates, mine, strict=True)]
-        axis.errorbar(
-            [row["share"] for row in mine], rates, yerr=error, fmt="o-", color=color, capsize=2, label=PROMISES[name][2]
-        )
+        x = [row["share"] for row in mine]
+        axis.plot(x, rates, color=color, linestyle=line, marker=marker, label=PROMISES[name].label.replace(">=", "≥"))
+        axis.errorbar(x, rates, yerr=error, fmt="none", ecolor=color, capsize=2)
     trials, shares = rows[0]["seeds"], sorted({row["share"] for row in rows})
-    axis.axhline(0.1, color=QUIET, linestyle="--", linewidth=1, label="allowed (audit: 0.05)")
+    axis.plot([shares[0], 1], [DELTA, DELTA], ":", color=QUIET, label="allowed (audit 0.05,\nprinted walks 1/n)")
     axis.set(
         xscale="log",
         xlabel="share of the draws (or rows) that the theorem asks for",
@@ -63,7 +75,8 @@ def coverage(axis: Any, rows: Rows) -> None:
     axis.set_xticks(shares, ["1" if share == 1 else f"1/{round(1 / share)}" for share in shares])
     axis.minorticks_off()
     axis.set_ylim(-0.03, 1.03)
-    axis.legend(loc="upper right")
+    axis.set_xlim(shares[0] / 1.3, 14)
+    axis.legend(loc="center right", fontsize=7.5, handlelength=3)
     axis.set_title("How often the promises break")
 
 
@@ -105,7 +118,7 @@ def missed(axis: Any, rows: Rows) -> None:
         say(axis, gaps[-1], middle(each[-1]), label, color, place, ha=align)
     axis.set(xlabel="logit of the missed key above the smallest near one", ylabel="total variation between draws and softmax")
     axis.set_ylim(-0.02, None)
-    axis.set_title("An index that misses one key (n = 64, k = 8)")
+    axis.set_title(f"An index that misses one key (n = {rows[0]['n']}, k = {rows[0]['k']})")
 
 
 def lists(rows: Rows) -> Figure:
@@ -122,8 +135,8 @@ def lists(rows: Rows) -> Figure:
     dense = [[row["dense"] for row in certain if row["probes"] == p] for p in probes]
     band(axes[0, 2], probes, dense, INK, "rows drawn densely", marker="o")
     axes[0, 0].set(ylabel="total variation", title=f"Draws against softmax, n = {rows[0]['n']}, k = {rows[0]['k']}")
-    axes[0, 1].set(ylabel="far keys per lazy draw", title="What a draw looks at")
-    axes[0, 2].set(ylabel="share", title="Recall; rows not worth being lazy")
+    axes[0, 1].set(ylabel="far keys per draw (dense rows: all)", title="What a draw looks at")
+    axes[0, 2].set(ylabel="share", title="Recall; rows drawn densely")
     axes[0, 0].legend()
     axes[0, 2].legend()
     for axis in axes[0]:
@@ -131,4 +144,5 @@ def lists(rows: Rows) -> Figure:
         axis.set_xticks(probes, [str(p) for p in probes])
         axis.minorticks_off()
         axis.set_ylim(0, None)
+    axes[0, 1].set(yscale="log", ylim=(0.5, None))
     return figure

@@ -6,14 +6,24 @@ With one-hot values a row's output is the empirical distribution of its draws, a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import nearfield as nf
 from experiments.experiment import Row
+from experiments.theory.lazy import looked_at_by_a_draw
 from nearfield.index.base import BuiltIndex, Cutoffs
+
+MISSED = (64, 8)
+"""n and k with one missed key."""
+LISTS = (512, 23)
+"""n and k with inverted lists."""
+QUERIES, DIM, SPREAD = 16, 8, 3.0
+SIZES = (MISSED, LISTS, QUERIES, DIM, SPREAD)
 
 
 @dataclass(frozen=True)
@@ -48,36 +58,33 @@ class BuiltForgetful(BuiltIndex):
         )
 
 
-def missed_key(gap: float, certify: bool, draws: int, seed: int, n: int = 64, k: int = 8) -> Row:
+def missed_key(gap: float, certify: bool, draws: int, seed: int) -> Row:
     """One key is missed; its logit lies `gap` above the smallest of the near set."""
+    n, k = MISSED
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, generator=generator, dtype=torch.float64)
     logits[0] = -torch.inf
     logits[0] = logits.topk(k).values[-1] + gap
-    distance, info = total_variation(
+    distance, _ = total_variation(
         torch.ones(1, 1).double(), logits[:, None], Forgetful(0), k, certify, draws, generator, scale=1.0
     )
-    return {
-        "kind": "missed",
-        "gap": gap,
-        "certified": certify,
-        "seed": seed,
-        "tv": distance,
-        "looked": info["evaluated_per_draw"],
-    }
+    return {"kind": "missed", "gap": gap, "certified": certify, "seed": seed, "n": n, "k": k, "tv": distance}
 
 
-def kmeans(probes: int, certify: bool, draws: int, seed: int, n: int = 512, k: int = 23) -> Row:
+def kmeans(probes: int, certify: bool, draws: int, seed: int) -> Row:
     """An inverted-list index that opens few cells, on logits of standard deviation 3."""
+    n, k = LISTS
     generator = torch.Generator().manual_seed(seed)
-    query, key = (torch.randn(count, 8, generator=generator, dtype=torch.float64) for count in (16, n))
+    query, key = (torch.randn(count, DIM, generator=generator, dtype=torch.float64) for count in (QUERIES, n))
+    query = SPREAD * query
     index = nf.KMeansIndex(probes=probes)
-    distance, info = total_variation(3 * query, key, index, k, certify, draws, generator)
-    near = index.build(key[None]).search(3 * query[None], k)[1][0]
+    distance, info = total_variation(query, key, index, k, certify, draws, generator)
+    near = index.build(key[None]).search(query[None], k)[1][0]
     true = (query @ key.T).topk(k).indices
     recall = float((near[:, :, None] == true[:, None, :]).any(1).double().mean())
     about = {"kind": "kmeans", "probes": probes, "certified": certify, "seed": seed, "n": n, "k": k}
-    return {**about, "tv": distance, "recall": recall, "looked": info["evaluated_per_draw"], "dense": info["dense_rows"] / 16}
+    looked, dense = looked_at_by_a_draw(info, QUERIES, n, k)
+    return {**about, "tv": distance, "recall": recall, "looked": looked, "dense": dense}
 
 
 def total_variation(
@@ -89,7 +96,7 @@ def total_variation(
     draws: int,
     generator: torch.Generator,
     scale: float | None = None,
-) -> tuple[float, dict[str, float]]:
+) -> tuple[float, Mapping[str, Any]]:
     """Mean over rows of the distance between draws and softmax, and what the method says of itself."""
     method = nf.LazyGumbel(k=k, index=index, certify=certify, draws=draws, estimator="mean")
     one_hot = torch.eye(len(key), dtype=key.dtype)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ def looked_at(n: int, k: int, spread: float, draws: int, seed: int) -> Row:
     value = torch.zeros(n, 1, dtype=torch.float64)
     method = nf.LazyGumbel(k=k, draws=draws, estimator="mean")
     info = nf.estimate(spread * query, key, value, method=method, generator=generator).info
+    measured, dense = looked_at_by_a_draw(info, QUERIES, n, k)
     return {
         "kind": "lazy",
         "n": n,
@@ -26,11 +29,18 @@ def looked_at(n: int, k: int, spread: float, draws: int, seed: int) -> Row:
         "spread": spread,
         "seed": seed,
         "draws": draws * QUERIES,
-        "measured": info["evaluated_per_draw"],
+        "measured": measured,
+        "dense": dense,
         "closed": info["expected_per_draw"],
         "printed": n / k,
         "bound": (n - k) / (k + 1),
     }
+
+
+def looked_at_by_a_draw(info: Mapping[str, Any], rows: int, n: int, k: int) -> tuple[float, float]:
+    """Far keys that one draw looks at, and the share of rows that were not worth being lazy, for which that is all of them."""
+    dense = info["dense_rows"] / rows
+    return info["evaluated_per_draw"] + dense * (n - k), dense
 
 
 def around_root(n: int) -> tuple[int, ...]:

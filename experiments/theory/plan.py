@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from experiments.digest import digest
 from experiments.experiment import Unit
 from experiments.settings import Settings
-from experiments.theory.coverage import PROMISES, failures
-from experiments.theory.indices import kmeans, missed_key
-from experiments.theory.lazy import around_root, looked_at
-from experiments.theory.sizes import tail_sizes
+from experiments.theory import coverage, indices, lazy, sizes, walks
 
 SPREADS = (0.0, 1.0, 3.0)
 SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)
@@ -19,34 +17,55 @@ def plan(settings: Settings) -> list[Unit]:
     quick, base = settings.quick, settings.seed
     lengths = (256,) if quick else (1_024, 16_384)
     draws, trials, seeds = (100, 12, 2) if quick else (300, 400, 5)
-    many = 2_000 if quick else 50_000
+    many, walked = (2_000, 4) if quick else (50_000, 50)
     gaps, probes = (GAPS[::3], PROBES[::3]) if quick else (GAPS, PROBES)
+    walk_lengths = walks.LENGTHS[:2] if quick else walks.LENGTHS
 
-    def lazy(n: int, spread: float, seed: int) -> Unit:
+    def lazy_draws(n: int, spread: float, seed: int) -> Unit:
+        near = lazy.around_root(n)
         return Unit(
             f"lazy draws, n={n}, sd={spread:g}, seed={seed}",
-            lambda done: [looked_at(n, k, spread, draws, base + seed) for k in around_root(n)],
+            lambda done: [lazy.looked_at(n, k, spread, draws, base + seed) for k in near],
+            digest=digest(n, spread, near, draws, lazy.DIM, lazy.QUERIES),
         )
 
     def promise(name: str, share: float) -> Unit:
-        return Unit(f"{name}, {share:g} of the draws", lambda done: [failures(name, share, trials, base)])
+        return Unit(
+            f"{name}, {share:g} of the draws",
+            lambda done: [coverage.failures(name, share, trials, base)],
+            digest=digest(name, share, trials, coverage.PROMISES[name].allowed, coverage.SIZES),
+        )
 
     def missed(gap: float) -> Unit:
         return Unit(
             f"missed key, gap={gap:g}",
-            lambda done: [missed_key(gap, certify, many, base + seed) for certify in (True, False) for seed in range(seeds)],
+            lambda done: [
+                indices.missed_key(gap, certify, many, base + seed) for certify in (True, False) for seed in range(seeds)
+            ],
+            digest=digest(gap, many, seeds, indices.SIZES),
         )
 
     def lists(probe: int) -> Unit:
         return Unit(
             f"k-means index, probes={probe}",
-            lambda done: [kmeans(probe, certify, many // 2, base + seed) for certify in (True, False) for seed in range(seeds)],
+            lambda done: [
+                indices.kmeans(probe, certify, many // 2, base + seed) for certify in (True, False) for seed in range(seeds)
+            ],
+            digest=digest(probe, many // 2, seeds, indices.SIZES),
+        )
+
+    def gradient(n: int) -> Unit:
+        return Unit(
+            f"walks, n={n}",
+            lambda done: [walks.usual(n, form, walked, base) for form in walks.FORMS],
+            digest=digest(n, walked, walks.FORMS, walks.EPS, walks.DELTA, walks.DIM),
         )
 
     return [
-        *(lazy(n, spread, seed) for n in lengths for spread in SPREADS for seed in range(seeds)),
-        *(promise(name, share) for name in PROMISES for share in SHARES),
-        Unit("sizes", lambda done: tail_sizes()),
+        *(lazy_draws(n, spread, seed) for n in lengths for spread in SPREADS for seed in range(seeds)),
+        *(promise(name, share) for name in coverage.PROMISES for share in SHARES),
+        *(gradient(n) for n in walk_lengths),
+        Unit("sizes", lambda done: sizes.tail_sizes(), digest=digest(sizes.LENGTHS, sizes.EPS, sizes.DELTA)),
         *(missed(gap) for gap in gaps),
         *(lists(probe) for probe in probes),
     ]

@@ -2,69 +2,166 @@
 
 from __future__ import annotations
 
-from experiments.experiment import Finding, Rows, Section, Table, Verdict
-from experiments.theory.coverage import DELTA, EPS, PROMISES
+import math
+
+from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict
+from experiments.theory.coverage import ADDITIVE, DELTA, EPS, PRINTED, PROMISES
+from experiments.theory.walks import FORMS
 from experiments.words import listed, middle, number, percent, times
+
+RARE = 0.05
+"""Below so many far keys per draw their mean is mostly noise."""
 
 
 def tell(rows: Rows) -> Section:
-    lazy, covered, sized, missed, lists = (
-        [row for row in rows if row["kind"] == kind] for kind in ("lazy", "coverage", "sizes", "missed", "kmeans")
+    lazy, covered, walked, sized, missed, lists = (
+        [row for row in rows if row["kind"] == kind] for kind in ("lazy", "coverage", "walks", "sizes", "missed", "kmeans")
     )
-    findings = [expected(lazy), promises(covered), conditions(sized, covered), one_missed(missed), inverted_lists(lists)]
+    findings = [
+        expected(lazy),
+        as_printed(covered),
+        promises(covered),
+        conditions(sized, covered),
+        gradients(walked, covered),
+        one_missed(missed),
+        inverted_lists(lists),
+    ]
     return Section(
         paper="Lazy Gumbel sampling looks at no more than n/k far keys in expectation and is exact; draws combined by median of "
-        "means, and top-k with a sampled tail, are within eps with probability 1 - delta; approximate indices are covered by "
-        "lowering the cutoff by a constant. The paper proves this and measures none of it.",
+        "means are within eps O, and top-k with a sampled tail within O(eps), with probability 1 - delta; D^{V} by random walks "
+        "is within e_{V} with probability 1 - 1/n; approximate indices are covered by lowering the cutoff by a constant. The "
+        "paper proves this and measures none of it.",
         here="Each statement is run: the number of far keys per draw next to its closed form, the failures of every promise "
         "over seeds with all and with a part of the draws, the sizes that the printed and the corrected theorem ask for, and "
         "the law of the draws when the index misses keys.",
         findings=findings,
         captions={
-            "theory": f"Above, left: {findings[0].evidence} Right: failure rates; with a fraction of the draws the promises do "
-            f"break, so the trials have teeth. Below, left: {findings[2].evidence} Right: {findings[3].evidence}",
-            "theory-index": findings[4].evidence,
+            "theory": f"Above, left: {findings[0].evidence} Right: failure rates, printed forms dashed. {teeth(covered)} Below, "
+            f"left: {findings[3].evidence} Right: {findings[5].evidence}",
+            "theory-index": f"{findings[6].evidence} In the middle such a row counts with all its far keys, of which a single "
+            "draw would look at every one.",
         },
-        tables=[lazy_table(lazy), coverage_table(covered), size_table(sized)],
+        tables=[lazy_table(lazy), coverage_table(covered), walks_table(walked), size_table(sized)],
     )
 
 
 def expected(rows: Rows) -> Finding:
-    below = sum(row["measured"] <= 1.03 * row["printed"] for row in rows)
-    worst = max(abs(row["measured"] - row["closed"]) / max(row["closed"], 1e-3) for row in rows if row["closed"] > 0.05)
+    below = sum(row["measured"] <= row["printed"] for row in rows)
+    worst = max(abs(row["measured"] / row["closed"] - 1) for row in rows if row["closed"] > RARE)
     tied = [row["closed"] / row["printed"] for row in rows if row["spread"] == 0]
     sharp = max(row["spread"] for row in rows)
     saved = [row["closed"] / row["printed"] for row in rows if row["spread"] == sharp]
     text = (
         f"The measured mean is within the bound in {below} of {len(rows)} settings and within {percent(worst)} of the closed "
-        f"form (n-k) e^{{U}}/(e^{{U}} + Z_{{S}}) in all of them. With tied keys it is {percent(min(tied))} to "
+        f"form (n-k) e^{{U}}/(e^{{U}} + Z_{{S}}) wherever that is above {RARE:g}. With tied keys it is {percent(min(tied))} to "
         f"{percent(max(tied))} of n/k; with logits of standard deviation {sharp:g}, {percent(min(saved))} to "
         f"{percent(max(saved))}."
     )
-    why = (
-        "The bound is right and, away from ties, far from tight: the closed form is known before drawing and can be used to "
-        "decide."
+    verdict: Verdict = "confirmed" if below == len(rows) else "refuted"
+    why = ""
+    if verdict == "confirmed":
+        why = (
+            "The bound is right and, away from ties, far from tight: the closed form is known before drawing and can be used to "
+            "decide."
+        )
+    return Finding("E[m] <= n/k far keys are looked at per draw.", verdict, text, why)
+
+
+def kept(row: Row) -> bool:
+    return row["broken"] / row["seeds"] <= row["allowed"]
+
+
+def with_all_draws(rows: Rows, name: str) -> Row:
+    return next(row for row in rows if row["promise"] == name and row["share"] == 1)
+
+
+def verdict_on(rows: Rows) -> Verdict:
+    good = [kept(row) for row in rows]
+    return "confirmed" if all(good) else "partly" if any(good) else "refuted"
+
+
+def times_broken(row: Row) -> str:
+    return f"{row['broken']} of {row['seeds']} times"
+
+
+def as_printed(rows: Rows) -> Finding:
+    """The multiplicative promise, where its assumptions hold, and where those hold as well that its proof makes."""
+    signed, positive = (with_all_draws(rows, name) for name in PRINTED)
+    text = (
+        f"With the printed number of draws (eps = {EPS}, delta = {DELTA}; constants are those of the proof) and signed values "
+        f"that nearly cancel it broke {times_broken(signed)}; with V >= 0 and O >= max V / ln n, {times_broken(positive)}."
     )
-    return Finding("E[m] <= n/k far keys are looked at per draw.", "confirmed" if below == len(rows) else "refuted", text, why)
+    why = ""
+    if not kept(signed):
+        why = (
+            "The theorem asks for |V| <= O(log n) alone. Its proof bounds the variance by B O, which needs V >= 0, and then the "
+            "draws by a logarithm, which needs O >= B / O(log n). Where O is small next to the values, no fixed number of draws "
+            "gives a multiplicative error."
+        )
+    return Finding("|O^ - O| <= eps O for all entries, with probability 1 - delta.", verdict_on([signed, positive]), text, why)
 
 
 def promises(rows: Rows) -> Finding:
-    full = [row for row in rows if row["share"] == 1]
-    kept = [row["broken"] / row["seeds"] <= row["allowed"] for row in full]
+    """The additive ones."""
+    full = [with_all_draws(rows, name) for name in ADDITIVE]
     small = min(row["share"] for row in rows)
     few = {row["promise"]: row for row in rows if row["share"] == small}
-    said = listed([f"{PROMISES[row['promise']][2]} {row['broken']} of {row['seeds']}" for row in full])
-    with_few = listed([f"{PROMISES[name][2]} {row['broken']}" for name, row in few.items()])
+    said = listed([f"{PROMISES[row['promise']].label} {row['broken']} of {row['seeds']}" for row in full])
+    with_few = listed([f"{PROMISES[name].label} {few[name]['broken']}" for name in ADDITIVE])
     text = (
         f"Broken with the full sizes (corrected forms, eps = {EPS}, delta = {DELTA}; audit 95/95): {said}. With "
         f"1/{round(1 / small)} of them: {with_few}."
     )
-    verdict: Verdict = "confirmed" if all(kept) else "partly" if any(kept) else "refuted"
     why = (
-        "The multiplicative form that is printed needs V >= 0 and outputs bounded away from zero; what is tested here is the "
-        "corrected, additive form."
+        "What the paper says in a footnote to D^{Q}, and for head and tail: an error in units of the values needs no assumption "
+        "on the outputs. Plain mean and audit are ours."
     )
-    return Finding("The estimates are within eps with probability 1 - delta.", verdict, text, why)
+    return Finding("Additively, the estimates are within eps with probability 1 - delta.", verdict_on(full), text, why)
+
+
+def teeth(rows: Rows) -> str:
+    """Whether the trials can fail at all."""
+    small = min(row["share"] for row in rows)
+    few = [row for row in rows if row["share"] == small]
+    breaks = [row for row in few if not kept(row)]
+    safe = [PROMISES[row["promise"]].label for row in few if kept(row)]
+    text = f"With 1/{round(1 / small)} of the draws {len(breaks)} of {len(few)} promises break more often than allowed"
+    return text + (f"; not so {listed(safe)}." if safe and breaks else ".")
+
+
+def gradients(rows: Rows, covered: Rows) -> Finding:
+    """The printed bound on D^V, and what it is worth."""
+    hard = {form: with_all_draws(covered, name) for form, name in (("printed", "walks-printed"), ("corrected", "walks"))}
+    usual = {form: [row for row in rows if row["form"] == form] for form in FORMS}
+    printed = usual["printed"]
+    seeds = sum(row["seeds"] for row in printed)
+
+    def together(form: str) -> str:
+        return f"{sum(row['broken'] for row in usual[form])} of {seeds}"
+
+    def span(form: str) -> str:
+        far = [row["relative"] for row in usual[form]]
+        return f"{number(min(far))} to {number(max(far))}"
+
+    met = seeds - sum(row["zero_broken"] for row in printed)
+    lengths = listed([f"{row['n']:,}" for row in printed])
+    size = [percent(least(row["zero"] for row in printed)) for least in (min, max)]
+    text = (
+        f"Gaussian inputs, eps = {printed[0]['eps']}, n = {lengths}: broken {together('printed')} times with the printed walks, "
+        f"and {together('corrected')} times with the corrected ones and their bound, eps ||D^{{O}}||_{{1}}. One key with half of "
+        f"all weight, eps = {EPS}: {times_broken(hard['printed'])} and {times_broken(hard['corrected'])}. On the Gaussian inputs "
+        f"the zero vector meets the printed bound {met} of {seeds} times (the largest entry of D^{{V}} is {size[0]} to {size[1]} "
+        f"of it). In units of ||D^{{V}}||, where zero is 1 off, the estimates are {span('printed')} (printed) and "
+        f"{span('corrected')} (corrected) off."
+    )
+    why = ""
+    if met > seeds / 2:
+        why = (
+            "A bound that zero meets says little about an estimate: e_{V} grows with n, and an entry of D^{V}, about an average "
+            "of D^{O}, does not. The printed number of walks, 2 lg n / eps^{2}, is 0 at n = 1."
+        )
+    claim = "D^{V} is within e_{V} = eps <D^{O}, 1> + 2 n eps M with probability 1 - 1/n."
+    return Finding(claim, verdict_on([*printed, hard["printed"]]), text, why)
 
 
 def conditions(rows: Rows, covered: Rows) -> Finding:
@@ -92,16 +189,18 @@ def conditions(rows: Rows, covered: Rows) -> Finding:
             f" At n = {a['n']:,}, eps = {a['eps']:g} the printed k = {a['k']:,} is {times(a['k'] / b['k'])} the corrected "
             f"{b['k']:,}."
         )
-    full = next(row for row in covered if row["promise"] == "tail" and row["share"] == 1)
-    kept = full["broken"] / full["seeds"] <= full["allowed"]
-    text += f" With the corrected sizes the promise broke {full['broken']} times in {full['seeds']}."
-    why = (
-        "Sufficient, but not needed: by Bernstein's inequality on w (V - O), k l of order n/eps^{2} is enough, so k = l = "
-        "O(n^{1/2}/eps) and n^{3/2} time."
+    printed, corrected = (with_all_draws(covered, name) for name in ("tail-printed", "tail"))
+    text += (
+        f" The promise broke {times_broken(printed)} with the printed sizes, {times_broken(corrected)} with the corrected ones."
     )
-    return Finding(
-        "Head and tail: k = l = O(n^{2/3}/eps), hence n^{5/3} time.", "partly" if kept else "confirmed", text, why if kept else ""
-    )
+    verdict: Verdict = "refuted" if not kept(printed) else "partly" if kept(corrected) else "confirmed"
+    why = ""
+    if verdict == "partly":
+        why = (
+            "Sufficient, but not needed: by Bernstein's inequality on w (V - O), k l of order n/eps^{2} is enough, so k = l = "
+            "O(n^{1/2}/eps) and n^{3/2} time."
+        )
+    return Finding("Head and tail: k = l = O(n^{2/3}/eps), hence n^{5/3} time.", verdict, text, why)
 
 
 def of_gap(rows: Rows, gap: float, certified: bool) -> float:
@@ -119,11 +218,13 @@ def one_missed(rows: Rows) -> Finding:
         "or less, the noise of that many draws."
     )
     verdict: Verdict = "partly" if worst > 3 * floor else "confirmed"
-    why = (
-        "The theorem holds for the true top k, and only for it: else the smallest near score is no bound for the other keys. "
-        "For approximate near sets the appendix lowers the cutoff by a constant that nobody knows; an index that bounds what it "
-        "leaves out needs none."
-    )
+    why = ""
+    if verdict == "partly":
+        why = (
+            "The theorem holds for the true top k, and only for it: else the smallest near score is no bound for the other keys. "
+            "For approximate near sets the appendix lowers the cutoff by a constant that nobody knows; an index that bounds what "
+            "it leaves out needs none."
+        )
     return Finding("Algorithm 1 draws exactly from the softmax, and any kNN index may supply its near set.", verdict, text, why)
 
 
@@ -155,14 +256,29 @@ def lazy_table(rows: Rows) -> Table:
 def coverage_table(rows: Rows) -> Table:
     shares = sorted({row["share"] for row in rows}, reverse=True)
     body = []
-    for name, (_, allowed, label) in PROMISES.items():
+    for name, promise in PROMISES.items():
         rates = [
             next(row["broken"] / row["seeds"] for row in rows if row["promise"] == name and row["share"] == share)
             for share in shares
         ]
-        body.append([label, f"{allowed:g}", *(f"{rate:.3f}" for rate in rates)])
+        body.append([promise.label, f"{promise.allowed:.3g}", *(f"{rate:.3f}" for rate in rates)])
     head = ["promise", "allowed", *("all draws" if share == 1 else f"1/{round(1 / share)} of them" for share in shares)]
     return Table(f"Failure rate over {rows[0]['seeds']} seeds", head, body)
+
+
+def walks_table(rows: Rows) -> Table:
+    body = [
+        [
+            f"n = {row['n']:,}, {row['form']}",
+            f"{row['walks']:,}",
+            f"{row['broken']} of {row['seeds']}",
+            f"{row['zero_broken']} of {row['seeds']}",
+            *(number(row[what]) for what in ("error", "zero", "relative")),
+        ]
+        for row in rows
+    ]
+    head = ["", "walks", "broken", "by zero", "error / bound", "zero's / bound", "error / ||D^{V}||"]
+    return Table(f"D^{{V}} by random walks on Gaussian inputs, eps = {rows[0]['eps']}; means over seeds", head, body)
 
 
 def size_table(rows: Rows) -> Table:
@@ -173,7 +289,7 @@ def size_table(rows: Rows) -> Table:
         for n in lengths:
             for form in ("printed", "corrected"):
                 row = next(row for row in rows if (row["n"], row["eps"], row["form"]) == (n, eps, form))
-                line.append("everything" if row["exact"] else f"{row['k']:,}")
+                line.append("all" if row["exact"] else f"{row['k']:,}")
         body.append(line)
-    head = ["eps", *(f"n = {n:,}, {form}" for n in lengths for form in ("printed", "corrected"))]
-    return Table("k = l of top-k with a sampled tail, delta = 0.1", head, body)
+    head = ["eps", *(f"10^{{{math.log10(n):g}}}, {form}" for n in lengths for form in ("printed", "corrected"))]
+    return Table("k = l of top-k with a sampled tail by n, delta = 0.1; all: as many keys as there are", head, body)
