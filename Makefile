@@ -51,9 +51,9 @@ format: $(STAMP) ## let ruff rewrite the sources
 bench: $(STAMP) ## all the benchmarks, more than an hour on two quiet cores; JSON under benchmarks/results, figures under docs/figures
 	set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
 
-reproduce: $(STAMP) ## the paper's experiments, and experiments/report.html; goes on where it was stopped
-	$(BIN)/python -m experiments all
-	$(BIN)/python -m experiments report
+reproduce: $(STAMP) ## the paper's experiments again, and a page about them, in experiments/again; goes on where it was stopped
+	$(BIN)/python -m experiments all --out experiments/again
+	$(BIN)/python -m experiments report --out experiments/again
 
 smollm2: $(REAL) ## fetch SmolLM2-135M into models/, for the benchmarks on real queries, keys and values
 	$(BIN)/python benchmarks/fetch_smollm2.py

@@ -75,3 +75,5 @@ class Experiment:
     tell: Callable[[Rows], Section]
     keep: Callable[[Rows], bool] = lambda rows: False
     """whether saved rows of a unit that is not planned this time are still told and drawn; others are dropped"""
+    devices: Sequence[str] = ("cpu",)
+    """where it can run; the first is where it has the sizes of the paper, and whose verdicts count"""

@@ -15,6 +15,8 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from experiments.words import middle
+
 INK, CORAL, SAGE, OCHRE, PLUM, QUIET = "#3d405b", "#e07a5f", "#5a9a7f", "#d19a3c", "#8a6a9e", "#8d8f9e"
 STYLE: Any = {
     "font.size": 9.5,
@@ -62,12 +64,8 @@ def band(
     axis: Any, x: Sequence[float], each: Sequence[Sequence[float]], color: Any, label: str | None = None, **line: Any
 ) -> None:
     """Median over seeds as a line, smallest to largest as a band; `each` holds the seeds' values at every x."""
-    middle = [
-        sorted(values)[len(values) // 2] if len(values) % 2 else sum(sorted(values)[len(values) // 2 - 1 :][:2]) / 2
-        for values in each
-    ]
     axis.fill_between(x, [min(values) for values in each], [max(values) for values in each], color=color, alpha=0.16, linewidth=0)
-    axis.plot(x, middle, color=color, label=label, **line)
+    axis.plot(x, [middle(values) for values in each], color=color, label=label, **line)
 
 
 def say(axis: Any, x: float, y: float, text: str, color: str, at: tuple[float, float] = (5, 0), **how: Any) -> None:

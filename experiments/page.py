@@ -18,6 +18,7 @@ VERDICTS = {
     "untested": "untested",
     "beyond": "beyond the paper",
 }
+ON = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
 
 def page(title: str, lead: str, sections: Sequence[str], contents: Sequence[tuple[str, str]]) -> str:
@@ -38,9 +39,9 @@ def anchor(name: str, mark: str) -> str:
 def section(experiment: Experiment, told: Section, saved: dict[str, Any], figures: Path, mark: str = "") -> str:
     """One experiment: what the paper says, what was done here, findings, figures, tables, where it was measured.
 
-    `mark`: of a second section about the same experiment.
+    `mark`: the device, in a second section about the same experiment.
     """
-    where = f" ({mark})" if mark else ""
+    where = f", {ON[mark]}" if mark else ""
     parts = [f'<section id="{anchor(experiment.name, mark)}"><h2>{text(experiment.title)}{where}</h2>']
     parts.append(f'<div class="pair"><div><h3>The paper</h3><p>{text(told.paper)}</p></div>')
     parts.append(f"<div><h3>Here</h3><p>{text(told.here)}</p></div></div>")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from experiments import look, page
 from experiments.catalogue import EXPERIMENTS
-from experiments.settings import ON_GPU
-from experiments.store import read
+from experiments.settings import place
+from experiments.store import read, say_again
 
 LEAD = (
     "The experiments of “kNN Attention Demystified: A Theoretical Exploration for Scalable Transformers”, run again with the "
@@ -18,23 +18,28 @@ LEAD = (
 
 
 def build(results: Path, out: Path) -> Path:
-    """Write the page about the experiments whose results are complete; figures are drawn anew."""
+    """Write the page about the experiments whose results are complete; figures are drawn, and findings said, anew.
+
+    Where there are results of two devices, those of the second are told apart, and their claims, which are the same, are not
+    counted again.
+    """
     sections, contents, verdicts, missing = [], [], Counter[str](), []
     for name, experiment in EXPERIMENTS.items():
-        found = [folder for folder in (results, results / ON_GPU) if _is_complete(folder / f"{name}.json")]
+        found = {device: place(results, device) for device in experiment.devices}
+        found = {device: folder for device, folder in found.items() if _is_complete(folder / f"{name}.json")}
         if not found:
             missing.append(name)
-        for folder in found:
+        for number, (device, folder) in enumerate(found.items()):
             saved = read(folder / f"{name}.json")
             rows = [row for unit in saved["units"].values() for row in unit["rows"]]
             look.save(experiment.draw(rows), folder / "figures")
             told = experiment.tell(rows)
-            # Where there are both, the second is told apart, and its claims, which are the same, are not counted again.
-            mark = ON_GPU if folder != found[0] else ""
+            say_again(folder / f"{name}.json", saved, told.findings)
+            mark = device if number else ""
             if not mark:
                 verdicts.update(finding.verdict for finding in told.findings)
             sections.append(page.section(experiment, told, saved, folder / "figures", mark))
-            contents.append((page.anchor(name, mark), experiment.title + (", on a GPU" if mark else "")))
+            contents.append((page.anchor(name, mark), experiment.title + (f", {page.ON[mark]}" if mark else "")))
     if not sections:
         raise ValueError(
             f"there are no complete results in {results}; run `python -m experiments all` first (add --quick for small sizes)"

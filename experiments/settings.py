@@ -9,8 +9,12 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 QUICK_RESULTS = HERE / "quick"
-ON_GPU = "cuda"
-"""the folder in these for results of a GPU"""
+DEVICES = ("cpu", "cuda")
+
+
+def place(results: Path, device: str) -> Path:
+    """Where in a folder of results those of a device are: those of a GPU are a folder further down."""
+    return results if device == "cpu" else results / device
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Settings:
     def folder(self) -> Path:
         """Where results go. Small ones keep away from the full ones, and those of a GPU from those of a CPU."""
         usual = QUICK_RESULTS if self.quick else RESULTS
-        return self.out or (usual if self.device == "cpu" else usual / ON_GPU)
+        return self.out or place(usual, self.device)
 
     def identity(self) -> dict[str, Any]:
         """What has to agree for saved results to be those of this run. Limits may change: what they stopped is tried again."""

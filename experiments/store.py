@@ -82,16 +82,27 @@ class Store(Mapping[str, Rows]):
     def finish(self, keys: Sequence[str], findings: Sequence[Finding]) -> None:
         """Every unit that is told is there: put them in this order, and drop the others, which are of an older plan."""
         units = {key: self._content["units"][key] for key in keys}
-        finished = {**self._content, "units": units, "findings": [asdict(finding) for finding in findings], "complete": True}
+        finished = {**self._content, "units": units, "findings": _plain(findings), "complete": True}
         if finished != self._content:
             self._content = finished
             self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".json.part")
-        beside.write_text(_json(self._content))
-        os.replace(beside, self.path)
+        write(self.path, self._content)
+
+
+def say_again(path: Path, saved: dict[str, Any], findings: Sequence[Finding]) -> None:
+    """Let a file say what is said about its rows today."""
+    if saved["findings"] != _plain(findings):
+        write(path, {**saved, "findings": _plain(findings)})
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """At once: whoever reads finds the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".json.part")
+    beside.write_text(_json(content))
+    os.replace(beside, path)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -116,6 +127,10 @@ def plain(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [plain(value) for value in x]
     raise TypeError(f"results hold numbers, words, lists and dicts; got {type(x).__name__}")
+
+
+def _plain(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    return [asdict(finding) for finding in findings]
 
 
 def _json(content: dict[str, Any]) -> str:

@@ -46,6 +46,11 @@ def fixed(x: float, digits: int = 2) -> str:
     return f"{x:.{digits}f}" if math.isfinite(x) else NOT_FINITE
 
 
+def signed(x: float) -> str:
+    """A change: +1.5%, −12%."""
+    return (("+" if x >= 0 else "−") if math.isfinite(x) else "") + percent(abs(x))
+
+
 def finite(x: float | None) -> float:
     """A number that was saved: those that are not finite were saved as none, and are larger than all others."""
     return math.inf if x is None else x

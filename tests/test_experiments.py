@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +29,7 @@ from experiments.error_vs_k.tell import minimal
 from experiments.experiment import Experiment, Rows, Section, Unit, Verdict
 from experiments.gradient_descent.printed_law import printed_gradients, sizes
 from experiments.page import STYLE, VERDICTS, figure, text
-from experiments.settings import HERE, Settings
+from experiments.settings import HERE, RESULTS, Settings, place
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key
 from experiments.words import change, finite, fixed, number, percent
@@ -53,8 +53,8 @@ def test_quick_results_carry_their_environment_and_seed(folder: Path, name: str)
     assert saved["seed"] == 3
     assert saved["quick"]
     assert saved["findings"]
-    for place in saved["environments"]:
-        assert place.keys() >= {"nearfield", "torch", "python", "processor", "cpus", "threads", "date"}
+    for where in saved["environments"]:
+        assert where.keys() >= {"nearfield", "torch", "python", "processor", "cpus", "threads", "date"}
     for unit in saved["units"].values():
         assert unit["rows"]
         assert 0 <= unit["environment"] < len(saved["environments"])
@@ -85,6 +85,25 @@ def test_a_second_run_does_nothing_again(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Store, "save", lambda *_: pytest.fail("measured again"))
     main(["all", "--quick", "--seed", "3", "--out", str(folder)])
     assert before == {path: path.read_bytes() for path in folder.rglob("*.json")}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_unit_knows_what_it_was_measured_with(name: str) -> None:
+    assert all(unit.digest for unit in EXPERIMENTS[name].plan(Settings(quick=True)))
+
+
+@pytest.mark.parametrize(("name", "device"), [(name, device) for name in EXPERIMENTS for device in EXPERIMENTS[name].devices])
+def test_the_page_says_what_the_results_say(name: str, device: str) -> None:
+    """Of the results that are kept with the code, as far as they are complete."""
+    path = place(RESULTS, device) / f"{name}.json"
+    saved = read(path) if path.exists() else {"complete": False}
+    if not saved["complete"]:
+        pytest.skip(f"no complete results of {name} on {device}")
+    told = EXPERIMENTS[name].tell([row for unit in saved["units"].values() for row in unit["rows"]])
+    assert [asdict(finding) for finding in told.findings] == saved["findings"]
+    page = (HERE / "report.html").read_text()
+    for words in [told.here, *(finding.evidence for finding in told.findings), *told.captions.values(), *told.notes]:
+        assert text(words) in page
 
 
 def test_a_report_without_results_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +260,8 @@ def test_lengths_that_would_pass_a_limit_are_not_tried() -> None:
 
 def rows_of_errors(at_eighth: float, at_root: float) -> Rows:
     def row(power: str, k: int, error: float) -> dict[str, Any]:
-        return {"n": 512, "B": 1.0, "seed": 0, "power": power, "k": k, "method": "topk", "mean_additive": error}
+        about = {"n": 512, "B": 10.0, "seed": 0, "power": power, "k": k, "method": "topk"}
+        return {**about, "mass": 0.5, "mean_additive": error, "max_additive": 2 * error}
 
     return [row("n^{1/8}", 3, at_eighth), row("n^{1/2}", 23, at_root)]
 
@@ -274,7 +294,8 @@ def test_printed_gradients_by_their_law_have_the_moments_of_the_walks() -> None:
     eps, delta, trials = 0.5, 0.1, 50
     asked, random = sizes(6, 2, eps, delta), np.random.default_rng(0)
     ours = [printed_gradients(*point, asked, random) for _ in range(600)]
-    theirs = [estimate(*point, PrintedWalk(eps, delta), generator=generator) for _ in range(trials)]
+    walk = PrintedWalk(eps, delta, walks=asked.walks)
+    theirs = [estimate(*point, walk, generator=generator) for _ in range(trials)]
     right = exact(*point)
     for name in right._fields:
         mine, walked = (torch.stack([getattr(found, name) for found in many]) for many in (ours, theirs))
@@ -325,15 +346,44 @@ def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
     assert "--device cuda needs a CUDA device" in capsys.readouterr().err
 
 
-def test_results_of_a_gpu_have_a_folder_and_a_section_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_an_experiment_of_the_cpu_is_not_run_as_if_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("experiments.command.run", lambda experiment, *_: ran.append(experiment.name) or Section("", "", [], {}))
+    with pytest.raises(SystemExit):
+        main(["theory", "--device", "cuda", "--quick"])
+    assert "theory does not run on cuda; leave --device out" in capsys.readouterr().err
+    main(["all", "--device", "cuda", "--quick"])
+    assert ran == ["efficiency", "shakespeare", "gpt2-xl"]
+    assert "not on cuda: error-vs-k, gradient-descent, theory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("--device", "mps"), ("--time-limit", "-5"), ("--memory-limit", "much")])
+def test_bad_arguments_are_refused(arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["efficiency", "--quick", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_without_a_name_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in EXPERIMENTS)
+
+
+def test_results_of_a_second_device_have_a_folder_and_a_section_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """And those of the paper's sizes come first, which a GPU has where models are trained."""
     assert Settings(device="cuda").folder == Settings().folder / "cuda"
-    for place in (tmp_path, tmp_path / "cuda"):
-        place.mkdir(exist_ok=True)
-        (place / "theory.json").write_text((folder / "theory.json").read_text())
+    for results in (tmp_path, place(tmp_path, "cuda")):
+        results.mkdir(exist_ok=True)
+        for name in ("efficiency", "shakespeare"):
+            (results / f"{name}.json").write_text((folder / f"{name}.json").read_text())
     main(["report", "--out", str(tmp_path)])
     page = (tmp_path / "report.html").read_text()
-    assert 'id="theory"' in page
-    assert 'id="theory-cuda"' in page
+    found = re.findall(r'<section id="([^"]+)"', page)
+    assert found == ["efficiency", "efficiency-cuda", "shakespeare", "shakespeare-cpu"]
     counted = sum(int(count) for count in re.findall(r'<span class="[a-z]+">(\d+) ', page))
     assert counted == page.count("<article") / 2
     ids = re.findall(r'id="([^"]+)"', page)

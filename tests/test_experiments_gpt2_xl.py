@@ -99,7 +99,7 @@ def test_a_model_adds_units_and_repeats_none(
     save = Store.save
     monkeypatch.setattr(Store, "save", lambda store, key, *rest: (saved.append(key), save(store, key, *rest))[1])
     main(["gpt2-xl", "--quick", "--out", str(folder), "--model", str(real)])
-    assert saved == ["small, exact", "small, cells", "small, exact, other order"]
+    assert saved == ["small, exact", "small, cells", "small, exact, other order", "small, topk"]
     after = read(folder / "gpt2-xl.json")["units"]
     assert {key: after[key] for key in before} == before
     tuned = [row for key in saved for row in after[key]["rows"] if row["kind"] == "tuned"]
@@ -109,7 +109,7 @@ def test_a_model_adds_units_and_repeats_none(
     assert tuned[0]["before"] == pytest.approx(tuned[1]["before"], rel=0.01)
     samples = [row for key in saved for row in after[key]["rows"] if row["kind"] == "sample"]
     assert {(row["method"], row["when"], row["prompt"]) for row in samples} == {
-        (method, when, prompt) for method in ("exact", "cells") for when in ("before", "after") for prompt in PROMPTS
+        (method, when, prompt) for method in ("exact", "cells", "topk") for when in ("before", "after") for prompt in PROMPTS
     }
     assert (folder / "figures" / "gpt2-xl-tuned.svg").exists()
     main(["report", "--quick", "--out", str(folder)])
@@ -406,23 +406,24 @@ def test_the_verdict_on_cost_follows_the_numbers(short: float, long: float, verd
 )
 def test_the_verdict_on_quality_follows_the_numbers(ours: float | None, other: float | None, verdict: str) -> None:
     (runs,) = tuned(rows_of_tuning(ours, other))
-    assert quality(runs).verdict == verdict
-    assert ("not finite" in quality(runs).evidence) == (None in (ours, other))
+    assert quality(runs, "topk").verdict == verdict
+    assert ("not finite" in quality(runs, "topk").evidence) == (None in (ours, other))
+    assert quality(runs, "cells").verdict == "beyond"
 
 
 def rows_of_tuning(ours: float | None, other: float | None, exact: float | None = 20.0, before: float = 25.0) -> Rows:
     about = {"kind": "tuned", "model": "m", "steps": 3, "n": 64, "before": before, "after_exact": 20.0}
     about |= {"rate": 1e-5, "held_out": 64, "sha256": "none", "losses": [3.0, None, 2.0]}
-    found = (("exact", 0, exact), ("cells", 0, ours), ("exact", 1, other))
+    found = (("exact", 0, exact), ("cells", 0, 21.0), ("exact", 1, other), ("topk", 0, ours))
     return [{**about, "method": method, "order": order, "after": after} for method, order, after in found]
 
 
 def test_a_model_that_has_not_learnt_confirms_nothing() -> None:
     (runs,) = tuned(rows_of_tuning(20.2, 20.0, before=19.0))
-    assert quality(runs).verdict == "partly"
-    assert "learnt" in quality(runs).why
+    assert quality(runs, "topk").verdict == "partly"
+    assert "learnt" in quality(runs, "topk").why
     (runs,) = tuned(rows_of_tuning(20.2, 20.0, exact=None))
-    assert quality(runs).verdict == "untested"
+    assert quality(runs, "topk").verdict == "untested"
 
 
 def test_training_that_diverges_is_told_and_drawn(rows: Rows, tmp_path: Path) -> None:

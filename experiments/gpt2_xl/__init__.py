@@ -5,4 +5,4 @@ from experiments.gpt2_xl.draw import draw
 from experiments.gpt2_xl.plan import keep, plan
 from experiments.gpt2_xl.tell import tell
 
-EXPERIMENT = Experiment("gpt2-xl", "Fine-tuning GPT-2 XL", plan, draw, tell, keep)
+EXPERIMENT = Experiment("gpt2-xl", "Fine-tuning GPT-2 XL", plan, draw, tell, keep, devices=("cuda", "cpu"))

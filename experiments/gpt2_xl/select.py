@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.experiment import Row, Rows
-from experiments.gpt2_xl.tune import RUNS
+from experiments.gpt2_xl.tune import COMPARED
 from experiments.words import finite
 
 NAMES = {"naive": "naive", "exact": "SDPA", "topk": "TopK", "cells": "Cells"}
@@ -65,7 +65,7 @@ def tuned(rows: Rows) -> list[dict[tuple[str, int], Row]]:
     found: dict[str, dict[tuple[str, int], Row]] = {}
     for row in of_kind(rows, "tuned"):
         found.setdefault(row["model"], {})[row["method"], row["order"]] = row
-    return [runs for runs in found.values() if runs.keys() >= set(RUNS) and are_alike([*runs.values()])]
+    return [runs for runs in found.values() if runs.keys() >= set(COMPARED) and are_alike([*runs.values()])]
 
 
 def are_alike(runs: Rows) -> bool:

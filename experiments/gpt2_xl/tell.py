@@ -9,7 +9,7 @@ from experiments.experiment import Finding, Row, Rows, Section, Verdict
 from experiments.gpt2_xl.select import NAMES, cost_at, costs, curve_of, has_memory, last, of_kind, pairs, stopped, tuned
 from experiments.gpt2_xl.sizes import PAPERS_GPU
 from experiments.gpt2_xl.tables import cost_table, sample_tables
-from experiments.words import change, faster, fixed, listed, megabytes, number, percent, seconds, times
+from experiments.words import change, faster, fixed, listed, megabytes, number, seconds, signed, times
 
 LARGE = 1.5e9
 """Parameters from which on a model tells something about GPT-2 XL."""
@@ -37,7 +37,7 @@ def tell(rows: Rows) -> Section:
     }
     models = tuned(rows)
     if models:
-        findings += [quality(runs) for runs in models]
+        findings += [quality(runs, method) for runs in models for method in ("topk", "cells") if (method, 0) in runs]
         captions["gpt2-xl-tuned"] = (
             "Real weights, the same windows in the same order, and once more with SDPA in another order, which is chance alone."
         )
@@ -160,10 +160,9 @@ def cells(rows: Rows) -> Finding:
     return Finding(claim, "beyond", text, why)
 
 
-def quality(runs: Mapping[tuple[str, int], Row]) -> Finding:
+def quality(runs: Mapping[tuple[str, int], Row], method: str) -> Finding:
     """Of one model. How far another order of windows ends away is chance, which is no excuse for a severe loss."""
-    claim = "Fine-tuning with approximate attention (`Cells`) does not severely degrade the model."
-    exact, ours, other = runs["exact", 0], runs["cells", 0], runs["exact", 1]
+    exact, ours, other = runs["exact", 0], runs[method, 0], runs["exact", 1]
     excess, chance = (change(row["after"], exact["after"]) for row in (ours, other))
     learnt = all(row["after"] < row["before"] for row in (exact, ours))
     small = max(SMALL, 2 * abs(chance)) if math.isfinite(chance) else SMALL
@@ -173,15 +172,14 @@ def quality(runs: Mapping[tuple[str, int], Row]) -> Finding:
     text = (
         f"{exact['model']}, {exact['steps']} steps of {exact['n']:,} tokens: the perplexity of held-out text goes from "
         f"{fixed(exact['before'])} to {fixed(exact['after'])} with SDPA and from {fixed(ours['before'])} to "
-        f"{fixed(ours['after'])} with `Cells` (difference: {signed(excess)}; of SDPA with the windows in another order: "
-        f"{signed(chance)}). What was tuned with `Cells` and is then read with SDPA has {fixed(ours['after_exact'])}."
+        f"{fixed(ours['after'])} with `{NAMES[method]}` (difference: {signed(excess)}; of SDPA with the windows in another "
+        f"order: {signed(chance)}). What was tuned with `{NAMES[method]}` and is then read with SDPA has "
+        f"{fixed(ours['after_exact'])}."
     )
     why = "" if learnt else "Not both of them have learnt anything from the text: the steps are too few, or their rate is wrong."
-    return Finding(claim, verdict, text, why)
-
-
-def signed(x: float) -> str:
-    return (("+" if x >= 0 else "−") if math.isfinite(x) else "") + percent(abs(x))
+    if method != "topk":
+        return Finding(f"Fine-tuning with `{NAMES[method]}`, which the paper does not have.", "beyond", text, why)
+    return Finding("Fine-tuning with kNN attention does not severely degrade the model.", verdict, text, why)
 
 
 def agreement(rows: Rows) -> Finding:
@@ -204,6 +202,17 @@ def notes(rows: Rows) -> list[str]:
         "The paper's samples, the beginning of a review of a video game and of a page about hiking, have nothing of Shakespeare: "
         "they do not show that the model was fine-tuned.",
     ]
+    last_context = max(row["n"] for row in of_kind(rows, "cost"))
+    ends = {method: max((row["n"] for row in costs(rows, method)), default=0) for method in NAMES}
+    chosen = [f"{NAMES[m]} beyond {n:,}" for m, n in ends.items() if n < last_context and stopped(rows, m) is None]
+    if chosen:
+        found.append(f"By choice not run, to save time: {listed(chosen)}.")
+    some = costs(rows, "exact")[:2]
+    if len(some) == 2 and some[0]["seconds"] > some[1]["seconds"] / 2:
+        said = listed([f"{seconds(row['seconds'])} at {row['n']:,} tokens" for row in some])
+        found.append(
+            f"With SDPA a step takes {said}: at short contexts time goes into starting kernels, whatever attention does."
+        )
     if not tuned(rows):
         found.append("Run with `--model DIR` to fine-tune real weights as well, such as those of GPT-2 XL.")
     return found

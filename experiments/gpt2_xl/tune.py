@@ -18,8 +18,9 @@ from experiments.gpt2_xl.tokens import split, vocabulary_of, windows_of
 from experiments.gpt2_xl.train import in_half, let_go, ready_to_train, train
 from nearfield.evaluate import token_losses
 
-RUNS = (("exact", 0), ("cells", 0), ("exact", 1))
+COMPARED = (("exact", 0), ("cells", 0), ("exact", 1))
 """Methods and orders of the windows. The other order tells how much of a difference is chance."""
+RUNS = (*COMPARED, ("topk", 0))
 
 
 def tune(size: Size, folder: Path, method: str, order: int, corpus: Corpus, device: str, seed: int) -> Rows:

@@ -5,4 +5,5 @@ from experiments.shakespeare.draw import draw
 from experiments.shakespeare.plan import plan
 from experiments.shakespeare.tell import tell
 
-EXPERIMENT = Experiment("shakespeare", "A model of characters, trained with kNN attention", plan, draw, tell)
+TITLE = "A model of characters, trained with kNN attention"
+EXPERIMENT = Experiment("shakespeare", TITLE, plan, draw, tell, devices=("cuda", "cpu"))

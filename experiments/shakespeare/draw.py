@@ -32,8 +32,9 @@ def perplexities(rows: Rows) -> Figure:
             pairs = beside_exact(rows, context, name)
             line(below, [mine["iteration"] for mine, _ in pairs], [100 * gap(pair) for pair in pairs], name)
         above.set(yscale="log", title=f"Perplexity of a character, context {context:,}")
-        seen = [row for name in methods(rows, context) for row in curve(rows, context, name).values()]
-        plain_numbers(above, low=min(min(row["train"], row["validation"]) for row in seen))
+        curves = [list(curve(rows, context, name).values()) for name in methods(rows, context)]
+        low = min(min(row["train"], row["validation"]) for found in curves for row in found)
+        plain_numbers(above, low, max(5 * low, *(found[-1]["validation"] for found in curves)))
         below.set(title="Validation perplexity, above that of exact attention", xlabel="iterations")
         below.yaxis.set_major_formatter(lambda y, _: f"{y:+g}%" if y else "0%")
         below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
@@ -66,11 +67,11 @@ def line(axis: Any, x: list[int], y: list[float], name: str) -> None:
     axis.plot(x, y, style, color=COLORS[name], linewidth=2.4 if name == "exact" else 1.7, marker="o", markevery=[-1])
 
 
-def plain_numbers(axis: Any, low: float) -> None:
-    """Perplexities as numbers; what was there before training is beyond the top."""
+def plain_numbers(axis: Any, low: float, high: float) -> None:
+    """Perplexities from `low` to `high` as numbers; what was there before training is beyond the top."""
     marks = (1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 40, 50, 60, 70, 80, 100)
-    high = axis.get_ylim()[1]
-    axis.set_ylim(low / 1.08, max(min(high, 5 * low), low * 1.2))
+    drawn = axis.get_ylim()[1]
+    axis.set_ylim(low / 1.08, max(min(drawn, 1.08 * high), low * 1.2))
     shown = [mark for mark in marks if axis.get_ylim()[0] <= mark <= axis.get_ylim()[1]]
     axis.set_yticks(shown, [f"{mark:g}" for mark in shown])
     axis.minorticks_off()

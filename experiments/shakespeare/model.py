@@ -15,6 +15,26 @@ from nearfield.methods.base import Method
 
 Watch = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """is shown query, key, value and output of every layer"""
+SLOWEST = 1e4
+"""The pair of numbers that rotary positions turn least turns about this many times more slowly than the first."""
+
+
+class Rotary(nn.Module):
+    """Turns each pair of numbers of a query or key in proportion to its place: their product knows how far apart they are."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        pairs = sizes.width // sizes.heads // 2
+        angle = torch.arange(sizes.context)[:, None] * SLOWEST ** (-torch.arange(pairs) / pairs)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., length, dim]`, in its own precision; the pair i is x[i] and x[i + dim / 2]."""
+        length = x.shape[-2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        first, second = x.float().chunk(2, -1)
+        return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -23,6 +43,7 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.heads = sizes.heads
+        self.turn = Rotary(sizes) if sizes.rotary else None
         self.qkv = nn.Linear(sizes.width, 3 * sizes.width, bias=False)
         self.out = nn.Linear(sizes.width, sizes.width, bias=False)
         self.method: Method | None = None
@@ -30,6 +51,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.turn is not None:
+            query, key = self.turn(query), self.turn(key)
         output = attend(query, key, value, self.method)
         if self.watch is not None:
             self.watch(query, key, value, output)
@@ -56,7 +79,7 @@ class GPT(nn.Module):
     def __init__(self, sizes: Sizes, symbols: int) -> None:
         super().__init__()
         self.symbol = nn.Embedding(symbols, sizes.width)
-        self.position = nn.Embedding(sizes.context, sizes.width)
+        self.position = None if sizes.rotary else nn.Embedding(sizes.context, sizes.width)
         self.dropout = nn.Dropout(sizes.dropout)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width, bias=False)
@@ -69,7 +92,10 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """`[batch, length]` -> `[batch, length, symbols]`. What an embedding says is also how a character is recognised."""
-        x = self.dropout(self.symbol(ids) + self.position.weight[: ids.shape[1]])
+        x = self.symbol(ids)
+        if self.position is not None:
+            x = x + self.position.weight[: ids.shape[1]]
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.symbol.weight)

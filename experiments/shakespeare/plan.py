@@ -100,6 +100,7 @@ def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> R
         "heads": sizes.heads,
         "width": sizes.width,
         "dropout": sizes.dropout,
+        "rotary": sizes.rotary,
         "batch": sizes.batch,
     }
     return [*rows, end]
