@@ -71,8 +71,7 @@ class Store(Mapping[str, Rows]):
         here = environment(self._device)
         known: list[dict[str, Any]] = self._content["environments"]
         number = next((i for i, other in enumerate(known) if _same(here, other)), len(known))
-        if number == len(known):
-            known.append(here)
+        known[number : number + 1] = [here]  # new, or with today's date
         made = {"digest": digest} if digest else {}
         unit = {"environment": number, "seconds": round(seconds, 3), **made, "rows": plain(rows)}
         self._content["units"][key] = unit
@@ -80,9 +79,13 @@ class Store(Mapping[str, Rows]):
         self._write()
 
     def finish(self, keys: Sequence[str], findings: Sequence[Finding]) -> None:
-        """Every unit that is told is there: put them in this order, and drop the others, which are of an older plan."""
+        """Every unit that is told is there: put them in this order, and drop the others, which are of an older plan, with the
+        environments that nothing else was measured in."""
         units = {key: self._content["units"][key] for key in keys}
-        finished = {**self._content, "units": units, "findings": _plain(findings), "complete": True}
+        used = sorted({unit["environment"] for unit in units.values()})
+        places = [self._content["environments"][number] for number in used]
+        units = {key: {**unit, "environment": used.index(unit["environment"])} for key, unit in units.items()}
+        finished = {**self._content, "environments": places, "units": units, "findings": _plain(findings), "complete": True}
         if finished != self._content:
             self._content = finished
             self._write()

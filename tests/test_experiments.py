@@ -121,6 +121,23 @@ def toy(measure: Callable[[int], Rows], stale: Callable[[Rows], bool] = lambda r
     return Experiment("toy", "Toy", plan, lambda rows: {}, lambda rows: Section("", "", [], {}))
 
 
+def test_environments_are_those_of_the_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the date of the last one, and without those that nothing was measured in."""
+    found = {"threads": 1, "date": "monday"}
+    monkeypatch.setattr("experiments.store.environment", lambda device: dict(found))
+    settings = Settings(quick=True, out=tmp_path)
+    store = Store("toy", settings)
+    for i, (threads, date) in enumerate([(1, "monday"), (2, "monday"), (2, "tuesday"), (4, "tuesday")]):
+        found |= {"threads": threads, "date": date}
+        store.save(f"unit {i}", [{"x": i}], 0.1)
+    assert [unit["environment"] for unit in read(store.path)["units"].values()] == [0, 1, 1, 2]
+    assert read(store.path)["environments"][1] == {"threads": 2, "date": "tuesday"}
+    store.finish(["unit 3", "unit 1"], [])
+    saved = read(store.path)
+    assert [saved["environments"][unit["environment"]]["threads"] for unit in saved["units"].values()] == [4, 2]
+    assert [where["threads"] for where in saved["environments"]] == [2, 4]
+
+
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     settings = Settings(quick=True, out=tmp_path)
     seen: list[int] = []
