@@ -83,7 +83,8 @@ def main() -> int:
         if options.out is not None or not options.quick:
             print("written:", merge(str(path), section, results), flush=True)
         failures += [f"{section}, seed {seed}: {why}" for seed, why in results.get("failed", {}).items()]
-    print("\n".join(failures), end="")
+    for failure in failures:
+        print(failure)
     return int(bool(failures))
 
 

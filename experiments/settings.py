@@ -37,7 +37,7 @@ class Settings:
     def folder(self) -> Path:
         """Where results go. Small ones keep away from the full ones, and those of a GPU from those of a CPU."""
         usual = QUICK_RESULTS if self.quick else RESULTS
-        return self.out or place(usual, self.device)
+        return place(self.out or usual, self.device)
 
     def identity(self) -> dict[str, Any]:
         """What has to agree for saved results to be those of this run. Limits may change: what they stopped is tried again."""

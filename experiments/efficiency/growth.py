@@ -24,7 +24,8 @@ class Fit(NamedTuple):
 
     def at(self, n: int) -> float:
         """Beyond the last length, and from what was measured there: on a bent line that is nearer than the fitted one."""
-        return self.last["seconds"] * (n / self.last["n"]) ** self.exponent
+        least, most = POWERS["seconds"]
+        return self.last["seconds"] * (n / self.last["n"]) ** min(most, max(least, self.exponent))
 
 
 def fitted(rows: Rows) -> Fit | None:

@@ -52,7 +52,7 @@ def _joined(ends: list[tuple[float, float, str, Any]]) -> list[tuple[float, floa
     """One label for lines that end in the same place."""
     found: list[tuple[float, float, str, Any]] = []
     for x, y, label, color in sorted(ends, key=lambda end: end[1]):
-        if found and y < 1.25 * found[-1][1] and "(" not in label:
+        if found and y < 1.25 * found[-1][1] and "(" not in label + found[-1][2]:
             x, y, before, color = found.pop()
             both = [*before.removeprefix("B = ").split(", "), label.removeprefix("B = ")]
             label = f"B = {', '.join(sorted(both, key=float))}"

@@ -137,7 +137,7 @@ def decreasing(rows: Rows) -> Finding:
     cases = worse = 0
     for n in lengths(rows):
         names = powers(rows, n)
-        for spread in spreads(rows):
+        for spread in authors(rows):
             means = [error(rows, n, spread, power) for power, _ in names]
             for (_, small), (_, large), before, after in zip(names, names[1:], means, means[1:], strict=False):
                 if large > small and before > 1e-6:

@@ -10,7 +10,7 @@ from experiments.gradient_descent.losses import LOSSES
 from experiments.gradient_descent.names import INPUTS, LABELS, LARGE_LABELS
 from experiments.gradient_descent.printed_law import draws_per_gradient, sizes
 from experiments.gradient_descent.say import between, off, reached
-from experiments.gradient_descent.select import errors_of, gaps, is_lost, of_kind, progress, seconds_of, typical
+from experiments.gradient_descent.select import errors_of, gaps, is_lost, of_kind, pairs, progress, seconds_of, typical
 from experiments.gradient_descent.tables import error_table, large_table, progress_table, time_table
 from experiments.words import faster, listed, number, percent, seconds, times
 
@@ -145,8 +145,11 @@ def with_keys(runs: Rows) -> Finding:
 
 
 def diverged(runs: Rows, name: str) -> tuple[int, int]:
-    """How many descents, and of how many."""
-    mine = [is_lost(row) for row in runs if row["estimator"] == name]
+    """How many descents, and of how many; of an estimator's, those from starts that exact descent gets away from."""
+    if name == "exact":
+        mine = [is_lost(row) for row in runs if row["estimator"] == name]
+    else:
+        mine = [is_lost(row) for loss in LOSSES for row, _ in pairs(runs, loss, name)]
     return sum(mine), len(mine)
 
 
