@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     able = [name for name, experiment in EXPERIMENTS.items() if asked.device in experiment.devices]
     if asked.name in EXPERIMENTS and asked.name not in able:
         parser.error(f"{asked.name} does not run on {asked.device}; leave --device out")
+    threads = torch.get_num_threads()
     if asked.quick:
         torch.set_num_threads(1)  # more are no faster at small sizes, and much slower where cores are busy
     settings = Settings(
@@ -70,6 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "stopped; what was done is saved, and the same command goes on from there\n")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _positive(text: str) -> float:

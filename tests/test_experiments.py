@@ -28,7 +28,8 @@ from experiments.efficiency.tell import tell as tell_efficiency
 from experiments.error_vs_k.tell import minimal
 from experiments.experiment import Experiment, Rows, Section, Unit, Verdict
 from experiments.gradient_descent.printed_law import printed_gradients, sizes
-from experiments.page import STYLE, VERDICTS, figure, text
+from experiments.page import STYLE, VERDICTS, figure, table, text
+from experiments.page import finding as page_of
 from experiments.settings import HERE, RESULTS, Settings, place
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key
@@ -102,8 +103,12 @@ def test_the_page_says_what_the_results_say(name: str, device: str) -> None:
     told = EXPERIMENTS[name].tell([row for unit in saved["units"].values() for row in unit["rows"]])
     assert [asdict(finding) for finding in told.findings] == saved["findings"]
     page = (HERE / "report.html").read_text()
-    for words in [told.here, *(finding.evidence for finding in told.findings), *told.captions.values(), *told.notes]:
+    for words in [told.paper, told.here, *told.captions.values(), *told.notes]:
         assert text(words) in page
+    for said in (page_of(finding) for finding in told.findings):
+        assert said in page
+    for told_table in told.tables:
+        assert table(told_table) in page
 
 
 def test_a_report_without_results_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,6 +398,7 @@ def test_without_a_name_it_says_what_there_is(capsys: pytest.CaptureFixture[str]
 def test_results_of_a_second_device_have_a_folder_and_a_section_of_their_own(folder: Path, tmp_path: Path) -> None:
     """And those of the paper's sizes come first, which a GPU has where models are trained."""
     assert Settings(device="cuda").folder == Settings().folder / "cuda"
+    assert Settings(device="cuda", out=tmp_path).folder == tmp_path / "cuda"
     for results in (tmp_path, place(tmp_path, "cuda")):
         results.mkdir(exist_ok=True)
         for name in ("efficiency", "shakespeare"):

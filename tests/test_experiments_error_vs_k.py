@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import nearfield as nf
+from experiments.error_vs_k.draw import _joined
 from experiments.error_vs_k.methods import CELL_SIZES, CLOSE, cells, fitted, top, with_tail
 from experiments.error_vs_k.plan import SPREADS, counts, inputs, made_with, measure
 from experiments.error_vs_k.spreads import AUTHORS, FIGURE, OURS, named
@@ -197,3 +198,9 @@ def test_the_caption_says_the_verdict() -> None:
     held = {row["B"]: row["mass"] for row in rows if row["power"] == "n^{1/8}"}
     assert 0 < held[3.0] < held[10.0] <= 1 + 1e-6
     assert all(math.isfinite(row["mean_additive"]) for row in rows)
+
+
+def test_labels_of_lines_that_end_together_are_joined() -> None:
+    """But for those that say whose B it is."""
+    ends = [(1.0, 1.0, "B = 10 (paper)", "red"), (1.0, 1.1, "B = 2", "blue"), (1.0, 1.2, "B = 0.5", "green")]
+    assert [end[2] for end in _joined(ends)] == ["B = 10 (paper)", "B = 0.5, 2"]
