@@ -72,6 +72,17 @@ class Walks:
 
 
 @dataclass(frozen=True)
+class AfterForward:
+    """With the exact output, which the upstream gradient comes from and which walks do not make."""
+
+    estimator: Estimator
+
+    def __call__(self, point: Point, dice: Dice) -> Gradients:
+        F.scaled_dot_product_attention(point.query, point.key, point.value)
+        return self.estimator(point, dice)
+
+
+@dataclass(frozen=True)
 class Printed:
     asked: Sizes
     with_key: bool
@@ -121,10 +132,10 @@ def large(count: int) -> dict[str, Estimator]:
 
 
 def timed(count: int) -> dict[str, Estimator]:
-    """Every way to a gradient at the larger N; two of them exact, of which the faster one counts."""
+    """Every way to an output and its gradient at the larger N; two of them exact, of which the faster one counts."""
     ways = large(count)
     del ways["exact-kv"]
-    return {"sdpa": Torch(), **ways}
+    return {"sdpa": Torch(), **ways, "walks": AfterForward(ways["walks"])}
 
 
 def _backward(attend: Callable[..., Tensor], point: Point) -> Gradients:

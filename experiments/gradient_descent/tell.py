@@ -185,7 +185,7 @@ def cost(timed: Rows) -> Finding:
         + f". Faster than exact: {listed(quicker)}. Load of the machine before: {first['load']:.1f}; threads: {first['threads']}."
     )
     why = (
-        "Walks are timed without the forward pass that D^{O} comes from. At d = 3 a score costs little, which favours exact "
+        "Walks are timed with the forward pass that D^{O} comes from. At d = 3 a score costs little, which favours exact "
         "attention."
     )
     return Finding(f"What a gradient costs at N = {first['N']:,}, where the exact one is no longer free.", "beyond", text, why)
