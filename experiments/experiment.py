@@ -17,6 +17,11 @@ Done = Mapping[str, Rows]
 Verdict = Literal["confirmed", "refuted", "partly", "untested", "beyond"]
 
 
+def judged(holds: Sequence[bool]) -> Verdict:
+    """By the cases that there are numbers for: whether a claim holds in all of them, in some, or in none."""
+    return "untested" if not holds else "confirmed" if all(holds) else "partly" if any(holds) else "refuted"
+
+
 @dataclass(frozen=True)
 class Unit:
     """A piece of work that is saved as a whole."""

@@ -10,7 +10,7 @@ import torch
 from experiments.efficiency.growth import LONG, Fit, extrapolated, fitted
 from experiments.efficiency.methods import DIM, HEADS, KNN, METHODS, NAMES, output_megabytes
 from experiments.efficiency.paper import HANDLED, MARKS, Mark
-from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict
+from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
 from experiments.words import faster, listed, megabytes, middle, percent, seconds, times
 
 SUBQUADRATIC = 1.75
@@ -74,11 +74,6 @@ def last_common(rows: Rows, methods: Sequence[str], causal: bool) -> list[Row]:
     ran = [{row["n"]: row for row in ok(rows, method, causal)} for method in methods]
     common = set.intersection(*(set(found) for found in ran))
     return [found[max(common)] for found in ran] if common else []
-
-
-def judged(holds: Sequence[bool]) -> Verdict:
-    """By the cases that there are numbers for."""
-    return "untested" if not holds else "confirmed" if all(holds) else "partly" if any(holds) else "refuted"
 
 
 def compared(rows: Rows, one: str, other: str, causal: bool) -> str:

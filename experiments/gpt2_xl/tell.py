@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from experiments.experiment import Finding, Row, Rows, Section, Verdict
+from experiments.experiment import Finding, Row, Rows, Section, Verdict, judged
 from experiments.gpt2_xl.select import NAMES, cost_at, costs, curve_of, has_memory, last, of_kind, pairs, stopped, tuned
 from experiments.gpt2_xl.sizes import PAPERS_GPU
 from experiments.gpt2_xl.tables import cost_table, sample_tables
@@ -129,10 +129,9 @@ def cheaper(rows: Rows) -> Finding:
         return Finding(claim, "refuted", "A step with TopK fitted at no context.")
     wins = [faster(a["seconds"], b["seconds"]) for a, b in both]
     said = [f"{ratio(a, b)} at {a['n']:,} tokens ({seconds(a['seconds'])} against {seconds(b['seconds'])})" for a, b in both]
-    verdict: Verdict = "confirmed" if all(wins) else "partly" if any(wins) else "refuted"
     text = f"A training step with `TopK` is, against SDPA, {listed(said)}."
     why = "An exact search does the products of exact attention and selects on top; it has to do so again in the backward pass."
-    return Finding(claim, verdict, text, "" if all(wins) else why)
+    return Finding(claim, judged(wins), text, "" if all(wins) else why)
 
 
 def cells(rows: Rows) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict
+from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
 from experiments.shakespeare.methods import KNN, NAMES, PAPER
 from experiments.shakespeare.select import beside_exact, best, contexts, curve, end, gap, gap_of_best, methods
 from experiments.words import (
@@ -111,14 +111,13 @@ def small_gap(rows: Rows) -> Finding:
         return Finding(claim, "untested", lost + "There is nothing to compare with.")
     last, of_best = gap(pairs[-1]), gap_of_best(pairs)
     small = (abs(last) <= SMALL, abs(of_best) <= SMALL)
-    verdict: Verdict = "confirmed" if all(small) else "partly" if any(small) else "refuted"
     why = "The gap at the end is in favour of kNN attention, which overfits less." if last < -SMALL else ""
     mine, exact = pairs[-1]
     text = (
         f"k = {PAPER}, context {context:,}: after {mine['iteration']:,} iterations the validation perplexity is "
         f"{perplexity(mine)} against {perplexity(exact)} ({signed(last)}); the best on the way {signed(of_best)}."
     )
-    return Finding(claim, verdict, diverged(mine, "kNN") + text, why)
+    return Finding(claim, judged(small), diverged(mine, "kNN") + text, why)
 
 
 def overfitting(pairs: list[tuple[Row, Row]]) -> tuple[int, bool]:
@@ -197,10 +196,9 @@ def cost(rows: Rows) -> Finding:
         wins += [faster(x, exact) for name, x in spent.items() if name in KNN]
         found = listed([f"{times(x / exact)} with {NAMES[name]}" for name, x in spent.items()])
         parts.append(f"context {context:,}: a step with exact attention takes {seconds(exact)}, and of that {found}")
-    verdict: Verdict = "untested" if not wins else "confirmed" if all(wins) else "partly" if any(wins) else "refuted"
     claim = "kNN attention significantly reduces the cost of training (conclusion of the paper)."
     text = f"{sentence('; '.join(parts))}. Less than {percent(ALIKE)} does not count.{graphs(rows)}"
-    return Finding(claim, verdict, text)
+    return Finding(claim, judged(wins), text)
 
 
 def graphs(rows: Rows) -> str:

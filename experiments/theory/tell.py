@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict
+from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
 from experiments.theory.coverage import ADDITIVE, DELTA, EPS, PRINTED, PROMISES
 from experiments.theory.walks import FORMS
 from experiments.words import listed, middle, number, percent, times
@@ -76,8 +76,7 @@ def with_all_draws(rows: Rows, name: str) -> Row:
 
 
 def verdict_on(rows: Rows) -> Verdict:
-    good = [kept(row) for row in rows]
-    return "confirmed" if all(good) else "partly" if any(good) else "refuted"
+    return judged([kept(row) for row in rows])
 
 
 def times_broken(row: Row) -> str:
