@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,11 +26,16 @@ COMPILING, JUDGING = 60.0, 5.0
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often a call is timed: up to `most` times, as long as another one is likely to keep their sum within `patience`
-    seconds. A call longer than half of that is timed once."""
+    """How often a call is timed: `least` times however long it takes, and up to `most` times as long as another one is likely
+    to keep their sum within `patience` seconds."""
 
     most: int = 3
     patience: float = 6.0
+    least: int = 1
+
+    def go_on(self, seconds: Sequence[float]) -> bool:
+        """Whether a call that took these times is timed once more."""
+        return len(seconds) < self.least or (len(seconds) < self.most and sum(seconds) + seconds[-1] <= self.patience)
 
 
 USUAL = Rounds()
@@ -76,7 +81,7 @@ def here(
         if warm_up:
             seconds = [_timed(call)[1]]
             step()
-        while len(seconds) < rounds.most and sum(seconds) + seconds[-1] <= rounds.patience:
+        while rounds.go_on(seconds):
             seconds.append(_timed(call)[1])
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):

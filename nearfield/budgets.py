@@ -79,7 +79,7 @@ def budget(
     | `median-of-means` | printed, corrected, tight | thm:approx-attn |
     | `mean` | corrected | (the paper has only the median) |
     | `lazy-gumbel` | printed, corrected | lemma:large-gumbel-bound |
-    | `walks` | printed, corrected, dkw | alg:mcmc_alg |
+    | `walks` | printed, corrected, dkw, signed | alg:mcmc_alg |
     | `dq` | printed, corrected | thm:dq_approximation |
     | `dk` | printed, corrected | thm:dk_approximation |
 
@@ -230,21 +230,25 @@ def _tail(ask: _Question) -> Budget:
 
 
 def _walks(ask: _Question) -> Budget:
-    """Algorithm ApproxPosProd, as D^V calls it: d columns and the row sums s, n entries each.
+    """Algorithm ApproxPosProd, as D^V calls it: d columns lifted to x >= 0 and the row sums s, n entries each.
 
     printed: 2 lg(n) / eps^2 with lg the logarithm to base 2 (0 walks at n = 1). corrected: Hoeffding for n (d+1) entries,
     ln(2n(d+1)/delta) / (2 eps^2). dkw: the Dvoretzky-Kiefer-Wolfowitz inequality at eps/2, 2 ln(2(d+1)/delta) / eps^2; better
-    only for very large n.
+    only for very large n. signed: walks that carry the sign of x need no lift and no s, but their terms lie between -||x||_1
+    and ||x||_1, which is twice as wide: 2 ln(2nd/delta) / eps^2.
     """
     if ask.form == "printed":
         count = _printed_walks(ask)
         promise = "|x^ - P^T x| <= eps ||x||_1 for x >= 0, with probability 1 - 1/n"
+    elif ask.form == "signed":
+        count = _ceil(2 * math.log(2 * ask.n * ask.d / ask.delta) / ask.eps**2)
+        promise = "|x^ - P^T x| <= eps ||x||_1 for x of any sign, for all n entries of d columns"
     else:
         if ask.form == "dkw":
             count = _ceil(2 * math.log(2 * (ask.d + 1) / ask.delta) / ask.eps**2)
         else:
             count = _ceil(math.log(2 * ask.n * (ask.d + 1) / ask.delta) / (2 * ask.eps**2))
-        promise = "|x^ - P^T x| <= eps ||x||_1 for all n entries of d columns and of s"
+        promise = "|x^ - P^T x| <= eps ||x||_1 for x >= 0, for all n entries of d columns and of s"
     return Budget("walks", ask.form, walks=count, promise=promise, label="alg:mcmc_alg")
 
 
@@ -327,7 +331,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "mean": ("corrected",),
     "lazy-gumbel": ("printed", "corrected"),
     "tail": ("printed", "corrected"),
-    "walks": ("printed", "corrected", "dkw"),
+    "walks": ("printed", "corrected", "dkw", "signed"),
     "dq": ("printed", "corrected"),
     "dk": ("printed", "corrected"),
 }

@@ -79,6 +79,21 @@ def test_walks_by_hand() -> None:
     # ln(2 * 1024 * 10 / 0.1) = 12.23; ln(2 * 10 / 0.1) = 5.298
     assert budget(**arguments, form="corrected").walks == 612
     assert budget(**arguments, form="dkw").walks == 1060
+    # ln(2 * 1024 * 9 / 0.1) = 12.124
+    assert budget(**arguments, form="signed").walks == 2425
+
+
+@given(st.integers(1, 100), st.floats(0.1, 0.5), st.floats(0.01, 0.5))
+def test_walks_with_signs_keep_their_promise_where_all_end_in_one_key(n: int, eps: float, delta: float) -> None:
+    """With n signs of equal weight, half of them negative, every walk adds 1 or -1 to that key: a binomial law, no worse one."""
+    walks = budget(n, eps, delta, d=1, theorem="walks", form="signed").walks
+    too_low = math.ceil((1 - eps) / 2 * walks - 1e-9) - 1
+    assert 2 * stats.binom.cdf(too_low, walks, 0.5) <= delta / n
+
+
+def test_walks_for_x_of_one_sign_are_too_few_for_both_signs() -> None:
+    walks = budget(64, 0.1, 1e-3, d=1, theorem="walks", form="corrected").walks
+    assert 2 * stats.binom.cdf(math.ceil(0.45 * walks) - 1, walks, 0.5) > 10 * 1e-3
 
 
 def test_dkw_beats_hoeffding_only_for_very_many_keys() -> None:

@@ -81,3 +81,8 @@ def test_calls_are_timed_several_times_within_reason(
     found = isolate.here(needs, 1 << 10, 0.0, warm_up=warm_up, rounds=Rounds(4, 30.0), step=lambda: steps.append(clock.calls))
     assert found.seconds == counted
     assert steps == ([0, 1, 2] if warm_up else [0, 1])
+
+
+@pytest.mark.parametrize(("spent", "again"), [((100.0,), True), ((100.0, 90.0), True), ((100.0, 90.0, 1.0), False)])
+def test_long_calls_are_timed_as_often_as_asked_for(spent: tuple[float, ...], again: bool) -> None:
+    assert Rounds(5, 30.0, least=3).go_on(spent) == again

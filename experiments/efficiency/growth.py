@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from experiments.experiment import Row, Rows
 
-LONG = 10_000
-"""Fits begin here: fixed costs weigh less than at shorter lengths."""
+FIXED = 0.01
+"""Seconds. Fits begin after the last length whose call takes less: fixed costs, as of starting kernels, would weigh too much."""
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45)
+"""Standard errors that 95% of all fits are off at most, by the number of lengths beyond two: 3, 4, ..., 8 of them."""
 POWERS = {"seconds": (1.0, 2.0), "megabytes": (0.0, 2.0)}
 """Every method reads all keys and none does more than score all pairs; memory may be that of a block, whatever the length."""
 
@@ -17,8 +19,8 @@ class Fit(NamedTuple):
     """A power law, by least squares of logarithms."""
 
     exponent: float
-    error: float
-    """standard error of the exponent"""
+    margin: float
+    """either way, with 95% confidence"""
     last: Row
     """the longest length of those fitted"""
 
@@ -29,8 +31,10 @@ class Fit(NamedTuple):
 
 
 def fitted(rows: Rows) -> Fit | None:
-    """Seconds of one method against its lengths from `LONG` on; none where there are fewer than three."""
-    rows = [row for row in rows if row["status"] == "ok" and row["n"] >= LONG]
+    """Seconds of one method against its lengths, in their order; none where fewer than three are long enough to count."""
+    rows = [row for row in rows if row["status"] == "ok"]
+    short = [i for i, row in enumerate(rows) if row["seconds"] < FIXED]
+    rows = rows[short[-1] + 1 :] if short else rows
     if len(rows) < 3:
         return None
     x, y = [math.log(row["n"]) for row in rows], [math.log(row["seconds"]) for row in rows]
@@ -38,7 +42,8 @@ def fitted(rows: Rows) -> Fit | None:
     width = sum((a - middle) ** 2 for a in x)
     exponent = sum((a - middle) * (b - height) for a, b in zip(x, y, strict=True)) / width
     left = sum((b - height - exponent * (a - middle)) ** 2 for a, b in zip(x, y, strict=True))
-    return Fit(exponent, math.sqrt(left / (len(x) - 2) / width), rows[-1])
+    free = len(x) - 2
+    return Fit(exponent, STUDENT[free - 1] * math.sqrt(left / free / width), rows[-1])
 
 
 def extrapolated(before: Rows, n: int, what: str, sure: float = 0.0) -> float | None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nearfield as nf
+from experiments.powers import power
 
 HEADS, DIM = 10, 64
 SPREAD = 1.0
@@ -57,7 +58,7 @@ def naive(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
 def near_keys(method: str, n: int) -> int | None:
     """k of the paper's two settings."""
     powers = {"topk-sqrt": 1 / 2, "topk-fourth": 1 / 4}
-    return math.ceil(round(n ** powers[method], 6)) if method in powers else None
+    return power(n, powers[method]) if method in powers else None
 
 
 def recipe(method: str, n: int) -> nf.Cells | nf.TopK | None:

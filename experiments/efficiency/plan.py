@@ -28,7 +28,7 @@ from experiments.settings import Settings
 
 LENGTHS = (5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
 QUICK_LENGTHS = (256, 512)
-ON_CPU, ON_GPU = Rounds(5, 30.0), Rounds(10, 5.0)
+ON_CPU, ON_GPU = Rounds(5, 30.0, least=3), Rounds(10, 5.0)
 
 
 def plan(settings: Settings) -> list[Unit]:
@@ -78,6 +78,7 @@ def measured(settings: Settings, method: str, causal: bool, n: int, before: Rows
         if expected is not None and expected > unit * limit:
             return {**row, "status": status, "limit": limit, "predicted": expected, "tried": False}
     arguments = (method, n, causal, settings.seed, settings.device)
+    load = os.getloadavg()[0]
     # Which kernels a GPU needs depends on the length: those of a short call are not enough.
     how: dict[str, Any] = {"warm_up": not on_cpu(settings.device), "rounds": rounds_on(settings.device)}
     if settings.quick:
@@ -90,4 +91,4 @@ def measured(settings: Settings, method: str, causal: bool, n: int, before: Rows
         return {**row, "status": result.status, "limit": limit, "predicted": None, "tried": True}
     spent = result.seconds
     times = {"seconds": statistics.median(spent), "fastest": min(spent), "slowest": max(spent), "rounds": len(spent)}
-    return {**row, "status": "ok", **times, "megabytes": result.megabytes, "load": os.getloadavg()[0], **result.judged}
+    return {**row, "status": "ok", **times, "megabytes": result.megabytes, "load": load, **result.judged}

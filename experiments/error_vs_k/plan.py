@@ -13,6 +13,7 @@ from experiments.digest import digest
 from experiments.error_vs_k.methods import CELL_SIZES, CLOSE, cells, fitted, top, with_tail
 from experiments.error_vs_k.spreads import EARLIER, FIGURE, OURS
 from experiments.experiment import Row, Rows, Unit
+from experiments.powers import power
 from experiments.settings import Settings
 
 DIM = 64
@@ -25,14 +26,14 @@ SEEDS = 5
 
 def counts(n: int) -> dict[str, int]:
     """The paper's k, rounded up, by name; log is the natural one."""
-    power = {
-        "n^{1/8}": n ** (1 / 8),
-        "n^{1/5}": n ** (1 / 5),
-        "log n": math.log(n),
-        "n^{1/4}": n ** (1 / 4),
-        "n^{1/2}": n ** (1 / 2),
+    return {
+        "3": 3,
+        "n^{1/8}": power(n, 1 / 8),
+        "n^{1/5}": power(n, 1 / 5),
+        "log n": math.ceil(math.log(n)),
+        "n^{1/4}": power(n, 1 / 4),
+        "n^{1/2}": power(n, 1 / 2),
     }
-    return {"3": 3, **{name: math.ceil(round(value, 6)) for name, value in power.items()}}
 
 
 def plan(settings: Settings) -> list[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.experiment import Rows
 from experiments.gradient_descent.losses import LOSSES
-from experiments.gradient_descent.names import COLORS, INPUTS, LARGE_ON_FIGURES, ON_FIGURES
+from experiments.gradient_descent.names import COLORS, INPUTS, LABELS
 from experiments.gradient_descent.select import errors_of, of_kind, paths, typical
 from experiments.look import INK, QUIET, panels, say, styled
 from experiments.words import number
@@ -41,7 +42,7 @@ def descents(rows: Rows) -> Figure:
                 axis.set_xlabel("step")
         axes[line, 0].set_ylabel(f"{title}\nloss / loss at the start")
     for name in MOVING["Q, K and V move"]:
-        axes[0, 0].plot([], [], color=COLORS[name], linewidth=2, label=ON_FIGURES[name])
+        axes[0, 0].plot([], [], color=COLORS[name], linewidth=2, label=LABELS[name])
     for rate, dashes in shown.items():
         axes[0, 0].plot([], [], dashes, color=QUIET, label=f"learning rate {rate:g}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
@@ -70,8 +71,8 @@ def beyond(rows: Rows) -> Figure:
     figure, axes = panels(2, 2, 12, 7.6)
     long_descents(axes[0, 0], large)
     bars_of_time(axes[0, 1], of_kind(rows, "time"))
-    bars_of_error(axes[1, 0], large, {name: LARGE_ON_FIGURES[name] for name in ("walks", "topk", "cells")})
-    bars_of_error(axes[1, 1], single, {name: ON_FIGURES[name] for name in ("printed", "signed", "walks", "topk")})
+    bars_of_error(axes[1, 0], large, ("walks", "topk", "cells"))
+    bars_of_error(axes[1, 1], single, ("printed", "signed", "walks", "topk"))
     return figure
 
 
@@ -81,7 +82,7 @@ def long_descents(axis: Any, large: Rows) -> None:
     for name in dict.fromkeys(row["estimator"] for row in large):
         dashes = "--" if name == "exact-kv" else "-"
         limits += curve(axis, paths(large, loss, rate, name), name, dashes)
-        axis.plot([], [], dashes, color=COLORS[name], label=LARGE_ON_FIGURES[name])
+        axis.plot([], [], dashes, color=COLORS[name], label=LABELS[name])
     span = max(limits) - min(limits)
     axis.set_ylim(min(limits) - 0.08 * span, max(limits) + 0.08 * span)
     axis.set(xlabel="step", ylabel="loss / loss at the start")
@@ -91,7 +92,7 @@ def long_descents(axis: Any, large: Rows) -> None:
 
 def bars_of_time(axis: Any, times: Rows) -> None:
     """Medians, with lines from the fastest to the slowest."""
-    labels = {**LARGE_ON_FIGURES, "exact": "exact, nf.Exact"}
+    labels = {**LABELS, "exact": "exact, nf.Exact"}
     for i, row in enumerate(reversed(times)):
         name = row["estimator"]
         axis.barh([i], [row["seconds"]], color=COLORS[name], height=0.6)
@@ -107,11 +108,11 @@ def bars_of_time(axis: Any, times: Rows) -> None:
     axis.grid(axis="y", visible=False)
 
 
-def bars_of_error(axis: Any, rows: Rows, labels: dict[str, str]) -> None:
+def bars_of_error(axis: Any, rows: Rows, names: Sequence[str]) -> None:
     """Relative error of D^Q, D^K, D^V by estimator: medians, with lines over the seeds."""
     place, ticks = 0.0, []
     for which, label in INPUTS.items():
-        shown = [(name, found) for name in labels if (found := [x for x in errors_of(rows, name, which) if np.isfinite(x)])]
+        shown = [(name, found) for name in names if (found := [x for x in errors_of(rows, name, which) if np.isfinite(x)])]
         ticks.append((place + (len(shown) - 1) / 2, label))
         for name, found in shown:
             axis.bar([place], [typical(found)], color=COLORS[name], width=0.85)
@@ -123,8 +124,8 @@ def bars_of_error(axis: Any, rows: Rows, labels: dict[str, str]) -> None:
     axis.set(yscale="log", title=f"Relative error of one gradient, N = {rows[0]['N']:,}")
     axis.axhline(1, color=QUIET, linestyle=":", linewidth=1.2)
     say(axis, 1.0, 1.0, "zero\nvector", QUIET, (4, 0), xycoords=axis.get_yaxis_transform(), weight="normal", fontsize=8)
-    for name, label in labels.items():
-        axis.bar([0], [0], color=COLORS[name], label=label)
+    for name in names:
+        axis.bar([0], [0], color=COLORS[name], label=LABELS[name])
     low, high = axis.get_ylim()
     axis.set_ylim(low, high * 10)
     axis.legend(loc="upper right", ncols=2)

@@ -6,7 +6,7 @@ import math
 
 from experiments.experiment import Rows, Table
 from experiments.gradient_descent.losses import LOSSES
-from experiments.gradient_descent.names import INPUTS, LABELS, LARGE_LABELS
+from experiments.gradient_descent.names import INPUTS, LABELS
 from experiments.gradient_descent.say import between, off, reached
 from experiments.gradient_descent.select import errors_of, gaps, progress, typical
 from experiments.words import number
@@ -45,14 +45,14 @@ def large_table(large: Rows) -> Table:
     for name in dict.fromkeys(row["estimator"] for row in large):
         errors = [between(errors_of(large, name, which), number) for which in INPUTS]
         share = between(progress(large, large[0]["loss"], name), reached)
-        body.append([LARGE_LABELS[name], *errors, share])
+        body.append([LABELS[name], *errors, share])
     title = f"N = {large[0]['N']:,}: relative error of the first gradient, progress next to exact; medians over seeds"
     return Table(title, ["", *INPUTS.values(), "progress"], body)
 
 
 def time_table(times: Rows) -> Table:
     first = times[0]
-    labels = {**LARGE_LABELS, "exact": "exact, by `Exact`, which calls SDPA"}
+    labels = {**LABELS, "exact": "exact, by `Exact`, which calls SDPA"}
     body = [[labels[row["estimator"]], *(number(row[which]) for which in ("seconds", "fastest", "slowest"))] for row in times]
     title = f"N = {first['N']:,}: seconds of one gradient in {first['rounds']} rounds, fastest and slowest"
     return Table(title, ["", "median", "fastest", "slowest"], body)

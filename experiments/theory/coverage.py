@@ -144,7 +144,7 @@ WALKS = {
     "walks": Promise(lambda share, seed: walks.broken("corrected", EPS, DELTA, share, seed), DELTA, "walks, corrected"),
 }
 PROMISES = {**ADDITIVE, **PRINTED, **TAIL_PRINTED, **WALKS}
-SIZES = (EPS, DELTA, QUERIES, KEYS, LONG, AUDITED, SMALL, walks.HARD)
+SIZES = (EPS, DELTA, QUERIES, KEYS, LONG, AUDITED, SMALL, walks.HARD, walks.FORMS)
 """What the trials depend on."""
 
 
