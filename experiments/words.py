@@ -71,6 +71,11 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "none"
 
 
+def sentence(text: str) -> str:
+    """With a capital at its beginning."""
+    return text[:1].upper() + text[1:]
+
+
 def as_it_is(text: str) -> str:
     """A cell of a table that keeps its lines and is not marked up: it ends with one."""
     return text.strip("\n") + "\n"

@@ -11,7 +11,7 @@ from experiments.efficiency.growth import FIXED, Fit, extrapolated, fitted
 from experiments.efficiency.methods import DIM, HEADS, KNN, METHODS, NAMES, output_megabytes
 from experiments.efficiency.paper import HANDLED, MARKS, Mark
 from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
-from experiments.words import faster, listed, megabytes, middle, percent, seconds, times
+from experiments.words import faster, listed, megabytes, middle, percent, seconds, sentence, times
 
 SUBQUADRATIC = 1.75
 """An exponent below this, with its margin, counts as sub-quadratic."""
@@ -93,7 +93,7 @@ def speed(rows: Rows, other: str, claim: str, why: str = "") -> Finding:
             both = last_common(rows, (method, other), causal)
             wins += [faster(both[0]["seconds"], both[1]["seconds"])] if both else []
             parts.append(f"{mask}: {compared(rows, method, other, causal)}")
-    return Finding(claim, judged(wins), "; ".join(parts) + ".", "" if all(wins) else why)
+    return Finding(claim, judged(wins), sentence("; ".join(parts)) + ".", "" if all(wins) else why)
 
 
 def faster_than_naive(rows: Rows) -> Finding:
@@ -244,7 +244,7 @@ def cells(rows: Rows) -> Finding:
         if ran:
             last = f"it reaches n = {ran[-1]['n']:,} in {seconds(ran[-1]['seconds'])}"
             parts.append(f"{mask}: {compared(rows, 'cells', 'sdpa', causal)}, and {last}")
-    text = "; ".join(parts) + "."
+    text = sentence("; ".join(parts)) + "."
     common = last_common(rows, (*KNN, "cells"), False)
     if common:
         errors = listed([f"{NAMES[row['method']]} {error(row)}" for row in common])

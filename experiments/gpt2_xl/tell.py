@@ -9,7 +9,7 @@ from experiments.experiment import Finding, Row, Rows, Section, Verdict, judged
 from experiments.gpt2_xl.select import NAMES, cost_at, costs, curve_of, has_memory, last, of_kind, pairs, stopped, tuned
 from experiments.gpt2_xl.sizes import PAPERS_GPU
 from experiments.gpt2_xl.tables import cost_table, sample_tables
-from experiments.words import change, faster, fixed, listed, megabytes, number, seconds, signed, times
+from experiments.words import change, faster, fixed, listed, megabytes, number, seconds, sentence, signed, times
 
 LARGE = 1.5e9
 """Parameters from which on a model tells something about GPT-2 XL."""
@@ -53,7 +53,7 @@ def here(rows: Rows) -> str:
     some = of_kind(rows, "curve")
     contexts = sorted({row["n"] for row in of_kind(rows, "cost")})
     text = (
-        f"{capital(first['model'])} ({count(first['parameters'])} parameters) in Transformers, weights in float32, batch 1, no "
+        f"{sentence(first['model'])} ({count(first['parameters'])} parameters) in Transformers, weights in float32, batch 1, no "
         "dropout, with the attention that stores the matrix (naive), torch's SDPA, `TopK` with k = n^{1/2} and `Cells()` through "
         f"`hf.register`; random weights, so that its table of positions can be as long as the context: {contexts[0]:,} to "
         f"{contexts[-1]:,} tokens. Methods take turns on one model. "
@@ -69,10 +69,6 @@ def here(rows: Rows) -> str:
     return text.strip()
 
 
-def capital(name: str) -> str:
-    return name[0].upper() + name[1:]
-
-
 def count(parameters: int) -> str:
     return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"
 
@@ -84,7 +80,7 @@ def fits(rows: Rows) -> Finding:
     first = next(row for row in of_kind(rows, "cost") if row["n"] == n)
     if first["parameters"] < LARGE:
         text = f"Weights and moments of AdamW take {megabytes(first['held'])} here."
-        why = f"{capital(first['model'])} is too small to tell; `--device cuda` takes the shape of GPT-2 XL."
+        why = f"{sentence(first['model'])} is too small to tell; `--device cuda` takes the shape of GPT-2 XL."
         return Finding(claim, "beyond", text, why)
     kept, again = ({method: cost_at(rows, method, n, recomputed) for method in NAMES} for recomputed in (False, True))
     text = (

@@ -12,7 +12,7 @@ from experiments.gradient_descent.printed_law import draws_per_gradient, sizes
 from experiments.gradient_descent.say import between, off, reached
 from experiments.gradient_descent.select import errors_of, gaps, is_lost, of_kind, pairs, progress, seconds_of, typical
 from experiments.gradient_descent.tables import error_table, large_table, progress_table, time_table
-from experiments.words import faster, listed, number, percent, seconds, times
+from experiments.words import faster, listed, number, percent, seconds, sentence, times
 
 CLOSE = 0.05
 """A descent that is never further from the exact one than 5% of the latter's fall follows it closely."""
@@ -46,8 +46,8 @@ def tell(rows: Rows) -> Section:
         f"{asked.walks:,} per column. For medians of means the paper leaves a constant open; here they are {asked.groups} groups "
         f"of {asked.group_size:,} draws per row. That makes {draws:,} draws for D^{{Q}} and D^{{V}} together, which are drawn by "
         "their law (counts are multinomial): the same estimates as by walking, and whole descents are affordable. Beyond the "
-        f"paper: D^{{K}}, walks that all columns share (`RandomWalk`, {WALKS} per row), the gradients of `TopK` with as many drawn keys "
-        f"as near ones and of `Cells`, and N = {large[0]['N']:,} ({FEW_WALKS} walks per row).",
+        f"paper: D^{{K}}, walks that all columns share (`RandomWalk`, {WALKS} per row), the gradients of `TopK` with as many "
+        f"drawn keys as near ones and of `Cells`, and N = {large[0]['N']:,} ({FEW_WALKS} walks per row).",
         findings=findings,
         captions={
             "gradient-descent": "Loss against steps, in parts of the loss at the start. Lines are medians over the seeds that "
@@ -136,7 +136,7 @@ def with_keys(runs: Rows) -> Finding:
         away = listed([f"{loss} {off(typical(gaps(runs, loss, name)))}" for loss in LOSSES])
         lost, count = diverged(runs, name)
         parts.append(f"{LABELS[name]}: {away}" + (f"; {lost} of {count} descents diverge" if lost else ""))
-    text = "The same distances, medians, all three moving. " + ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+    text = "The same distances, medians, all three moving. " + ". ".join(sentence(part) for part in parts) + "."
     lost, count = diverged(runs, "exact")
     text += f" Starts from which exact descent itself diverges are left out ({lost} of {count})." if lost else ""
     why = (

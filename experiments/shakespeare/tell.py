@@ -19,6 +19,7 @@ from experiments.words import (
     number,
     percent,
     seconds,
+    sentence,
     signed,
     times,
 )
@@ -280,9 +281,8 @@ def table(rows: Rows, context: int) -> Table:
         least = best(found)
         body.append(
             [
-                NAMES[name],
+                NAMES[name] + (f", stopped at {last['iterations']:,}" if last["stopped"] else ""),
                 number(last["keys"]),
-                f"{last['iterations']:,}" + (" (stopped)" if last["stopped"] else ""),
                 number(found[-1]["train"]),
                 number(found[-1]["validation"]),
                 f"{number(least['validation'])} ({least['iteration']:,})",
@@ -296,7 +296,6 @@ def table(rows: Rows, context: int) -> Table:
     head = [
         "",
         "keys",
-        "iterations",
         "training",
         "validation",
         "best (iteration)",
@@ -306,7 +305,8 @@ def table(rows: Rows, context: int) -> Table:
         "a step",
         "as a graph",
     ]
-    return Table(f"Perplexities, errors of attention and time, context {context:,}", head, body)
+    asked = max(end(rows, context, name)["asked"] for name in methods(rows, context))
+    return Table(f"Context {context:,}: perplexities and errors of attention after {asked:,} iterations, and time", head, body)
 
 
 def samples(rows: Rows, context: int) -> Table:
@@ -320,7 +320,3 @@ def samples(rows: Rows, context: int) -> Table:
 
 def perplexity(row: Row) -> str:
     return number(row["validation"])
-
-
-def sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]

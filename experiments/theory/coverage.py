@@ -91,15 +91,15 @@ def tail_printed(share: float, seed: int) -> bool:
 def _head_and_tail(form: str, share: float, seed: int) -> bool:
     """Theorem on head and tail: |O^ - O| <= eps/(1-eps) max|V - O| for each entry; the printed one says O(eps).
 
-    Hard for it: twice as many heavy keys as the head holds, all alike, the others weightless, so that few sampled keys count. A
-    share of the sizes is a share of k l.
+    Hard for it: as many keys again as the head holds are all but as heavy and have the opposite value, and the others no weight,
+    so that few sampled keys count, and much depends on them. A share of the sizes is a share of k l.
     """
     asked = nf.budget(LONG, EPS, DELTA, theorem="tail", form=form)
     near, sampled = (max(1, round((size or 1) * math.sqrt(share))) for size in (asked.k, asked.ell))
-    generator = torch.Generator().manual_seed(seed)
     key = torch.full((LONG, 1), -30.0, dtype=torch.float64)
-    key[: 2 * near] = 0.0
-    value = torch.randint(0, 2, (LONG, 1), generator=generator).double() * 2 - 1
+    key[:near], key[near : 2 * near] = 0.0, -0.01
+    value = -torch.ones(LONG, 1, dtype=torch.float64)
+    value[:near] = 1.0
     query = torch.ones(1, 1, dtype=torch.float64)
     exact = nf.attention(query, key, value)
     promise = EPS / (1 - EPS) * (value - exact).abs().amax(0)

@@ -75,7 +75,7 @@ def coverage(axis: Any, rows: Rows) -> None:
     axis.set_xticks(shares, ["1" if share == 1 else f"1/{round(1 / share)}" for share in shares])
     axis.minorticks_off()
     axis.set_ylim(-0.03, 1.03)
-    axis.set_xlim(shares[0] / 1.3, 14)
+    axis.set_xlim(shares[0] / 1.3, shares[0] ** -0.65)  # with room for the legend
     axis.legend(loc="center right", fontsize=7.5, handlelength=3)
     axis.set_title("How often the promises break")
 
