@@ -51,8 +51,10 @@ format: $(STAMP) ## let ruff rewrite the sources
 bench: $(STAMP) ## all the benchmarks, more than an hour on two quiet cores; JSON under benchmarks/results, figures under docs/figures
 	set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
 
-reproduce: $(STAMP) ## the paper's experiments again, and a page about them, in experiments/again; goes on where it was stopped
-	$(BIN)/python -m experiments all --out experiments/again
+reproduce: $(STAMP) ## the paper's experiments again, on the GPU too if there is one, and a page about them, in experiments/again; goes on where it was stopped
+	$(BIN)/python -m experiments all --time-limit 100 --out experiments/again
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/python -m experiments all --device cuda --time-limit 10 --out experiments/again; fi
 	$(BIN)/python -m experiments report --out experiments/again
 
 smollm2: $(REAL) ## fetch SmolLM2-135M into models/, for the benchmarks on real queries, keys and values

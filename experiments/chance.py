@@ -9,5 +9,10 @@ LUCK = 1e-3
 
 
 def at_least(count: int, trials: int, share: float) -> float:
-    """The probability that `count` trials or more fail, where each fails with probability `share`."""
-    return math.fsum(math.comb(trials, i) * share**i * (1 - share) ** (trials - i) for i in range(count, trials + 1))
+    """The probability that `count` trials or more fail, where each fails with probability `share`, in (0, 1)."""
+
+    def exactly(i: int) -> float:
+        ways = math.lgamma(trials + 1) - math.lgamma(i + 1) - math.lgamma(trials - i + 1)
+        return math.exp(ways + i * math.log(share) + (trials - i) * math.log1p(-share))
+
+    return math.fsum(exactly(i) for i in range(count, trials + 1))

@@ -98,9 +98,10 @@ def apart(
     warm_up: bool = False,
     rounds: Rounds = USUAL,
 ) -> Measured:
-    """Measure in a new process, which is ended when the first timed call takes longer than `time_limit` seconds.
+    """Measure in a new process, which is ended when the first timed call, or the others on average, take too long.
 
     Args:
+        time_limit: in seconds.
         memory_limit: in gigabytes.
         warm_up: call once before, in as much time again and what it takes to compile kernels.
     """
@@ -119,6 +120,8 @@ def apart(
             answer = receive.recv()
             if answer is not None:  # it ended before its time: out of memory
                 return answer
+        if not receive.poll(JUDGING + rounds.most * time_limit):
+            return Measured("time")
         answer = receive.recv()
     except EOFError:
         process.join()

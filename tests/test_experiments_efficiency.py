@@ -22,7 +22,7 @@ from experiments.efficiency import EXPERIMENT, methods, plan, tell
 from experiments.efficiency.draw import draw, label
 from experiments.efficiency.growth import extrapolated, fitted
 from experiments.efficiency.methods import METHODS, NAMES, dtype_on, mean_error, output_megabytes, prepare
-from experiments.efficiency.plan import LENGTHS, made_with, measured, stale
+from experiments.efficiency.plan import LENGTHS, hopeless, made_with, measured, stale
 from experiments.efficiency.tell import compared, exponents, faster_than_naive, faster_than_sdpa, memory, million, stops
 from experiments.experiment import Row, Rows
 from experiments.isolate import Rounds
@@ -53,10 +53,11 @@ def all_of(n: int = 20_000, **seconds: float) -> Rows:
 )
 def test_faster_means_by_more_than_the_margin(sqrt: float, fourth: float, verdict: str) -> None:
     rows = all_of(topk_sqrt=sqrt, topk_fourth=fourth)
+    assert faster_than_naive(rows).verdict == verdict
+    assert faster_than_sdpa(rows).verdict == "beyond"
     for finding in (faster_than_naive(rows), faster_than_sdpa(rows)):
-        assert finding.verdict == verdict
         assert ("slower" in finding.evidence) == (fourth > 1.05)
-    assert bool(faster_than_sdpa(rows).why) == (verdict != "confirmed")
+        assert bool(finding.why) == (verdict != "confirmed")
 
 
 @pytest.mark.parametrize(
@@ -89,13 +90,15 @@ def growing(sqrt: float, fourth: float, sizes: tuple[int, ...] = SIZES, noise: f
 
 @pytest.mark.parametrize(
     ("sqrt", "fourth", "verdict"),
-    [(1.5, 1.6, "confirmed"), (1.5, 2.0, "partly"), (2.0, 2.0, "refuted"), (1.76, 1.9, "refuted")],
+    [(1.5, 1.6, "confirmed"), (1.5, 2.0, "partly"), (2.0, 2.0, "refuted"), (1.76, 2.1, "refuted"), (1.8, 1.9, "untested")],
 )
 def test_the_verdict_on_scaling_follows_the_fits(sqrt: float, fourth: float, verdict: str) -> None:
     finding = exponents(growing(sqrt, fourth))
     assert finding.verdict == verdict
     assert ("is quadratic. Less needs an index" in finding.why) == (verdict in ("partly", "refuted"))
-    assert ("between the last two lengths" in finding.why) == (verdict == "confirmed")
+    assert ("scores all pairs" in finding.why) == (verdict == "confirmed")
+    assert f"Between the last two lengths the exponent is {sqrt:.2f} for" in finding.evidence
+    assert ("Left open" in finding.evidence) == (1.75 < sqrt < 2)
     assert f"n^{{{sqrt:.2f} ± 0.00}}" in finding.evidence
 
 
@@ -217,6 +220,27 @@ def test_memory_grows_with_the_output_and_what_a_block_needs() -> None:
     assert extrapolated(falling, 100_000, "seconds") == pytest.approx(2.0)
     row = measured(Settings(time_limit=1e-9), "topk-sqrt", True, 1_000_000, rows)
     assert row["status"] == "time"
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [
+        ((8.0, 10.0), "memory"),  # twice as much memory as there is, all the time that there is
+        ((15.0, 4.0), "time"),
+        ((1.0, 4.0), "memory"),
+        ((20.0, 4.0), "time"),
+        ((8.0, 20.0), "memory"),
+        ((20.0, 20.0), None),
+    ],
+)
+def test_the_limit_that_is_passed_further_is_named(limits: tuple[float, float], status: str | None) -> None:
+    """16 GB and 10 s are expected."""
+    rows = [ran("naive", True, n, 10 * (n / 40_000) ** 2, 16 * 1024 * (n / 40_000) ** 2) for n in (10_000, 20_000)]
+    settings = Settings(memory_limit=limits[0], time_limit=limits[1])
+    found = hopeless(settings, 40_000, rows, torch.float32)
+    assert (found or {}).get("status") == status
+    if found is not None:
+        assert found["predicted"] == pytest.approx(10.0 if status == "time" else 16 * 1024, rel=0.05)
 
 
 STOPS = [stopped("sdpa", True, 1000, "time", limit=60.0), stopped("naive", True, 1000, "memory", limit=8.0)]

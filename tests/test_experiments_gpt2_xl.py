@@ -396,8 +396,8 @@ def test_the_verdict_on_cost_follows_the_numbers(short: float, long: float, verd
     ("ours", "other", "verdict"),
     [
         (20.2, 20.0, "confirmed"),
-        (21.0, 20.0, "partly"),
-        (21.0, 20.6, "confirmed"),
+        (21.9, 20.0, "confirmed"),
+        (22.1, 20.0, "refuted"),
         (30.0, 20.0, "refuted"),
         (24.0, 26.0, "refuted"),  # a severe loss is one, whatever chance does
         (None, 20.0, "refuted"),

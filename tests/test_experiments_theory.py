@@ -53,7 +53,7 @@ def lazy_row(measured: float, closed: float = 2.0, spread: float = 0.0) -> Row:
 def test_the_bound_on_far_keys_has_no_slack(measured: float, verdict: str) -> None:
     found = expected([lazy_row(2.0, spread=3.0), lazy_row(measured)])
     assert found.verdict == verdict
-    assert f"in {2 if verdict == 'confirmed' else 1} of 2 settings" in found.evidence
+    assert f"in {2 if verdict == 'confirmed' else 1} of 2 runs" in found.evidence
     assert bool(found.why) == (verdict == "confirmed")
 
 
@@ -86,9 +86,9 @@ def test_the_additive_promises_are_told_apart(broken: dict[str, int], verdict: s
 def test_promises_that_no_trial_breaks_are_named() -> None:
     assert (
         teeth(covered(few=100))
-        == f"With 1/64 of the draws {len(PROMISES)} of {len(PROMISES)} promises break more often than allowed."
+        == f"With 1/64 of the draws, but one at least, {len(PROMISES)} of {len(PROMISES)} promises break more often than allowed."
     )
-    assert teeth(covered(few=0)).startswith("With 1/64 of the draws 0 of")
+    assert teeth(covered(few=0)).startswith("With 1/64 of the draws, but one at least, 0 of")
     rows = covered(few=100)
     next(row for row in rows if row["promise"] == "tail" and row["share"] < 1)["broken"] = 20
     assert teeth(rows).endswith("; not so top k and sampled tail.")
@@ -177,10 +177,10 @@ def test_promises_break_with_few_draws(name: str) -> None:
     assert not kept(failures(name, min(SHARES), 60, 0))
 
 
-@given(st.integers(1, 200), st.floats(0.001, 0.5), st.data())
+@given(st.integers(1, 3000), st.floats(0.001, 0.5), st.data())
 def test_the_chance_of_so_many_failures_is_binomial(trials: int, share: float, data: st.DataObject) -> None:
     count = data.draw(st.integers(0, trials))
-    assert at_least(count, trials, share) == pytest.approx(stats.binom.sf(count - 1, trials, share), rel=1e-9)
+    assert at_least(count, trials, share) == pytest.approx(stats.binom.sf(count - 1, trials, share), rel=1e-8, abs=1e-300)
 
 
 def test_bounds_on_walks_are_those_of_the_paper_and_of_hoeffding() -> None:

@@ -10,7 +10,7 @@ from experiments.experiment import Row, Rows
 FIXED = 0.01
 """Seconds. Fits begin after the last length whose call takes less: fixed costs, as of starting kernels, would weigh too much."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45)
-"""Standard errors that 95% of all fits are off at most, by the number of lengths beyond two: 3, 4, ..., 8 of them."""
+"""Standard errors that 95% of all fits are off at most, by the number of lengths beyond two: there are at most 8."""
 POWERS = {"seconds": (1.0, 2.0), "megabytes": (0.0, 2.0)}
 """Every method reads all keys and none does more than score all pairs; memory may be that of a block, whatever the length."""
 

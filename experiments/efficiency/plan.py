@@ -6,6 +6,8 @@ import os
 import statistics
 from typing import Any
 
+import torch
+
 from experiments import isolate
 from experiments.digest import digest
 from experiments.efficiency.growth import extrapolated
@@ -66,17 +68,26 @@ def rounds_on(device: str) -> Rounds:
     return ON_CPU if on_cpu(device) else ON_GPU
 
 
+def hopeless(settings: Settings, n: int, before: Rows, dtype: torch.dtype) -> Row | None:
+    """The limit that a run would pass, going by shorter ones; of two, the one that it would pass by the larger factor."""
+    expected = {
+        "memory": (extrapolated(before, n, "megabytes", output_megabytes(1, dtype)), settings.memory_limit, 1024),
+        "time": (extrapolated(before, n, "seconds"), settings.time_limit, 1),
+    }
+    factors = {status: value / unit / limit for status, (value, limit, unit) in expected.items() if value is not None}
+    worst = max(factors, key=factors.__getitem__, default=None)
+    if worst is None or factors[worst] <= 1:
+        return None
+    return {"status": worst, "limit": expected[worst][1], "predicted": expected[worst][0], "tried": False}
+
+
 def measured(settings: Settings, method: str, causal: bool, n: int, before: Rows) -> Row:
     """Time and memory of one method at one length; a run that would pass a limit, going by shorter ones, is not started."""
     dtype = dtype_on(settings.device)
     row: Row = {"method": method, "causal": causal, "n": n, "k": near_keys(method, n), "dtype": str(dtype).removeprefix("torch.")}
-    for status, what, limit, unit, sure in (
-        ("memory", "megabytes", settings.memory_limit, 1024, output_megabytes(1, dtype)),
-        ("time", "seconds", settings.time_limit, 1, 0.0),
-    ):
-        expected = extrapolated(before, n, what, sure)
-        if expected is not None and expected > unit * limit:
-            return {**row, "status": status, "limit": limit, "predicted": expected, "tried": False}
+    stop = hopeless(settings, n, before, dtype)
+    if stop is not None:
+        return {**row, **stop}
     arguments = (method, n, causal, settings.seed, settings.device)
     load = os.getloadavg()[0]
     # Which kernels a GPU needs depends on the length: those of a short call are not enough.

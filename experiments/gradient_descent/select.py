@@ -71,9 +71,3 @@ def errors_of(rows: Rows, estimator: str, name: str) -> list[float]:
     if estimator in ("shifted", "signed") and name != "value":
         return []
     return [math.inf if row[name] is None else row[name] for row in mine]
-
-
-def seconds_of(times: Rows) -> dict[str, float]:
-    """By estimator; "exact" is the faster one of the two exact gradients, whichever it is."""
-    found = {row["estimator"]: row["seconds"] for row in times}
-    return {"exact": min(found.pop("sdpa"), found.pop("exact")), **found}

@@ -195,8 +195,8 @@ def cost(rows: Rows) -> Finding:
         exact = end(rows, context, "exact")["seconds"]
         spent = {name: end(rows, context, name)["seconds"] for name in methods(rows, context) if name != "exact"}
         wins += [faster(x, exact) for name, x in spent.items() if name in KNN]
-        found = listed([f"{times(x / exact)} with {NAMES[name]}" for name, x in spent.items()])
-        parts.append(f"context {context:,}: a step with exact attention takes {seconds(exact)}, and of that {found}")
+        found = listed([f"{times(x / exact)} as long ({NAMES[name]})" for name, x in spent.items()])
+        parts.append(f"context {context:,}: a step with exact attention takes {seconds(exact)}, one with another method {found}")
     claim = "kNN attention significantly reduces the cost of training (conclusion of the paper)."
     text = f"{sentence('; '.join(parts))}. Less than {percent(ALIKE)} does not count.{graphs(rows)}"
     return Finding(claim, judged(wins), text)

@@ -11,7 +11,7 @@ DELTA = 0.1
 
 
 def tail_sizes() -> Rows:
-    """k = ell of the theorem on head and tail; `uncapped`: what the condition asks for, also where that is more than n keys."""
+    """k = ell of the theorem on head and tail; `share`: of all keys, which both are together; `exact`: it is all of them."""
     found = []
     for n in LENGTHS:
         for eps in EPS:

@@ -54,7 +54,7 @@ def expected(rows: Rows) -> Finding:
     sharp = max(row["spread"] for row in rows)
     saved = [row["closed"] / row["printed"] for row in rows if row["spread"] == sharp]
     text = (
-        f"The measured mean is within the bound in {below} of {len(rows)} settings and within {percent(worst)} of the closed "
+        f"The measured mean is within the bound in {below} of {len(rows)} runs and within {percent(worst)} of the closed "
         f"form (n-k) e^{{U}}/(e^{{U}} + Z_{{S}}) wherever that is above {RARE:g}. With tied keys it is {percent(min(tied))} to "
         f"{percent(max(tied))} of n/k; with logits of standard deviation {sharp:g}, {percent(min(saved))} to "
         f"{percent(max(saved))}."
@@ -90,8 +90,9 @@ def as_printed(rows: Rows) -> Finding:
     """The multiplicative promise, where its assumptions hold, and where those hold as well that its proof makes."""
     signed, positive = (with_all_draws(rows, name) for name in PRINTED)
     text = (
-        f"With the printed number of draws (eps = {EPS}, delta = {DELTA}; constants are those of the proof) and signed values "
-        f"that nearly cancel it broke {times_broken(signed)}; with V >= 0 and O >= max V / ln n, {times_broken(positive)}."
+        f"With the printed number of draws (eps = {EPS}, delta = {DELTA}; the paper leaves a constant open, here it is 32) and "
+        f"signed values that nearly cancel it broke {times_broken(signed)}; with V >= 0 and O >= max V / ln n, "
+        f"{times_broken(positive)}."
     )
     why = ""
     if not kept(signed):
@@ -112,7 +113,7 @@ def promises(rows: Rows) -> Finding:
     with_few = listed([f"{PROMISES[name].label} {few[name]['broken']}" for name in ADDITIVE])
     text = (
         f"Broken with the full sizes (corrected forms, eps = {EPS}, delta = {DELTA}; audit 95/95): {said}. With "
-        f"1/{round(1 / small)} of them: {with_few}."
+        f"1/{round(1 / small)} of them, but one at least: {with_few}."
     )
     why = (
         "What the paper says in a footnote to D^{Q}, and for head and tail: an error in units of the values needs no assumption "
@@ -127,7 +128,8 @@ def teeth(rows: Rows) -> str:
     few = [row for row in rows if row["share"] == small]
     breaks = [row for row in few if not kept(row)]
     safe = [PROMISES[row["promise"]].label for row in few if kept(row)]
-    text = f"With 1/{round(1 / small)} of the draws {len(breaks)} of {len(few)} promises break more often than allowed"
+    text = f"With 1/{round(1 / small)} of the draws, but one at least, {len(breaks)} of {len(few)} promises break more often "
+    text += "than allowed"
     return text + (f"; not so {listed(safe)}." if safe and breaks else ".")
 
 
@@ -200,9 +202,9 @@ def conditions(rows: Rows, covered: Rows) -> Finding:
     if kept(printed) and kept(corrected):
         why = (
             "Sufficient, but not needed: by Bernstein's inequality on w (V - O), k l of order n/eps^{2} is enough, so k = l = "
-            "O(n^{1/2}/eps) and n^{3/2} time."
+            "O(n^{1/2}/eps), and n^{3/2} time instead of n^{5/3}."
         )
-    return Finding("Head and tail: k = l = O(n^{2/3}/eps), hence n^{5/3} time.", verdict, text, why)
+    return Finding("Head and tail: k = l = O(n^{2/3}/eps) keys are enough.", verdict, text, why)
 
 
 def of_gap(rows: Rows, gap: float, certified: bool) -> float:
@@ -224,10 +226,12 @@ def one_missed(rows: Rows) -> Finding:
     if verdict == "partly":
         why = (
             "The theorem holds for the true top k, and only for it: else the smallest near score is no bound for the other keys. "
-            "For approximate near sets the appendix lowers the cutoff by a constant that nobody knows; an index that bounds what "
-            "it leaves out needs none."
+            "For approximate near sets the appendix lowers the cutoff by a constant c that nobody knows (one that is as large as "
+            "the gap gives a bound that holds); an index that bounds what it leaves out needs none."
         )
-    return Finding("Algorithm 1 draws exactly from the softmax, and any kNN index may supply its near set.", verdict, text, why)
+    return Finding(
+        "Algorithm 1, with its cutoff, draws exactly from the softmax, whichever kNN index it uses.", verdict, text, why
+    )
 
 
 def inverted_lists(rows: Rows) -> Finding:
