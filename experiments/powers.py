@@ -6,5 +6,5 @@ import math
 
 
 def power(n: int, exponent: float) -> int:
-    """n^exponent, rounded up; 10,000^{1/4} is 10, and not 11 for the last bits of a float."""
+    """n^exponent, rounded up; 3,125^{1/5} is 5, and not 6 for the last bit of a float."""
     return math.ceil(round(n**exponent, 6))

@@ -29,6 +29,12 @@ def rows_of(errors: dict[float, tuple[float, float]], method: str = "topk") -> R
     return rows
 
 
+def test_powers_are_rounded_up_and_whole_ones_are_not() -> None:
+    assert counts(3_125)["n^{1/5}"] == 5
+    assert counts(3_126)["n^{1/5}"] == 6
+    assert counts(10_000) == {"3": 3, "n^{1/8}": 4, "n^{1/5}": 7, "log n": 10, "n^{1/4}": 10, "n^{1/2}": 100}
+
+
 @pytest.mark.parametrize("n", [512, 4096])
 def test_methods_look_at_about_as_many_keys(n: int) -> None:
     rows = measure(n, 3.0, seed=0)

@@ -363,6 +363,13 @@ MUTANTS = (
         ("test_gradients.py::test_products_are_unbiased",),
     ),
     Mutant(
+        "walks of both signs as few as those of one",
+        "budgets.py",
+        "count = _ceil(2 * math.log(2 * ask.n * ask.d / ask.delta) / ask.eps**2)",
+        "count = _ceil(math.log(2 * ask.n * ask.d / ask.delta) / (2 * ask.eps**2))",
+        ("test_budgets.py::test_walks_with_signs_keep_their_promise_where_all_end_in_one_key",),
+    ),
+    Mutant(
         "D^Q: product of the means left out",
         "gradients/printed.py",
         "lazy.spread(e1 - e2 * e3)",
