@@ -142,10 +142,8 @@ def exponents(rows: Rows) -> Finding:
         steps = listed([f"{last_step(ok(rows, *case)):.2f} for {named(*case)}" for case in found])
         text += f" Between the last two lengths the exponent is {steps}."
     if unclear:
-        text += (
-            f" Left open, neither below {SUBQUADRATIC} nor between that and 2 or more: "
-            f"{listed([named(*case) for case in unclear])}."
-        )
+        cases = listed([named(*case) for case in unclear])
+        text += f" Left open: {cases}, whose margins neither stay below {SUBQUADRATIC} nor lie above it and reach 2."
     why = ""
     if above:
         why = "A search over all keys is quadratic. Less needs an index, and the listing leaves its own undefined."
@@ -228,8 +226,7 @@ def million(rows: Rows) -> Finding:
     why = ""
     if "time" in knn:
         last = max(MARKS, key=lambda mark: mark.n)
-        first = "" if "memory" in knn else " and not memory"
-        why = f"All pairs are scored: time runs out{first}. The paper's own times end at {last.n:,} keys ({last.seconds:,.0f} s)."
+        why = f"All pairs are scored: time runs out. The paper's own times end at {last.n:,} keys ({last.seconds:,.0f} s)."
     return Finding(claim, verdict, text, why)
 
 
