@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from experiments.error_vs_k.select import authors, lengths, over_seeds, powers, spreads
 from experiments.error_vs_k.spreads import AUTHORS, EARLIER, FIGURE
-from experiments.experiment import Finding, Rows, Section, Table, Verdict
+from experiments.experiment import Finding, Rows, Section, Table, Verdict, judged
 from experiments.words import listed, middle, number, percent, times
 
 SMALL = 0.01
@@ -105,11 +105,8 @@ def minimal(rows: Rows) -> Finding:
         f"Mean error at k = {k} against that at n^{{1/2}}, n = {n:,}, minimal if below {percent(SMALL)} or within "
         f"{percent(NEAR - 1)}: {', and '.join(parts)}."
     )
-    judged = authors(rows)
-    kept = [spread for spread in judged if spread in holds]
-    verdict: Verdict = "confirmed" if kept == judged else "partly" if kept else "refuted"
-    if not judged:
-        verdict = "untested"
+    kept = [spread for spread in authors(rows) if spread in holds]
+    verdict = judged([spread in holds for spread in authors(rows)])
     return Finding("For k >= n^{1/8} the error is minimal.", verdict, text, _why_minimal(rows, n, kept, fails))
 
 
@@ -156,12 +153,12 @@ def decreasing(rows: Rows) -> Finding:
 def small_spread(rows: Rows) -> Finding:
     """Judged between the smallest and the largest B of the authors."""
     claim = "The error is larger for small B and small k; for larger k the difference becomes negligible."
-    judged, n = authors(rows), lengths(rows)[-1]
-    if len(judged) < 2:
+    theirs, n = authors(rows), lengths(rows)[-1]
+    if len(theirs) < 2:
         return Finding(claim, "untested", "Errors at two B of the authors would be needed.")
-    low, high = judged[0], judged[-1]
+    low, high = theirs[0], theirs[-1]
     few, k = powers(rows, n)[0]
-    by_spread = [error(rows, n, spread, few) for spread in judged]
+    by_spread = [error(rows, n, spread, few) for spread in theirs]
     flat, sharp = (error(rows, n, spread, MOST) for spread in (low, high))
     larger, vanishes = by_spread[0] > by_spread[-1], abs(flat - sharp) <= SMALL
     direction = "falling" if larger else "rising"

@@ -163,7 +163,7 @@ def quality(runs: Mapping[tuple[str, int], Row], method: str) -> Finding:
     exact, ours, other = runs["exact", 0], runs[method, 0], runs["exact", 1]
     excess, chance = (change(row["after"], exact["after"]) for row in (ours, other))
     learnt = all(row["after"] < row["before"] for row in (exact, ours))
-    verdict: Verdict = "refuted" if excess >= SEVERE else "confirmed" if excess < SEVERE and learnt else "partly"
+    verdict: Verdict = "refuted" if excess >= SEVERE else "confirmed" if learnt else "partly"
     if not math.isfinite(exact["after"]):
         verdict = "untested"
     text = (

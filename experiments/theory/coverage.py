@@ -136,14 +136,15 @@ PRINTED = {
     "printed-signed": Promise(printed_signed, DELTA, "kNN attention as printed, signed V"),
     "printed-positive": Promise(printed_positive, DELTA, "kNN attention as printed, V >= 0"),
 }
-TAIL_PRINTED = {"tail-printed": Promise(tail_printed, DELTA, "top k and sampled tail, printed sizes")}
-WALKS = {
+PROMISES = {
+    **ADDITIVE,
+    **PRINTED,
+    "tail-printed": Promise(tail_printed, DELTA, "top k and sampled tail, printed sizes"),
     "walks-printed": Promise(
         lambda share, seed: walks.broken("printed", EPS, DELTA, share, seed), 1 / walks.HARD, "walks, printed"
     ),
     "walks": Promise(lambda share, seed: walks.broken("corrected", EPS, DELTA, share, seed), DELTA, "walks, corrected"),
 }
-PROMISES = {**ADDITIVE, **PRINTED, **TAIL_PRINTED, **WALKS}
 SIZES = (EPS, DELTA, QUERIES, KEYS, LONG, AUDITED, SMALL, walks.HARD, walks.FORMS)
 """What the trials depend on."""
 
