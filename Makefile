@@ -1,6 +1,6 @@
 # Every target works on a fresh machine that has Python (3.10 or later; pinned for 3.11), pip and make: the first one sets .venv up.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-all lint format bench reproduce smollm2 mutants clean
+.PHONY: help install demo plan test test-all lint format bench report reproduce smollm2 mutants clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
@@ -50,6 +50,9 @@ format: $(STAMP) ## let ruff rewrite the sources
 
 bench: $(STAMP) ## all the benchmarks, more than an hour on two quiet cores; JSON under benchmarks/results, figures under docs/figures
 	set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
+
+report: $(STAMP) ## the page about the experiments, built from the committed results: experiments/report.html
+	$(BIN)/python -m experiments report
 
 reproduce: $(STAMP) ## the paper's experiments again, on the GPU too if there is one, and a page about them, in experiments/again; goes on where it was stopped
 	$(BIN)/python -m experiments all --time-limit 100 --out experiments/again

@@ -30,8 +30,8 @@ from bench_language import read_texts
 from real import SMOLLM2
 from record import RESULTS, merge, show
 
-from nearfield.evaluate import load_model
-from nearfield.evaluate.report import environment
+from nearfield.app.evaluate.models import load_model
+from nearfield.app.evaluate.report import environment
 
 SECTIONS = {
     "steps": "cache_steps",

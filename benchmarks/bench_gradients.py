@@ -19,7 +19,9 @@ from rich.table import Table
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.gradients import Gradients, PrintedWalk, RandomWalk
+from nearfield.paper.printed import PrintedWalk
+from nearfield.paper.walks import RandomWalk
+from nearfield.results import Gradients
 
 DIM = 64
 SEEDS = 3

@@ -35,11 +35,12 @@ from record import FIGURES, RESULTS, each, merge, show, table
 from rich.table import Table
 from torch import Tensor
 
-from nearfield.evaluate import attending, evaluate, load_model
-from nearfield.evaluate.plot import save_plot
-from nearfield.evaluate.report import as_json, environment, tabulated
-from nearfield.evaluate.settings import Geometry, Setting, usual_segment
-from nearfield.methods.exact import Exact
+from nearfield.app.evaluate.measure import attending
+from nearfield.app.evaluate.models import load_model
+from nearfield.app.evaluate.report import as_json, environment, save_plot, tabulated
+from nearfield.app.evaluate.run import evaluate
+from nearfield.app.evaluate.settings import Geometry, Setting, usual_segment
+from nearfield.exact import Exact
 
 TOKENS, BUDGETS = 8192, (0.04, 0.07, 0.10)
 NEEDLE_TOKENS, CASES, DIGITS = 7000, 50, 5

@@ -15,7 +15,7 @@ from record import each, exponent, high_water, restart_high_water, table
 from rich.table import Table
 from torch import Tensor
 
-from nearfield.cache import CellStore
+from nearfield.cells.cache.store import CellStore
 
 HEADS, GROUP, DIM = 2, 2, 16
 KEYS, FEWEST = 1 << 20, 1 << 13

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 import nearfield as nf
-from nearfield.cache import CellStore
+from nearfield.cells.cache.store import CellStore
 
 HEADS, GROUP, DIM = 8, 4, 128
 LENGTHS = (32_768, 131_072, 262_144, 1_048_576)

@@ -25,8 +25,8 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield import hf
-from nearfield.evaluate import attending
-from nearfield.evaluate.settings import usual_segment
+from nearfield.app.evaluate.measure import attending
+from nearfield.app.evaluate.settings import usual_segment
 from nearfield.hf.memory import PROBES
 
 TOKENS, CASES = 51_200, 30

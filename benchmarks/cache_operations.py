@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import nearfield as nf
-from nearfield.cache import CellStore
-from nearfield.hf import memory as memory_module
+from nearfield.cells.cache.store import CellStore
+from nearfield.hf import memory
 from nearfield.hf.memory_file import Contents, fingerprint
 from nearfield.hf.reading import Reading
 
@@ -133,7 +133,7 @@ class Trial:
         held = self.store.held
         assert held is not None
         tokens, reading = torch.tensor(self.lists.rows), Reading("running", len(self.lists))
-        bounds, layers = torch.tensor(held.bounds), [memory_module._kept(held)]
+        bounds, layers = torch.tensor(held.bounds), [memory._kept(held)]
         contents = Contents(tokens, self.method, reading, fingerprint(self.model), "float32", bounds, layers)
         nf.hf.Memory(contents).save(self.path)
         self.saved = self.lists.taken([0])

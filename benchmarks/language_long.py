@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nearfield as nf
 from nearfield import hf
-from nearfield.evaluate.perplexity import compared, token_losses
+from nearfield.app.evaluate.measure import compared, token_losses
 
 PREFILL_TOKENS = 131_072
 PREFILLED = {"Cells()": nf.Cells(), "Cells(probes=4)": nf.Cells(probes=4), "Cells(probes=20)": nf.Cells(probes=20)}

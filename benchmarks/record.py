@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile
 
-from nearfield.environment import environment
+from nearfield.app.environment import environment
 
 T = TypeVar("T")
 

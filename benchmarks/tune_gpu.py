@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import nearfield as nf
-from nearfield.kernels.triton import tuning
-from nearfield.kernels.triton.tuning import Blocks, trying
+from nearfield.cells.triton import tuning as triton_tuning
+from nearfield.cells.triton.tuning import Blocks, trying
 
-TABLE = Path(tuning.__file__).with_name("tuning.json")
+TABLE = Path(triton_tuning.__file__).with_name("tuning.json")
 LENGTH, HEADS, SEGMENT = 65536, 8, 2048
 PROBES = 8
 WORKERS = 14

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nearfield as nf
 from nearfield import hf
-from nearfield.evaluate import load_model, token_ids
+from nearfield.app.evaluate.models import load_model, token_ids
 
 
 def random_model(positions: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.corpus import Corpus, named
 from experiments.experiment import Done, Finding, Rows
 from experiments.settings import Settings
-from nearfield.environment import environment
+from nearfield.app.environment import environment
 
 
 class Store(Mapping[str, Rows]):

@@ -1,19 +1,22 @@
 """nearfield: kNN attention for PyTorch that trains, and tells you its error."""
 
-from nearfield import gradients, nn
+from nearfield import nn
 from nearfield.attention import attention, estimate
-from nearfield.budgets import Budget, audit_rows, budget
-from nearfield.estimate import Audit, Estimate
-from nearfield.index.exact import ExactIndex
-from nearfield.index.faiss import FaissIndex
-from nearfield.index.kmeans import KMeansIndex
-from nearfield.index.lsh import ConcentricLSH
-from nearfield.methods.auto import Auto
-from nearfield.methods.cells import Cells
-from nearfield.methods.exact import Exact
-from nearfield.methods.gumbel import LazyGumbel
-from nearfield.methods.topk import TopK
-from nearfield.partition import Blocks, HashBuckets, KMeans
+from nearfield.audit import audit_rows
+from nearfield.auto import Auto
+from nearfield.cells.method import Cells
+from nearfield.cells.partition.equal import Blocks, HashBuckets
+from nearfield.cells.partition.kmeans import KMeans
+from nearfield.exact import Exact
+from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.faiss import FaissIndex
+from nearfield.knn.index.kmeans import KMeansIndex
+from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn.topk import TopK
+from nearfield.paper import gradients
+from nearfield.paper.budgets import Budget, budget
+from nearfield.paper.gumbel import LazyGumbel
+from nearfield.results import Audit, Estimate
 
 __version__ = "0.1.0"
 

@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nearfield import kernels
 from nearfield.audit import run_audit
-from nearfield.checks import check_strategy
-from nearfield.estimate import Estimate
-from nearfield.gradients.base import Gradient, with_gradient
-from nearfield.methods.auto import Auto
-from nearfield.methods.base import Call, Method, Outcome
-from nearfield.precision import full_precision
-from nearfield.problem import DTYPES, Problem, check, is_traced
+from nearfield.auto import Auto
+from nearfield.checks import check_gradient, check_method
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+from nearfield.paper.gradients import with_gradient
+from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
+from nearfield.results import Estimate, Outcome
 from nearfield.sampling import Seeds
 
 
@@ -72,10 +71,10 @@ def attention(
         if output is not None:
             return output
     method = method or Auto()
-    look = _looks(method, query, value, dropout_p, backend, gradient)
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, look)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _call(problem, generator, backend, gradient)
-    return _finish(problem, _run(problem, method, call))
+    problem = _screened(problem, method, call, check_finite)
+    return _finish(problem, _run(problem, method, call).output)
 
 
 def estimate(
@@ -113,18 +112,18 @@ def estimate(
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
     method = method or Auto()
-    look = _looks(method, query, value, dropout_p, backend, gradient)
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, check_finite, look)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
+    problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)
-    output = _finish(problem, outcome)
+    output = _finish(problem, outcome.output)
     assert outcome.lse is not None
     return Estimate(
         output=output,
-        lse=_spoil(problem, problem.unflatten(outcome.lse)),
-        stderr=None if outcome.stderr is None else _spoil(problem, problem.unflatten(outcome.stderr)),
+        lse=_spoil(problem, outcome.lse),
+        stderr=None if outcome.stderr is None else _spoil(problem, outcome.stderr),
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
-        info={"method": repr(method), "backend": outcome.backend or kernels.name(backend, query.device), **outcome.info},
+        info={"method": repr(method), "backend": backends.without_triton(backend, query.device), **outcome.info},
     )
 
 
@@ -151,71 +150,67 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     return output
 
 
-def _looks(method: Method, query: Tensor, value: Tensor, dropout_p: float, backend: str, gradient: Gradient | None) -> bool:
-    """Whether to look for non-finite inputs first. That would mean to wait for a GPU, and some methods do without."""
-    if gradient is not None or backend == "reference" or not (isinstance(query, Tensor) and isinstance(value, Tensor)):
-        return True
-    never_waits = getattr(method, "never_waits", None)
-    return never_waits is None or not never_waits(query, value, bool(dropout_p))
+def _screened(problem: Problem, method: Method, call: Call, check_finite: bool) -> Problem:
+    """NaN and inf taken out of the inputs, unless that would wait for a GPU and the method copes with them by itself."""
+    check_method("method", method)
+    by_itself = call.gradient is None and call.backend != "reference" and method.is_async(problem, call.backend)
+    if by_itself and not check_finite:
+        return replace(problem, sync=False)
+    return isolate_non_finite(problem, check_finite)
+
+
+_ONLY_PADDING = "honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]"
 
 
 def _call(
     problem: Problem, generator: torch.Generator | None, backend: str, gradient: Gradient | None, diagnostics: bool = False
 ) -> Call:
-    kernels.check(backend, problem.query.device)
+    backends.check_backend(backend, problem.query.device)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if gradient is not None:
-        check_strategy("gradient", gradient, "estimate", "a gradient such as gradients.RandomWalk()")
+        check_gradient("gradient", gradient)
     if gradient is not None and problem.dropout_p:
         raise ValueError(f"gradient={gradient!r} does not know of dropout; got dropout_p={problem.dropout_p}")
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
 
 
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:
-    check_strategy("method", method, "run", "a method such as Exact() or TopK(k=64)")
-    general_mask = problem.attn_mask is not None and problem.key_padding is None
-    if general_mask and call.gradient is not None:
-        raise ValueError(
-            f"gradient={call.gradient!r} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; "
-            "use gradient=None with any other mask"
-        )
-    if general_mask and not getattr(method, "any_mask", False):
+    if problem.has_general_mask and call.gradient is not None:
+        raise ValueError(f"gradient={call.gradient!r} {_ONLY_PADDING}; use gradient=None with any other mask")
+    if problem.has_general_mask and not method.any_mask:
         assert problem.attn_mask is not None
         raise ValueError(
-            f"{type(method).__name__} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; "
-            f"got {problem.attn_mask.dtype} of shape {tuple(problem.attn_mask.shape)}. Exact() takes any mask."
+            f"{type(method).__name__} {_ONLY_PADDING}; got {problem.attn_mask.dtype} of shape {tuple(problem.attn_mask.shape)}. "
+            "Exact() takes any mask."
         )
     if problem.is_empty:
         return _nothing(problem)
     with full_precision(problem.query):
         if call.gradient is None:
             return method.run(problem, call)
-        rows = problem.rows  # cached: made outside no_grad, or the gradients would end here
+        rows = problem.rows  # made once, and outside of no_grad: gradients have to reach the inputs
         with torch.no_grad():
             outcome = method.run(problem, call)
-        output = with_gradient(outcome.output, rows, call.gradient, call.seeds)
-        return replace(outcome, output=output)
+        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds)
+        return replace(outcome, output=problem.by_head(output))
 
 
 def _nothing(problem: Problem) -> Outcome:
     """No rows, no keys or no columns: zeros, connected to the inputs so that their gradients are zeros too."""
     anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
-    groups = problem.key.shape[0] * problem.key.shape[1]
-    count = problem.query.shape[0] * problem.query.shape[1] * problem.query.shape[2]
-    shape = (groups, count // groups) if groups else (0, 0)
-    lse = torch.full(shape, -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
-    return Outcome(anchor.expand(*shape, problem.value.shape[-1]), lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
+    lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
+    output = anchor.expand(*lse.shape, problem.value.shape[-1])
+    return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 
 
-def _finish(problem: Problem, outcome: Outcome) -> Tensor:
-    return _spoil(problem, problem.finish(outcome.output))
+def _finish(problem: Problem, output: Tensor) -> Tensor:
+    return _spoil(problem, output.to(problem.query.dtype))
 
 
-def _spoil(problem: Problem, rows: Tensor) -> Tensor:
-    """`[*leading, length, ...]` with NaN in the rows that see a non-finite input."""
-    if problem.poison is None:
-        return rows
-    # A product, so that the gradients of spoiled rows are NaN as well.
-    poison = problem.poison.reshape(*problem.leading, problem.query.shape[2])
-    return rows * (poison if rows.dim() == poison.dim() else poison[..., None])
+def _spoil(problem: Problem, x: Tensor) -> Tensor:
+    """`[batch, heads, length, ...]` as `[*leading, length, ...]`, with NaN in the rows that see a non-finite input."""
+    if problem.poison is not None:
+        # A product, so that the gradients of spoiled rows are NaN as well.
+        x = x * (problem.poison if x.dim() == 3 else problem.poison[..., None])
+    return problem.like_inputs(x)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from nearfield import kernels
-from nearfield.blocks import BLOCK_BYTES
-from nearfield.budgets import audit_quantile
-from nearfield.estimate import Audit
-from nearfield.kernels import reference
-from nearfield.precision import full_precision
+from nearfield.checks import check_fraction, check_positive
+from nearfield.chunks import BLOCK_BYTES
+from nearfield.kernels import backends, reference
+from nearfield.kernels.backends import full_precision
+from nearfield.kernels.limits import unsupported
 from nearfield.problem import Problem
+from nearfield.results import Audit
 
 CONFIDENCE = 0.95
+
 MOST_ROWS = 1024
 """Rows that a kernel is given at a time."""
 
@@ -62,8 +65,7 @@ def _rows_at_a_time(problem: Problem) -> int:
 
 def _read_in_place(problem: Problem) -> bool:
     """Whether a kernel reads the keys of audited rows where they lie."""
-    general_mask = problem.attn_mask is not None and problem.key_padding is None
-    return not general_mask and problem.query.dtype != torch.float64 and kernels.runs_triton(problem.key.device)
+    return not problem.has_general_mask and backends.choose_triton("auto", problem.key.device, unsupported(problem.query))
 
 
 def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
@@ -72,15 +74,15 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
     if problem.key.shape[2] == 0:
         return problem.query.new_zeros(len(chosen), problem.value.shape[3])
     entry, head, position = chosen // (heads * length), chosen // length % heads, chosen % length
-    if problem.attn_mask is not None and problem.key_padding is None:
+    if problem.has_general_mask:
         return _exact_masked_rows(problem, entry, head, position)
     group = entry * problem.key.shape[1] + head // problem.group_size
     place = head % problem.group_size * length + position
     if _read_in_place(problem):
-        from nearfield.kernels.triton.exact_rows import exact_rows
+        from nearfield.kernels.exact_rows import exact_rows
 
         own = problem.grouped
-        with kernels.on(own.keys.device):
+        with backends.device_guard(own.keys.device):
             return exact_rows(own.queries, own.keys, own.values, own.visible, group, place, problem.scale)
     rows = problem.rows
     output, _ = reference.exact_attention(
@@ -103,9 +105,25 @@ def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: 
 
 def _value_norm(problem: Problem) -> Tensor:
     """Root mean square norm of the visible values, per key-value head, `[batch * kv_heads]`."""
-    square = problem.value.to(problem.compute_dtype).square().sum(-1)
-    if problem.key_padding is None:
-        mean = square.sum(-1) / max(1, square.shape[-1])
-    else:
-        mean = square.sum(-1) / problem.key_padding.sum(-1).clamp(min=1)
-    return mean.sqrt().clamp(min=torch.finfo(mean.dtype).tiny).reshape(-1)
+    return reference.rms_norm(problem.value, problem.key_padding).reshape(-1)
+
+
+def audit_rows(quantile: float = 0.95, confidence: float = 0.95) -> int:
+    """Rows to recompute so that the worst of them bounds the given quantile of all rows' errors, at that confidence.
+
+    All s rows lie below the quantile p with probability at most p^s, so s = ceil(ln(1 - confidence) / ln p), for any data and any
+    method.
+
+    >>> audit_rows(0.95, 0.95), audit_rows(0.99, 0.95)
+    (59, 299)
+    """
+    check_fraction("quantile", quantile)
+    check_fraction("confidence", confidence)
+    return max(1, math.ceil(math.log1p(-confidence) / math.log(quantile) * (1 - 4e-16)))  # forgiving rounding
+
+
+def audit_quantile(rows: int, confidence: float = 0.95) -> float:
+    """The quantile of all rows' errors that the worst of `rows` audited rows bounds: (1 - confidence)^(1 / rows)."""
+    check_positive("rows", rows)
+    check_fraction("confidence", confidence)
+    return math.exp(math.log1p(-confidence) / rows)

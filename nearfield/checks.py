@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 def check_positive(name: str, value: object, optional: bool = False, least: int = 1) -> None:
     """An integer of at least `least`, or None where that is allowed."""
@@ -23,10 +25,36 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
 
 
-def check_strategy(name: str, value: object, verb: str, example: str) -> None:
-    """An object (not a class) with the method `verb`."""
+def check_strategy(name: str, value: object, contract: str, verb: str, example: str, *more: str) -> None:
+    """An object (not a class) with the method `verb`, and with all that `nearfield.<contract>` asks for besides."""
     if isinstance(value, type) or not callable(getattr(value, verb, None)):
         raise TypeError(f"{name} must be {example}, got {value!r}")
+    for attribute in more:
+        if not hasattr(value, attribute):
+            raise TypeError(
+                f"{name} must have the attribute {attribute!r}, got {value!r}; subclass nearfield.{contract}, which has it"
+            )
+
+
+def check_method(name: str, value: object) -> None:
+    check_strategy(name, value, "Method", "run", "a method such as Exact() or TopK(k=64)", "is_async", "any_mask")
+
+
+def check_index(name: str, value: object) -> None:
+    check_strategy(name, value, "Index", "build", "an index such as ExactIndex()")
+
+
+def check_gradient(name: str, value: object) -> None:
+    check_strategy(name, value, "Gradient", "estimate", "a gradient such as gradients.RandomWalk()")
+
+
+def refuse_double_backward() -> None:
+    """Called in a backward pass, where gradients are being recorded only if somebody wants to differentiate them."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "nearfield does not support double backward (create_graph=True); "
+            "use torch.nn.functional.scaled_dot_product_attention with the math backend for second derivatives"
+        )
 
 
 def check_seed(name: str, value: object) -> None:

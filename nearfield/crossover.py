@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from nearfield import _compat
+
 _log = logging.getLogger(__name__)
 
 KINDS = ("forward", "forward, causal", "training", "training, causal")
@@ -61,6 +63,7 @@ def processor() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
+@_compat.constant_for_compile
 def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     """Keys from which on cells are faster, with and without a backward pass; infinity where nobody has measured it.
 
@@ -69,10 +72,6 @@ def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     """
     known = _lengths(place(device), device_name(device), dtype_name(dtype))
     return max(known.get(kind(causal, training), math.inf) for training in (False, True))
-
-
-# What torch.compiler.assume_constant_result sets. That would import the compiler, and Triton with it, for everybody.
-length.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache

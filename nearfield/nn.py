@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from nearfield.attention import attention
-from nearfield.checks import check_positive, check_strategy
-from nearfield.methods.base import Method
-from nearfield.problem import is_traced
+from nearfield.checks import check_method, check_positive
+from nearfield.problem import Method, is_traced
 
 
 class _Unpacked:
@@ -109,7 +108,7 @@ class Attention(nn.Module):
         if not batch_first:
             raise ValueError("batch_first must be True, got False; transpose inputs and outputs to [batch, length, dim]")
         if method is not None:
-            check_strategy("method", method, "run", "None or a method such as Exact() or TopK(k=64)")
+            check_method("method", method)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

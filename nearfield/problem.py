@@ -1,14 +1,18 @@
-"""Problem: inputs checked once, at the boundary, and brought into the one shape that every method works on."""
+"""What a method is asked: inputs checked once, at the boundary, and the contracts of methods and gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from nearfield import _compat
+from nearfield.results import Outcome
+from nearfield.sampling import Seeds
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -87,8 +91,13 @@ class Problem:
     poison: Tensor | None
     """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None when all is finite"""
     leading: tuple[int, ...]
-    look: bool = True
-    """whether values may be looked at: not where that would mean to wait for a GPU"""
+    sync: bool = True
+    """whether values may be looked at, which means waiting for a GPU"""
+
+    @property
+    def has_general_mask(self) -> bool:
+        """Whether there is a mask that is not key padding: one that differs from query to query, or adds to the logits."""
+        return self.attn_mask is not None and self.key_padding is None
 
     @property
     def group_size(self) -> int:
@@ -105,20 +114,19 @@ class Problem:
         no_rows = math.prod(self.query.shape[:3]) == 0
         if no_rows or self.value.numel() == 0:
             return True
-        return self.key_padding is not None and self._may_look and not bool(self.key_padding.any())
+        return self.key_padding is not None and self._may_sync and not bool(self.key_padding.any())
 
     @property
-    def _may_look(self) -> bool:
-        return self.look and not is_traced()
+    def _may_sync(self) -> bool:
+        return self.sync and not is_traced()
 
-    def unflatten(self, rows: Tensor) -> Tensor:
-        """`[batch * kv_heads, group * length, ...]` back to `[*leading, length, ...]`."""
-        return rows.reshape(*self.leading, self.query.shape[2], *rows.shape[2:])
+    def by_head(self, rows: Tensor) -> Tensor:
+        """`[batch * kv_heads, group * length, ...]`, the layout of `Rows`, as `[batch, heads, length, ...]`."""
+        return rows.reshape(*self.query.shape[:3], *rows.shape[2:])
 
-    def finish(self, rows: Tensor) -> Tensor:
-        """`unflatten` (or `[batch, heads, length, dim]`, which may be laid out differently), in the dtype of the inputs."""
-        output = rows.reshape(self.out_shape) if rows.dim() == 4 else self.unflatten(rows)
-        return output.to(self.query.dtype)
+    def like_inputs(self, x: Tensor) -> Tensor:
+        """`[batch, heads, length, ...]` with the leading dimensions of the inputs."""
+        return x.reshape(*self.leading, *x.shape[2:])
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -152,7 +160,7 @@ class Problem:
         if self.key_padding is not None:
             counts = self.key_padding.reshape(groups, length)
             # How many keys are left at most is data; what does not look has to do with an upper bound.
-            kept = int(counts.sum(1).max()) if self._may_look else length
+            kept = int(counts.sum(1).max()) if self._may_sync else length
             order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
             hidden = counts.gather(1, order).logical_not()[..., None]
             keys = keys.gather(1, order[..., None].expand(-1, -1, dim)).masked_fill(hidden, 0)
@@ -166,13 +174,14 @@ class Problem:
         return Rows(queries * self.scale, keys, values, self.visible)
 
 
+def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale with the same products, the scale positive."""
+    return (query, scale) if scale > 0 else (query * (-1.0 if scale else 0.0), -scale or 1.0)
+
+
 def is_traced() -> bool:
     """Whether tensors may have no values to look at: under torch.compile, or inside a transform of torch.func."""
-    if torch.compiler.is_compiling():
-        return True
-    # There is no public way to ask. Where the private one is gone, vmap will raise when a value is looked at.
-    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
+    return torch.compiler.is_compiling() or _compat.in_functorch_transform()
 
 
 def check(
@@ -184,13 +193,8 @@ def check(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    check_finite: bool = False,
-    look: bool = True,
 ) -> Problem:
-    """Check the arguments of an attention call and make the `Problem` of them. Raises before any work is done.
-
-    `look=False`: non-finite inputs are left to the kernels, and nothing waits for a GPU.
-    """
+    """Check the arguments of an attention call and make the `Problem` of them. Raises before any work, and looks at no value."""
     _check_tensors(query, key, value)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
@@ -224,7 +228,7 @@ def check(
             # A masked key must count as if it were zero, even if it holds NaN.
             hidden = padding.logical_not()[..., None]
             key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    problem = Problem(
+    return Problem(
         query=query,
         key=key,
         value=value,
@@ -235,9 +239,7 @@ def check(
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None and query.shape[-1] else float(scale or 0.0),
         poison=None,
         leading=tuple(leading),
-        look=look or check_finite,
     )
-    return _isolate_non_finite(problem, check_finite) if problem.look else problem
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -306,8 +308,8 @@ def _as_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     return mask[:, :, 0].expand(batch, kv_heads, length)
 
 
-def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
-    """Take non-finite rows out of the inputs and remember which outputs they make NaN.
+def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
+    """Take NaN and inf out of the inputs and remember which rows of the output they spoil. Waits for a GPU.
 
     Without this one NaN key would spread, through an index or a block of a kernel, to rows that never see it.
     """
@@ -328,7 +330,8 @@ def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     if problem.is_causal:
         seen = torch.arange(length, device=bad_key.device).clamp(max=bad_key.shape[2] - 1)
         spoiled = bad_key.cumsum(2).gt(0)[:, :, seen] if bad_key.shape[2] else bad_key.new_zeros(batch, heads, length)
-    elif problem.attn_mask is not None and problem.key_padding is None:
+    elif problem.has_general_mask:
+        assert problem.attn_mask is not None
         allowed = problem.attn_mask if problem.attn_mask.dtype == torch.bool else problem.attn_mask > -torch.inf
         spoiled = (allowed & bad_key[:, :, None, :]).any(-1).expand(batch, heads, length)
     else:
@@ -338,3 +341,51 @@ def _isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     spoiled = spoiled | (finite["query"].logical_not() & sees)
     clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
     return replace(problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a method is asked for, beyond the problem itself."""
+
+    seeds: Seeds
+    """where all randomness comes from"""
+    backend: str = "auto"
+    """one of `nearfield.kernels.backends.BACKENDS`"""
+    gradient: Gradient | None = None
+    """how to differentiate; None: the method's own way"""
+    diagnostics: bool = False
+    """whether `Outcome.lse`, `stderr` and `info` are wanted"""
+
+
+class Method(Protocol):
+    """A strategy for the whole estimate. Subclass it for a method of your own; only `run` has no default.
+
+    Example:
+        >>> class Mean(nearfield.Method):
+        ...     def run(self, problem, call):
+        ...         rows = problem.rows  # queries times scale; keys and values that padding hides are gone
+        ...         mean = rows.values.mean(1, keepdim=True).expand(*rows.queries.shape[:2], -1)
+        ...         return nearfield.Outcome(problem.by_head(mean))
+        >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
+        >>> nearfield.attention(q, k, v, method=Mean()).shape
+        torch.Size([1, 2, 8, 4])
+    """
+
+    any_mask: bool = False
+    """whether `run` honours masks other than key padding"""
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        """Attention of all rows of `problem`. The result is a function of `problem` and `call` alone."""
+        ...
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        """Whether `run` never waits for a GPU and copes with NaN and inf itself. If so, nobody looks for them first."""
+        return False
+
+
+class Gradient(Protocol):
+    """A strategy for the backward pass, chosen apart from the method of the forward pass."""
+
+    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `rows.queries`, `rows.keys` and `rows.values`."""
+        ...

@@ -13,7 +13,7 @@ from by_hand import QKV, inputs, seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.methods import cells as cells_module
+from nearfield.cells import sizes as cells_sizes
 
 PADDED = {"batch": 3, "kv_heads": 2}
 """Entries of different length, the second one without any key."""
@@ -50,5 +50,5 @@ def heights_at_most(heights: int | None) -> Iterator[None]:
     """Spans of at most so many different lengths; None: as many as the library has."""
     with pytest.MonkeyPatch.context() as patch:
         if heights is not None:
-            patch.setattr(cells_module, "MOST_HEIGHTS", heights)
+            patch.setattr(cells_sizes, "MOST_HEIGHTS", heights)
         yield

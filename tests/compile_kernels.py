@@ -15,10 +15,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import nearfield as nf
-from nearfield.cache import CellStore, decode
-from nearfield.kernels import cells_gpu, cells_gpu_backward
-from nearfield.kernels.cells_plan import CellSettings
-from nearfield.kernels.triton import pairs
+from nearfield.cells.cache import decode as cache_decode
+from nearfield.cells.cache.store import CellStore
+from nearfield.cells.sizes import CellSettings
+from nearfield.cells.triton import backward as triton_backward
+from nearfield.cells.triton import forward as triton_forward
+from nearfield.cells.triton import memory as triton_memory
+from nearfield.kernels import pairs_triton
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -65,9 +68,9 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, length: int 
     cell_of = torch.empty(2, settings.heights, length, dtype=torch.int32)
     opened = torch.empty(2, length, probes, dtype=torch.int32)
     plan = settings, dim**-0.5
-    cells_gpu.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened, cells_gpu.BEYOND)
+    triton_forward.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened, triton_memory.BEYOND)
     # Nothing has run: there is no plan yet.
-    cells_gpu_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
+    triton_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
 
 
 def step(dim: int, dtype: torch.dtype) -> None:
@@ -81,14 +84,14 @@ def step(dim: int, dtype: torch.dtype) -> None:
         buffer.room = buffer.room.to(dtype)
     query = torch.randn(2, 4, dim).to(dtype)
     with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
-        decode.decode(store.held, query, dim**-0.5, store.probes, 4096)
+        cache_decode.decode(store.held, query, dim**-0.5, store.probes, 4096)
 
 
 def chosen_keys(dim: int, dtype: torch.dtype) -> None:
     rows, table, weights, ids = torch.randn(8, dim).to(dtype), torch.randn(9, dim).to(dtype), torch.randn(8, 5), torch.arange(40)
-    pairs.scores(rows, table, ids.view(8, 5) % 9)
-    pairs.sums(weights, table, ids.view(8, 5) % 9)
-    pairs.scatter_(torch.zeros(9, dim), weights, rows, ids.view(8, 5) % 9)
+    pairs_triton.scores(rows, table, ids.view(8, 5) % 9)
+    pairs_triton.sums(weights, table, ids.view(8, 5) % 9)
+    pairs_triton.scatter_(torch.zeros(9, dim), weights, rows, ids.view(8, 5) % 9)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield.audit import run_audit
-from nearfield.methods.base import Call, Outcome
 from nearfield.problem import Problem, check
+from nearfield.problem import Call
+from nearfield.results import Outcome
 
 ALPHA = 1e-6
 

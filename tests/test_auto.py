@@ -16,11 +16,10 @@ from by_hand import inputs, seeded
 from typer.testing import CliRunner
 
 import nearfield as nf
-from nearfield import calibrate, crossover
-from nearfield.audit import run_audit
-from nearfield.budgets import audit_quantile
-from nearfield.cli import app
-from nearfield.methods import auto
+from nearfield import auto, crossover
+from nearfield.app import calibrate
+from nearfield.app.cli import app
+from nearfield.audit import audit_quantile, run_audit
 from nearfield.problem import check
 from nearfield.synthetic import FAMILIES, make
 

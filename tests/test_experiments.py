@@ -33,7 +33,8 @@ from experiments.settings import HERE, RESULTS, Settings, place
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key
 from experiments.words import change, finite, fixed, number, percent
-from nearfield.gradients import PrintedWalk, estimate, exact
+from nearfield.paper.gradients import estimate, exact
+from nearfield.paper.printed import PrintedWalk
 
 QUIET = Console(quiet=True)
 
@@ -71,6 +72,11 @@ def test_the_report_stands_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert page.count("<figure") == page.count("<svg") >= len(EXPERIMENTS)
     for name in EXPERIMENTS:
         assert f'id="{name}"' in page
+    stands_alone(page)
+
+
+def stands_alone(page: str) -> None:
+    """It loads nothing, and its links lead to one place each."""
     assert not re.search(r'(src|href|url)\s*[=(]\s*["\']?\s*(https?:)?//', page)
     assert "@import" not in page
     assert "<script" not in page
@@ -110,22 +116,48 @@ def test_every_unit_knows_what_it_was_measured_with(name: str) -> None:
     assert all(unit.digest for unit in EXPERIMENTS[name].plan(Settings(quick=True)))
 
 
-@pytest.mark.parametrize(("name", "device"), [(name, device) for name in EXPERIMENTS for device in EXPERIMENTS[name].devices])
-def test_the_page_says_what_the_results_say(name: str, device: str) -> None:
-    """Of the results that are kept with the code, as far as they are complete."""
-    path = place(RESULTS, device) / f"{name}.json"
-    saved = read(path) if path.exists() else {"complete": False}
-    if not saved["complete"]:
-        pytest.skip(f"no complete results of {name} on {device}")
-    told = EXPERIMENTS[name].tell([row for unit in saved["units"].values() for row in unit["rows"]])
-    assert [asdict(finding) for finding in told.findings] == saved["findings"]
-    page = (HERE / "report.html").read_text()
-    for words in [told.paper, told.here, *told.captions.values(), *told.notes]:
-        assert text(words) in page
-    for said in (page_of(finding) for finding in told.findings):
-        assert said in page
-    for told_table in told.tables:
-        assert table(told_table) in page
+def kept(name: str) -> dict[str, Path]:
+    """The results of an experiment that are kept with the code, by device."""
+    paths = {device: place(RESULTS, device) / f"{name}.json" for device in EXPERIMENTS[name].devices}
+    return {device: path for device, path in paths.items() if path.exists()}
+
+
+def told_by(path: Path) -> Section:
+    return EXPERIMENTS[path.stem].tell([row for unit in read(path)["units"].values() for row in unit["rows"]])
+
+
+@pytest.mark.parametrize(("name", "device"), [(name, device) for name in EXPERIMENTS for device in kept(name)])
+def test_kept_results_say_what_their_rows_say(name: str, device: str) -> None:
+    path = kept(name)[device]
+    saved = read(path)
+    assert saved["complete"]
+    assert [asdict(finding) for finding in told_by(path).findings] == saved["findings"]
+
+
+def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
+    """Built as on a fresh clone, from nothing but the kept results. One test: building takes several seconds."""
+    for path in RESULTS.rglob("*.json"):
+        copy = tmp_path / path.relative_to(RESULTS)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    main(["report", "--out", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    stands_alone(page)
+    sections = dict(re.findall(r'<section id="([^"]+)">(.*?)</section>', page, re.DOTALL))
+    for name in EXPERIMENTS:
+        assert name in sections
+        for i, (device, path) in enumerate(kept(name).items()):
+            section = sections.pop(f"{name}-{device}" if i else name)
+            told = told_by(path)
+            for words in [told.paper, told.here, *told.captions.values(), *told.notes]:
+                assert text(words) in section
+            for said in [*map(page_of, told.findings), *map(table, told.tables)]:
+                assert said in section
+            assert section.count("<svg") == len(told.captions) > 0
+            for drawn in told.captions:
+                for kind in ("png", "svg"):
+                    assert (place(tmp_path, device) / "figures" / f"{drawn}.{kind}").stat().st_size > 10_000
+    assert not sections
 
 
 def test_a_report_without_results_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

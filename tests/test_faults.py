@@ -15,8 +15,8 @@ from by_hand import QKV, gradients, inputs, seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.index.base import BuiltIndex
-from nearfield.methods.topk import TopK
+from nearfield.knn.index.base import BuiltIndex
+from nearfield.knn.topk import TopK
 
 
 class BuiltFailing(BuiltIndex):
@@ -58,7 +58,7 @@ def surroundings() -> tuple[Any, ...]:
 @pytest.mark.parametrize("good", [0, 1, 3])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room"), RuntimeError("broken index")], ids=repr)
 def test_interrupted_in_the_forward_pass(error: BaseException, good: int, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearfield.blocks.BLOCK_BYTES", 2000)  # several blocks, so that it happens midway
+    monkeypatch.setattr("nearfield.chunks.BLOCK_BYTES", 2000)  # several blocks, so that it happens midway
     leaves = [x.requires_grad_() for x in inputs(1, 2, queries=30, dim=4)]
     index = FailingIndex(error, good)
     generator = seeded(0)

@@ -114,4 +114,6 @@ def test_command_line_starts_without_optional_parts() -> None:
 
 
 def test_plan_runs_as_a_module() -> None:
-    assert "thm:simpler_expectation" in run("-m", "nearfield.cli", "plan", "--n", "131072", "--eps", "0.05", "--delta", "0.01")
+    assert "thm:simpler_expectation" in run(
+        "-m", "nearfield.app.cli", "plan", "--n", "131072", "--eps", "0.05", "--delta", "0.01"
+    )

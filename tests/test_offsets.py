@@ -6,7 +6,7 @@ import pytest
 import torch
 from laws import seeded
 
-from nearfield.index.base import PADDING, flat_ids
+from nearfield.knn.index.base import PADDING, flat_ids
 from nearfield.sampling import hashed_uniform, skip, without_replacement
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.partition import Blocks, HashBuckets, KMeans
+from nearfield.cells.partition.equal import Blocks, HashBuckets
+from nearfield.cells.partition.kmeans import KMeans
 
 
 @dataclass(frozen=True)

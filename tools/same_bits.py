@@ -1,6 +1,6 @@
 """Does a change leave every result as it was? 200 calls, here and at another commit, compared bit for bit.
 
-    python tools/same_bits.py --against v0.1.0          # outputs, gradients, audits, indices, caches, on this machine's CPU
+    python tools/same_bits.py --against v0.1.0          # outputs, gradients, audits, indices, caches: on the CPU
     python tools/same_bits.py --against main --device cuda --tolerance 0.01
 
 Both sides run in processes of their own. The calls use public names only, so that any two versions of the library can be compared.
@@ -30,7 +30,17 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], Results]]]:
 
     import nearfield as nf
 
-    def inputs(seed: int, batch=1, heads=2, length=600, dim=32, kv_heads=None, value_dim=None, keys=None, dtype=torch.float32):
+    def inputs(
+        seed: int,
+        batch: int = 1,
+        heads: int = 2,
+        length: int = 600,
+        dim: int = 32,
+        kv_heads: int | None = None,
+        value_dim: int | None = None,
+        keys: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)
         centres = torch.randn(24, dim, generator=generator)
         kv = kv_heads or heads
@@ -43,7 +53,9 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], Results]]]:
         value = torch.randn(batch, kv, keys or length, value_dim or dim, generator=generator)
         return [x.to(device, dtype).requires_grad_() for x in (query, key, value)]
 
-    def attend(seed: int, method: Any, shape: dict[str, Any] | None = None, draw: int = 7, **options: Any) -> Callable[[], Results]:
+    def attend(
+        seed: int, method: Any, shape: dict[str, Any] | None = None, draw: int = 7, **options: Any
+    ) -> Callable[[], Results]:
         def run() -> Results:
             tensors = inputs(seed, **(shape or {}))
             group = tensors[0].shape[1] != tensors[1].shape[1]
@@ -60,7 +72,9 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], Results]]]:
 
         return run
 
-    def diagnose(seed: int, method: Any, shape: dict[str, Any] | None = None, audit: int = 20, **options: Any) -> Callable[[], Results]:
+    def diagnose(
+        seed: int, method: Any, shape: dict[str, Any] | None = None, audit: int = 20, **options: Any
+    ) -> Callable[[], Results]:
         def run() -> Results:
             tensors = [x.detach() for x in inputs(seed, **(shape or {}))]
             generator = torch.Generator(device).manual_seed(3)
@@ -203,7 +217,8 @@ def calls(device: str) -> Iterator[tuple[str, Callable[[], Results]]]:
     for method in (None, nf.Cells(segment=64, cell_size=8, probes=4), nf.Cells(segment=50, window=0, partition=nf.Blocks())):
         for dtype in (torch.float32, torch.bfloat16):
             for offload in (False, True):
-                yield f"store {method} {dtype} {offload}", _store(method, [x.detach() for x in inputs(113, 2, 4, 2300, kv_heads=2, dtype=dtype)], offload)
+                given = [x.detach() for x in inputs(113, 2, 4, 2300, kv_heads=2, dtype=dtype)]
+                yield f"store {method} {dtype} {offload}", _store(method, given, offload)
 
     def of_modules() -> Results:
         torch.manual_seed(0)
@@ -312,10 +327,10 @@ def record(path: Path, device: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found = {}
-    for name, call in calls(device):
-        assert name not in found, name
-        results = call()
-        found[name] = {key: x.detach().cpu() if isinstance(x, torch.Tensor) else x for key, x in results.items()}
+    # By number: how a method is printed may change.
+    for number, (name, call) in enumerate(calls(device)):
+        results = {"name": name.partition("(")[0], **call()}
+        found[f"{number}, {name}"] = {key: x.detach().cpu() if isinstance(x, torch.Tensor) else x for key, x in results.items()}
     torch.save(found, path)
     print(f"{len(found)} calls, {sum(map(len, found.values()))} results")
 
@@ -323,10 +338,10 @@ def record(path: Path, device: str) -> None:
 def differences(one: dict[str, Results], two: dict[str, Results], tolerance: float) -> list[str]:
     import torch
 
-    found = [f"{name}: only on one side" for name in one.keys() ^ two.keys()]
-    for name in one.keys() & two.keys():
-        for key in one[name].keys() | two[name].keys():
-            a, b = one[name].get(key), two[name].get(key)
+    found = [] if len(one) == len(two) else [f"{len(one)} calls and {len(two)}"]
+    for (name, then), now in zip(one.items(), two.values(), strict=False):
+        for key in then.keys() | now.keys():
+            a, b = then.get(key), now.get(key)
             if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
                 if a != b:
                     found.append(f"{name}, {key}: {a} and {b}")
@@ -345,7 +360,7 @@ def main() -> int:
     parser.add_argument("--against", help="a commit, a tag or a branch")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tolerance", type=float, default=0.0, help="allowed difference, as a share of a result's norm")
-    parser.add_argument("--record", type=Path, help="run the calls with the nearfield on the path, and keep what they return here")
+    parser.add_argument("--record", type=Path, help="run the calls with the nearfield on the path, and keep the results here")
     parser.add_argument("--compare", type=Path, nargs=2, help="compare two such files")
     arguments = parser.parse_args()
     if arguments.record:
@@ -360,7 +375,8 @@ def main() -> int:
             subprocess.run(["git", "worktree", "add", "--detach", folder / "then", arguments.against], cwd=ROOT, check=True)
             try:
                 for place, file in ((folder / "then", files[0]), (ROOT, files[1])):
-                    environment = os.environ | {"PYTHONPATH": str(place), "TRITON_INTERPRET": "1" if arguments.device == "cpu" else "0"}
+                    interpreted = "1" if arguments.device == "cpu" else "0"
+                    environment = os.environ | {"PYTHONPATH": str(place), "TRITON_INTERPRET": interpreted}
                     command = [sys.executable, __file__, "--record", file, "--device", arguments.device]
                     subprocess.run(command, cwd=folder, env=environment, check=True)
             finally:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from experiments.gpt2_xl.sizes import Shape
-from nearfield.evaluate import load_model
+from nearfield.app.evaluate.models import load_model
 
 MOST_BUFFERS = 4 << 30
 """Bytes that a model may hold beside its weights. There should be none."""

@@ -16,7 +16,7 @@ from experiments.gpt2_xl.sample import sampled
 from experiments.gpt2_xl.sizes import Size
 from experiments.gpt2_xl.tokens import split, vocabulary_of, windows_of
 from experiments.gpt2_xl.train import in_half, let_go, ready_to_train, train
-from nearfield.evaluate import token_losses
+from nearfield.app.evaluate.measure import token_losses
 
 COMPARED = (("exact", 0), ("cells", 0), ("exact", 1))
 """Methods and orders of the windows. The other order tells how much of a difference is chance."""

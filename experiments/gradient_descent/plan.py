@@ -16,7 +16,7 @@ from experiments.gradient_descent.losses import LOSSES
 from experiments.gradient_descent.printed_law import draws_per_gradient, sizes
 from experiments.gradient_descent.times import times
 from experiments.settings import Settings
-from nearfield.gradients import Gradients, estimate_product
+from nearfield.paper.gradients import Gradients, estimate_product
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from experiments.shakespeare.methods import keys_per_query
 from experiments.shakespeare.model import GPT, precision
-from nearfield.methods.base import Method
+from nearfield.problem import Method
 
 WARMTH = 0.8
 """Samples are drawn from the model's distribution to the power 1 / WARMTH."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.methods.base import Method
+from nearfield.problem import Method
 
 PAPER = 5
 """Near keys in the authors' code."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from experiments.shakespeare.methods import attend
 from experiments.shakespeare.sizes import Sizes
-from nearfield.methods.base import Method
+from nearfield.problem import Method
 
 Watch = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """is shown query, key, value and output of every layer"""

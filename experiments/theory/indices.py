@@ -16,7 +16,7 @@ from torch import Tensor
 import nearfield as nf
 from experiments.experiment import Row
 from experiments.theory.lazy import looked_at_by_a_draw
-from nearfield.index.base import BuiltIndex, Cutoffs
+from nearfield.knn.index.base import BuiltIndex, Cutoffs
 
 MISSED = (64, 8)
 """n and k with one missed key."""

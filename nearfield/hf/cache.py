@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.store import CellStore, StepError, check_method
+from nearfield.cells.method import Cells
+from nearfield.hf.register import in_one_dtype
+from nearfield.hf.stored import StoredKeys
+
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 except ImportError as error:
     raise ImportError("nearfield.hf needs a recent Transformers: pip install 'nearfield[transformers]'") from error
-
-from nearfield.cache.errors import StepError
-from nearfield.cache.handle import StoredKeys
-from nearfield.cache.store import CellStore, check_method
-from nearfield.hf.register import in_one_dtype
-from nearfield.methods.cells import Cells
 
 
 class CellLayer(CacheLayerMixin):
@@ -103,7 +102,7 @@ class CellCache(Cache):
 
     For models whose attention is registered by nearfield. The prompt attends by the registered method; a later token (or a few,
     with assisted decoding; or many, with chunked prefill) by the cache: exactly to its own segment and the first keys, to
-    the segments before through cells, of which it opens the best ones (`nearfield.cache.CellStore`).
+    the segments before through cells, of which it opens the best ones (`nearfield.cells.cache.CellStore`).
 
     Args:
         method: `Cells(...)`, as for `CellStore`. A mapping gives layers methods of their own: from the number of a layer, and

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield.attention import attention
-from nearfield.blocks import BLOCK_BYTES
+from nearfield.chunks import BLOCK_BYTES
+from nearfield.exact import Exact
 from nearfield.hf.masks import LazyMask, Pattern
-from nearfield.methods.base import Method
-from nearfield.methods.exact import Exact
-from nearfield.problem import is_traced
+from nearfield.problem import Method, is_traced
 
 ENOUGH = 0.5
 """The share of the keys that must be asked by queries of their own for a method to serve the end of a sequence."""
+
 SHORTEST_BLOCK = 256
 """Rows of a block within a sliding window, at least."""
 

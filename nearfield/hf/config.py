@@ -25,27 +25,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearfield.auto import Auto
+from nearfield.cells.method import Cells
+from nearfield.cells.partition import BUILT_IN
 from nearfield.checks import check_positive
-from nearfield.index.exact import ExactIndex
-from nearfield.index.faiss import FaissIndex
-from nearfield.index.kmeans import KMeansIndex
-from nearfield.index.lsh import ConcentricLSH
-from nearfield.methods.auto import Auto
-from nearfield.methods.base import Method
-from nearfield.methods.cells import Cells
-from nearfield.methods.exact import Exact
-from nearfield.methods.gumbel import LazyGumbel
-from nearfield.methods.topk import TopK
-from nearfield.partition import BY_NAME
+from nearfield.exact import Exact
+from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.faiss import FaissIndex
+from nearfield.knn.index.kmeans import KMeansIndex
+from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn.topk import TopK
+from nearfield.paper.gumbel import LazyGumbel
+from nearfield.problem import Method
 
 FORMAT, VERSION = "nearfield-layers", 1
+
 ENTRIES = ("format", "version", "about", "num_hidden_layers", "default", "layers")
+
 METHODS: dict[str, type] = {one.__name__: one for one in (Exact, TopK, LazyGumbel, Cells, Auto)}
+
 PARTS: dict[str, dict[str, type]] = {
-    "partition": {**BY_NAME},
+    "partition": {**BUILT_IN},
     "index": {one.__name__: one for one in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)},
 }
 """What arguments of a method may be, beyond plain values."""
+
 REMEDY = "`nearfield eval MODEL TEXT --tolerance 0.4` writes such a file"
 
 

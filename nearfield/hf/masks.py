@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from nearfield import _compat
 from nearfield.problem import is_traced
 
 MaskFunction = Callable[..., Any]
 """One of Transformers' mask functions: (batch, head, query position, key position) to booleans."""
-
-
-def _masking_utils() -> Any:
-    from transformers import masking_utils
-
-    return masking_utils
 
 
 @dataclass(frozen=True)
@@ -54,14 +49,14 @@ def recognise(function: MaskFunction) -> Pattern:
 
     The compiler does not let us look into functions that were made while it traces: there, all but the two plainest stay whole.
     """
-    masking_utils = _masking_utils()
+    masking_utils = _compat.masking_utils()
     if function is masking_utils.causal_mask_function:
         return Pattern(after=0)
     if function is masking_utils.bidirectional_mask_function:
         return Pattern()
     if is_traced() or getattr(function, "__module__", None) != masking_utils.__name__:
         return Pattern(others=(function,))
-    inside = _closed_over(function)
+    inside = _compat.closed_over(function)
     match function.__qualname__.partition(".")[0], inside:
         case "and_masks", {"mask_functions": functions}:
             pattern = Pattern()
@@ -77,11 +72,6 @@ def recognise(function: MaskFunction) -> Pattern:
         case "packed_sequence_mask_function", {"packed_sequence_mask": Tensor() as sequence_of}:
             return Pattern(sequence_of=sequence_of)
     return Pattern(others=(function,))
-
-
-def _closed_over(function: MaskFunction) -> dict[str, Any]:
-    cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 class LazyMask(BlockMask):
@@ -216,7 +206,7 @@ class LazyMask(BlockMask):
 
     def _other(self, function: MaskFunction, rows: slice, keys: slice) -> Tensor:
         first_query, first_key = self.positions
-        return _masking_utils().sdpa_mask(
+        return _compat.masking_utils().sdpa_mask(
             batch_size=self.batch,
             q_length=rows.stop - rows.start,
             kv_length=keys.stop - keys.start,
@@ -276,9 +266,9 @@ def make_mask(
         None where the layers' own `is_causal` says it all; a boolean tensor, as for SDPA, for a single query, whose mask is as
         small as any description of it; else a `LazyMask`.
     """
-    function = mask_function or _masking_utils().causal_mask_function
+    function = mask_function or _compat.masking_utils().causal_mask_function
     if q_length == 1:
-        return _masking_utils().sdpa_mask(
+        return _compat.masking_utils().sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cache.held import Held
+from nearfield.cells.cache.state import CacheState
+from nearfield.cells.method import Cells
 from nearfield.crossover import dtype_name
 from nearfield.hf.cache import CellCache, CellLayer
 from nearfield.hf.memory_file import MOMENTS, Contents, check_model, fingerprint, read_memory, write_memory
 from nearfield.hf.reading import check_reader, plan_reading, read_text
-from nearfield.methods.cells import Cells
 
 PROBES = 256
 """Cells that a token after the text opens: 4,096 keys where cells have 16 (up to 8,192 tokens), 16,384 of 131,072."""
+
 ONE_ANSWER = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 """What `generate` is told of an answer where nobody says otherwise."""
 
@@ -182,7 +183,7 @@ def _one_answer(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _kept(held: Held) -> dict[str, Tensor]:
+def _kept(held: CacheState) -> dict[str, Tensor]:
     """The tensors of a layer, of a cache that nobody uses any more."""
     found = {"keys": held.keys.filled, "values": held.values.filled, "order": held.order.filled, "sinks": held.sinks}
     # On a GPU some are in bfloat16; a file is for all devices, and tables take them in as they keep them.
@@ -192,11 +193,11 @@ def _kept(held: Held) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in found.items()}
 
 
-def _held(kept: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> Held:
+def _held(kept: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> CacheState:
     """What a store holds after it has read the text: closed segments stay where they are."""
     keys, values = kept["keys"], kept["values"]
     closed = kept["order"].shape[2]
-    held = Held(keys, values, layer.store.settings, layer.store.method.partition, base=closed)
+    held = CacheState(keys, values, layer.store.sizes, layer.store.method.partition, base=closed)
     held.keys.append(keys[:, :, closed:])
     held.values.append(values[:, :, closed:])
     held.order.append(kept["order"])

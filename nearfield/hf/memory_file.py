@@ -16,21 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cache.sizes import StoreSizes
-from nearfield.cache.store import check_method
+from nearfield.cells.cache.store import check_method
+from nearfield.cells.method import Cells
+from nearfield.cells.partition import BUILT_IN
+from nearfield.cells.sizes import CacheSizes
 from nearfield.crossover import dtype_name
 from nearfield.hf.config import describe
 from nearfield.hf.reading import Reading
-from nearfield.methods.cells import Cells
-from nearfield.partition import BY_NAME
 
 FORMAT, VERSION = "nearfield-memory", "3"
+
 TOKENS, BOUNDS = "tokens", "bounds"
+
 MOMENTS = ("start", "size", "void", "centroid", "variance", "value")
+
 TENSORS = ("keys", "values", "order", "sinks", *MOMENTS, "cross", "pooled")
 """Of every layer."""
+
 SAMPLE = 64
 """Numbers of every weight that go into the fingerprint of a model."""
+
 NOT_OF_THE_MODEL = (
     *("_*", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("*_token_id", "tokenizer_class", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
@@ -163,7 +168,7 @@ def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, Reading, i
             raise ValueError("method must be Cells")
         if "partition" in given:
             part = given["partition"]
-            given["partition"] = BY_NAME[part.pop("name")](**part)
+            given["partition"] = BUILT_IN[part.pop("name")](**part)
         known = {field.name for field in dataclasses.fields(Cells)}
         if not set(given) <= known:
             raise ValueError(f"unknown arguments {sorted(set(given) - known)}")
@@ -184,7 +189,9 @@ def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method:
     if len(shape) != 2 or shape[0] != 1 or dtype != torch.int64:
         raise ValueError(f"memory {path} has tokens of shape {shape} and {dtype}, not [1, length] and torch.int64")
     length, bounds = shape[1], tensors[BOUNDS]
-    if not _are_bounds(bounds, max(0, length - StoreSizes.of(method).window)):
+    if not _are_bounds(
+        bounds, max(0, length - CacheSizes.of(method.segment, method.cell_size, method.window, method.sinks).window)
+    ):
         raise ValueError(f"memory {path} is damaged: bounds")
     found = []
     for number in range(layers):
@@ -205,18 +212,18 @@ def _are_bounds(bounds: Tensor, most: int) -> bool:
 
 def _wrong(kept: dict[str, Tensor], length: int, bounds: Tensor, method: Cells) -> str | None:
     """What is wrong with the tensors of a layer, if anything: shapes, dtypes, and places that are not there."""
-    settings = StoreSizes.of(method)
+    sizes = CacheSizes.of(method.segment, method.cell_size, method.window, method.sinks)
     keys, values = kept["keys"], kept["values"]
     if keys.dim() != 4 or values.dim() != 4 or not keys.is_floating_point():
         return "keys"
     heads, dim, wide = keys.shape[1], keys.shape[3], values.shape[3]
-    closed, cells = int(bounds[-1]), sum(settings.cells(*ends) for ends in pairwise(bounds.tolist()))
+    closed, cells = int(bounds[-1]), sum(sizes.cells(*ends) for ends in pairwise(bounds.tolist()))
     compute = torch.promote_types(keys.dtype, torch.float32)
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "keys": ((1, heads, length, dim), keys.dtype),
         "values": ((1, heads, length, wide), keys.dtype),
         "order": ((1, heads, closed), torch.int32),
-        "sinks": ((1, settings.sinks), torch.int64),
+        "sinks": ((1, sizes.sinks), torch.int64),
         "start": ((1, heads, cells), torch.int32),
         "size": ((1, heads, cells), compute),
         "void": ((1, heads, cells), compute),

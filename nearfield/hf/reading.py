@@ -12,15 +12,19 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
+from nearfield import _compat
 from nearfield.checks import check_positive
 from nearfield.hf.cache import CellCache, CellLayer
 from nearfield.hf.register import AttentionFunction, in_one_dtype
 
 POSITIONS = ("running", "restart")
+
 KNOWN = 8192
 """Positions of a model that does not say how many it knows."""
+
 CHUNK, GAP = 4096, 1024
 """Where positions start again, at most: half and an eighth of what the model knows."""
+
 RELATIVE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings by which only differences of positions matter, however large the positions are."""
 
@@ -90,7 +94,7 @@ def check_reader(model: Any) -> None:
     """A model that can read into a cell cache, and ask it later. Where positions start again, reading alone would not tell."""
     if model.training:
         raise ValueError("the model is in training mode, in which it may drop what it reads; call model.eval() first")
-    name = model.config.get_text_config()._attn_implementation
+    name = _compat.attention_name(model)
     if not isinstance(AttentionInterface().get(name), AttentionFunction):
         raise ValueError(
             f"the model attends by {name!r}, and only attention registered by nearfield can read a memory: hf.register(); "
@@ -125,7 +129,7 @@ def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, readin
     else. So the first tokens of the text come before every chunk, and are kept once.
     """
     stores = [layer.store for layer in cache.layers if isinstance(layer, CellLayer)]
-    sinks = stores[0].settings.sinks
+    sinks = stores[0].sizes.sinks
     shared = sinks if own.start else 0
     given = torch.cat([tokens[:, :shared], tokens[:, own]], 1)
     first = tokens.shape[1] - reading.gap - sinks - reading.chunk

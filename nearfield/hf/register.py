@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearfield.cache.handle import StoredKeys
-from nearfield.checks import check_strategy
+from nearfield.auto import Auto
+from nearfield.checks import check_method
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.config import LayerConfig, read_config
 from nearfield.hf.masks import LazyMask, make_mask
-from nearfield.hf.stored import serve_stored
-from nearfield.methods.auto import Auto
-from nearfield.methods.base import Method
+from nearfield.hf.stored import StoredKeys, serve_stored
+from nearfield.problem import Method
 
 REFUSED = {
     "softcap": "soft-capping of the logits",
@@ -28,6 +27,7 @@ REFUSED = {
     "output_attentions": "attention weights as an output",
 }
 """Arguments of layers that change the result, or ask for another one, and cannot be honoured."""
+
 REMEDY = {
     "softcap": 'attn_implementation="eager", or a config without attn_logit_softcapping if the model does well without',
     "cache": 'attn_implementation="sdpa", or generate()',
@@ -103,7 +103,7 @@ def _by_layer(method: Method | Mapping[int | str, Method] | None) -> dict[int | 
         if layer != "default" and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
             raise ValueError(f"method must have the numbers of layers as keys, or 'default'; got {layer!r}")
         where = f"method[{layer!r}]" if isinstance(method, Mapping) else "method"
-        check_strategy(where, one, "run", "a method such as Exact() or TopK(k=64)")
+        check_method(where, one)
     return methods
 
 

@@ -38,6 +38,31 @@ def weighted_softmax(logits: Tensor, log_weight: Tensor | None) -> tuple[Tensor,
     return weights / weights.sum(-1).masked_fill(blind, 1.0)[..., None], lse
 
 
+def rms_norm(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Root mean square norm of the values `[..., n, dim]` that count (`counts` `[..., n]`; the others are zero), `[...]`."""
+    square = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(-1)
+    mean = square.sum(-1) / (max(1, square.shape[-1]) if counts is None else counts.sum(-1).clamp(min=1))
+    return mean.sqrt().clamp(min=torch.finfo(mean.dtype).tiny)
+
+
+def largest(scores: Tensor, k: int, size: int, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """`scores.topk(k)` along the last axis, in two stages: at most k of the groups of `size` columns hold the k best.
+
+    A group is every `groups`-th column, so that the maxima vectorise. Only members of the k groups with the best maxima are
+    sorted.
+    """
+    length = scores.shape[-1]
+    groups = length // size
+    body = scores[..., : groups * size].unflatten(-1, (size, groups))
+    chosen = body.amax(-2).topk(k, sorted=False).indices
+    column = (chosen[..., None, :] + groups * torch.arange(size, device=scores.device)[:, None]).flatten(-2)
+    if groups * size < length:
+        rest = torch.arange(groups * size, length, device=scores.device)
+        column = torch.cat([column, rest.expand(*column.shape[:-1], -1)], -1)
+    best = scores.gather(-1, column).topk(k, sorted=sorted)
+    return best.values, column.gather(-1, best.indices)
+
+
 def exact_logits(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     """All inner products of rows `[b, r, d]` with keys `[b, n, d]`; -inf beyond the first `visible[b, r]` keys."""
     hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None]

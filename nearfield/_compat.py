@@ -1,0 +1,106 @@
+"""Every hook into private parts of torch, Triton and Transformers, each with the versions it was seen in.
+
+Nothing else in the package uses a private name of another library. When one of them changes, this is the file to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def in_functorch_transform() -> bool:
+    """Whether this runs inside a transform of torch.func (vmap, grad). Seen in torch 2.6 to 2.13.
+
+    There is no public way to ask. Where the private one is gone, vmap itself raises when a value is looked at.
+    """
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
+def constant_for_compile(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, without importing the compiler (and Triton with it). Seen in torch 2.6 to 2.13."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often a tensor was changed in place; None for inference tensors, which have no version. Seen in torch 2.6 to 2.13."""
+    return None if x.is_inference() else x._version
+
+
+# Torch's CPU flash attention returns the log-normaliser, and its backward pass takes a global one. Seen in torch 2.6 to 2.13.
+cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def wrapper_tensor(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass with a shape and no numbers. Seen in torch 2.6 to 2.13."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Calls on tensor subclasses reach torch itself. Seen in torch 2.6 to 2.13."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def raw_stream(device: int) -> int:
+    """The current CUDA stream as Triton wants it. Seen in torch 2.6 to 2.13."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(x) for x in triton.__version__.split(".")[:2])
+
+
+def is_compiled_by_triton(function: Any) -> bool:
+    """False in Triton's interpreter. Seen in Triton 3.3 to 3.9."""
+    from triton.runtime.jit import JITFunction
+
+    return isinstance(function, JITFunction)
+
+
+def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..., None] | None:
+    """Starts what Triton has compiled, called with all arguments and `stream=`; None where this version has no such way.
+
+    Seen in Triton 3.4 to 3.9; older versions start what they compiled with other arguments.
+    """
+    if compiled is None or triton_version() < (3, 4) or not is_compiled_by_triton(function):
+        return None
+    return compiled[(*grid, 1, 1)[:3]]
+
+
+def has_dependent_launch() -> bool:
+    """Whether Triton knows programmatic dependent launch. Seen in Triton 3.6 to 3.9.
+
+    Older versions look up every name in a kernel, also in a branch that is not compiled: there must be none.
+    """
+    from triton.language.extra import cuda
+
+    return triton_version() >= (3, 6) and hasattr(cuda, "gdc_wait")
+
+
+def masking_utils() -> Any:
+    """The module that makes masks in Transformers. Seen in Transformers 5.5 to 5.22."""
+    from transformers import masking_utils
+
+    return masking_utils
+
+
+def attention_name(model: Any) -> str:
+    """What `model.set_attn_implementation` has set. Seen in Transformers 5.5 to 5.22."""
+    return model.config.get_text_config()._attn_implementation
+
+
+def closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that a mask function of Transformers closes over, by name. Seen in Transformers 5.5 to 5.22."""
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}

@@ -1,0 +1,277 @@
+"""The command line: `nearfield plan`, `demo`, `bench`, `eval`, `remember` and `ask`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from nearfield.paper.budgets import Budget, every_budget
+
+app = typer.Typer(
+    help="kNN attention for PyTorch that tells you its error.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+
+MODEL = "Folder or .gguf file of a causal language model, or what else from_pretrained takes."
+
+DEVICE = "cpu, cuda, cuda:1, ... Default: cuda where there is one."
+
+DTYPE = "Of the model. Default: float32, on CUDA bfloat16."
+
+DOWNLOAD = "Let Transformers look for the model on the hub."
+
+
+@app.command()
+def plan(
+    n: int = typer.Option(131072, help="Keys that a query sees."),
+    eps: float = typer.Option(0.05, help="Error, in the unit that each promise names."),
+    delta: float = typer.Option(0.01, help="Failure probability."),
+    d: int = typer.Option(64, help="Columns of the values."),
+) -> None:
+    """Print the sizes that the paper's theorems ask for, as printed and as corrected."""
+    try:
+        budgets = every_budget(n, eps, delta, d)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)  # a file has no width; the default of 80 would cut numbers
+    console.print(_size_table(budgets, n, f"Sizes for n = {n:,}, eps = {eps:g}, delta = {delta:g}, d = {d}"))
+    console.print(
+        "k, ell and draws: for one query; draws are split into groups. Walks: for one column of the product (dk: see below). "
+        "[yellow]Yellow[/]: at least as much work as reading all n keys.\n"
+    )
+    console.print(_promise_table(budgets))
+
+
+@app.command()
+def demo(
+    out: Path = typer.Option(Path("demo.png"), help="Where the plot goes."),
+    length: int = typer.Option(4096, help="Keys and queries per head."),
+    family: str = typer.Option("clustered", help="Input family (see nearfield.synthetic)."),
+    seed: int = typer.Option(0, help="Seed of the inputs and of every estimate."),
+) -> None:
+    """Attention by every method next to exact attention: a table and a plot."""
+    from nearfield.app.demo import run
+
+    try:
+        run(out=out, length=length, family=family, seed=seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def bench(
+    calibrate: bool = typer.Option(False, "--calibrate", help="Keep the result, so that the default method uses it from now on."),
+    device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
+    dtype: list[str] = typer.Option(
+        [], help="float32, bfloat16, float16 or float64; may be repeated. Default: float32 and bfloat16, on CUDA float16 as well."
+    ),
+    length: int = typer.Option(16384, min=1, help="Queries and keys, where nothing is calibrated."),
+) -> None:
+    """Time cells against exact attention on this machine; with --calibrate, find the length from which on they win."""
+    from nearfield.app import calibrate as measurement
+
+    dtypes = [_dtype(name) for name in dict.fromkeys(dtype)]
+    place = _device(device)
+    for chosen in dtypes or measurement.usual_dtypes(place):
+        if calibrate:
+            measurement.calibrate(place, chosen)
+        else:
+            measurement.compare(place, length, chosen)
+
+
+@app.command("eval")
+def evaluate(
+    model: str = typer.Argument(help=MODEL),
+    texts: list[Path] = typer.Argument(help="Texts in UTF-8."),
+    tokens: int = typer.Option(8192, min=1, help="Tokens of each text, at most."),
+    methods: str = typer.Option("cells,topk", help="What to compare with exact attention, of cells, topk and auto."),
+    budgets: str = typer.Option("4,7,10", help="Shares of the past keys to read, in per cent."),
+    cell_size: int = typer.Option(16, min=1, help="Keys per cell."),
+    segment: int = typer.Option(0, min=0, help="Keys before a row that are exact. Default: 1024, or an eighth of a short text."),
+    sinks: int = typer.Option(16, min=0, help="First keys, exact for every row."),
+    tolerance: str = typer.Option("", help="Allowed excess of perplexity in per cent, such as 0.4: choose a budget per layer."),
+    ladder: str = typer.Option("1,2,4,7,10,15,25", help="Budgets of cells to choose from for a layer, in per cent."),
+    config: Path = typer.Option(None, help="A config.json of an earlier run, to be compared as well."),
+    out: Path = typer.Option(Path("nearfield-eval"), help="Folder for eval.json, eval.png and config.json."),
+    device: str = typer.Option("", help=DEVICE),
+    dtype: str = typer.Option("", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Perplexity of a language model with exact attention and with others, the error of every head, and a choice per layer."""
+    from nearfield.app.evaluate.command import run
+
+    with _bad_parameters():
+        run(
+            model,
+            texts,
+            out=out,
+            tokens=tokens,
+            methods=_words(methods),
+            budgets=[_percent("--budgets", word) for word in _words(budgets)],
+            cell_size=cell_size,
+            segment=segment or None,
+            sinks=sinks,
+            ladder=[_percent("--ladder", word) for word in _words(ladder)],
+            tolerance=_percent("--tolerance", tolerance) if tolerance else None,
+            config=config,
+            device=str(_device(device)) if device else None,
+            dtype=_dtype(dtype) if dtype else None,
+            download=download,
+        )
+
+
+@app.command()
+def remember(
+    model: str = typer.Argument(help=MODEL),
+    text: Path = typer.Argument(help="A text in UTF-8."),
+    out: Path = typer.Option(..., "--out", "-o", help="File for the memory; one that is there is replaced when all is written."),
+    chunk: int = typer.Option(
+        0, min=0, help="Tokens read at a time. Default: all, or what suits a text of more than the model knows."
+    ),
+    positions: str = typer.Option(
+        "", help="running or restart (docs/cache.md). Default: running, as long as the model knows them."
+    ),
+    device: str = typer.Option("", help=DEVICE),
+    dtype: str = typer.Option("", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Let a language model read a text once and keep what it remembers, for `nearfield ask`."""
+    from nearfield.app import remember as memories
+
+    with _bad_parameters():
+        memories.remember(
+            model,
+            text,
+            out,
+            positions=positions or None,
+            chunk=chunk or None,
+            device=str(_device(device)) if device else None,
+            dtype=_dtype(dtype) if dtype else None,
+            download=download,
+        )
+
+
+@app.command()
+def ask(
+    model: str = typer.Argument(help="The model that has read the text."),
+    question: str = typer.Argument(help="What comes after the text; the model goes on from there."),
+    memory: Path = typer.Option(..., "--memory", "-m", help="File that `nearfield remember` has written."),
+    tokens: int = typer.Option(64, min=1, help="Tokens of the answer, at most."),
+    device: str = typer.Option("", help=DEVICE),
+    dtype: str = typer.Option("", help=f"{DTYPE} It must be the one in which the text was read."),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Ask a language model about a text that it remembers."""
+    from nearfield.app import remember as memories
+
+    with _bad_parameters():
+        memories.ask(
+            model,
+            memory,
+            question,
+            tokens=tokens,
+            device=str(_device(device)) if device else None,
+            dtype=_dtype(dtype) if dtype else None,
+            download=download,
+        )
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@contextmanager
+def _bad_parameters() -> Iterator[None]:
+    """What cannot be done with what was given, said as the command line does."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _words(listed: str) -> list[str]:
+    return [word.strip() for word in listed.split(",") if word.strip()]
+
+
+def _percent(option: str, word: str) -> float:
+    """`0.4` or `0.4%` as .004."""
+    try:
+        share = float(word.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise typer.BadParameter(f"{option} must be per cents between 0 and 100, got {word!r}")
+    return share
+
+
+def _dtype(name: str) -> Any:
+    from nearfield.crossover import dtype_name
+    from nearfield.problem import DTYPES
+
+    known = {dtype_name(x): x for x in DTYPES}
+    if name not in known:
+        raise typer.BadParameter(f"--dtype must be one of {', '.join(known)}, got {name}")
+    return known[name]
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(f"{name}: {error}") from error
+    return place
+
+
+def _size_table(budgets: list[Budget], n: int, title: str) -> Table:
+    table = _table(title)
+    for name in ("k", "ell", "draws", "groups", "walks", "buffer"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for sizes, name, last in _blocks(budgets):
+        # A draw looks at one key at the very least.
+        wasteful = sizes.takes_everything(n) or (sizes.draws or 0) >= n
+        counts = (sizes.k, sizes.ell, sizes.draws, sizes.groups, sizes.walks, sizes.buffer)
+        style = "yellow" if wasteful else None
+        table.add_row(name, sizes.form, *map(_count, counts), style=style, end_section=last)
+    return table
+
+
+def _promise_table(budgets: list[Budget]) -> Table:
+    table = _table("What they promise, with probability 1 - delta unless they say otherwise")
+    table.add_column("promise")
+    for sizes, name, last in _blocks(budgets):
+        table.add_row(name, sizes.form, f"{sizes.promise} ({sizes.label})", end_section=last)
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("theorem")
+    table.add_column("form", no_wrap=True)
+    return table
+
+
+def _blocks(budgets: list[Budget]) -> Iterator[tuple[Budget, str, bool]]:
+    """Each budget with the name to print (once per theorem), and whether it is the last of its theorem."""
+    names = ["", *(sizes.theorem for sizes in budgets), ""]
+    for i, sizes in enumerate(budgets, 1):
+        yield sizes, sizes.theorem if names[i - 1] != sizes.theorem else "", names[i + 1] != sizes.theorem
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+if __name__ == "__main__":
+    main()

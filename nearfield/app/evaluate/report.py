@@ -1,0 +1,353 @@
+"""What `nearfield eval` has found: as a table, as JSON, and as a config to register."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+import nearfield
+from nearfield.app.environment import environment as machine
+from nearfield.app.evaluate.run import Evaluation, Recommendation, Shown
+from nearfield.app.evaluate.settings import PastTopK, Setting, percent
+from nearfield.hf.config import describe, write_config
+
+NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
+
+
+def environment(model: Any) -> dict[str, Any]:
+    """Where and with what the numbers were measured."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {**machine(model.device), "transformers": version("transformers"), "device": str(model.device), "dtype": dtype}
+
+
+def tabulated(found: Evaluation) -> Table:
+    """A row per setting: keys, perplexity and its excess in each text, and the errors of heads."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("\nattention", no_wrap=True)
+    table.add_column("keys/\nquery", justify="right", no_wrap=True)
+    for text in found.texts:
+        table.add_column(f"{_short(text)}\nperplexity", justify="right", no_wrap=True)
+        table.add_column("\nexcess", justify="right", no_wrap=True)
+    for heading in ("error\nmean", "of heads\nworst", "time\n(s)"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = [found.exact, *found.shown]
+    for i, shown in enumerate(rows):
+        last = i + 1 == len(rows) or rows[i + 1].setting.kind != shown.setting.kind
+        table.add_row(*_cells(shown), end_section=last)
+    if found.recommendation is not None:
+        table.add_row(*_cells(found.recommendation.shown), style="bold green")
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 16 else text[:15] + "…"
+
+
+def _cells(shown: Shown) -> list[str]:
+    cells = [shown.setting.label, "" if shown.keys is None else f"{shown.keys:,.0f}"]
+    for one in shown.perplexities:
+        plain = shown.setting.kind == "exact"
+        cells += [f"{one.perplexity:.3f}", "" if plain else f"{100 * one.excess:+.2f}% ± {100 * one.stderr:.2f}"]
+    if shown.errors is None:
+        cells += ["", ""]
+    else:
+        served = shown.errors[shown.errors.isfinite()]
+        cells += [f"{served.mean():.2%}", f"{served.max():.1%}"]
+    return [*cells, f"{shown.seconds:.1f}"]
+
+
+def legend(found: Evaluation) -> str:
+    geometry = found.geometry
+    return (
+        f"{geometry.tokens:,} tokens. A row reads its own segment of {geometry.segment:,} keys and the first {geometry.sinks} "
+        f"one by one; a budget is the share of all earlier keys, {geometry.past:,.0f} on average, that it reads beyond that. "
+        "topk: as many keys as cells, the heaviest ones, and nothing for the rest (a perfect index). Excess of perplexity over "
+        "exact attention ± its standard error. Error: of an output row, relative, mean over rows."
+    )
+
+
+def sentence(recommendation: Recommendation, all_keys: float) -> str:
+    """What is recommended, in words."""
+    chosen, limit = recommendation.chosen, percent(recommendation.tolerance)
+    rungs, keys = chosen.mixture.rungs, chosen.mixture.keys
+    if set(rungs) == {-1}:
+        return f"Within {limit} of exact perplexity: exact attention only. A larger --tolerance or --cell-size 8 may do better."
+    counted = Counter("exact" if rung < 0 else recommendation.ladder[rung].label for rung in rungs)
+    order = [*(setting.label for setting in recommendation.ladder), "exact"]
+    parts = ", ".join(f"{label} ({counted[label]})" for label in sorted(counted, key=order.index))
+    return (
+        f"Within {limit} of exact perplexity: {keys / all_keys:.0%} of the keys, {100 * chosen.excess:+.2f}% in the worst "
+        f"text. Layers: {parts}."
+    )
+
+
+def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
+    """All of it; null where there is no finite number."""
+    geometry, chosen = found.geometry, found.recommendation
+    whole = {
+        **about,
+        "tokens": geometry.tokens,
+        "segment": geometry.segment,
+        "sinks": geometry.sinks,
+        "past_keys_mean": geometry.past,
+        "layers": found.layers,
+        "texts": found.texts,
+        "settings": [_as_json(shown) for shown in (found.exact, *found.shown)],
+        "recommendation": None if chosen is None else _recommended(chosen, found),
+    }
+    told: dict[str, Any] = _finite(whole)
+    return told
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_json(shown: Shown) -> dict[str, Any]:
+    errors = None if shown.errors is None else [[_round(x) for x in heads] for heads in shown.errors.tolist()]
+    return {
+        "label": shown.setting.label,
+        "method": _described(shown.setting),
+        "budget": shown.setting.budget,
+        "keys_per_query": shown.keys,
+        "seconds": shown.seconds,
+        "perplexity": [one.perplexity for one in shown.perplexities],
+        "excess": [one.excess for one in shown.perplexities],
+        "excess_stderr": [one.stderr for one in shown.perplexities],
+        "relative_error_by_layer_and_head": errors,
+    }
+
+
+def _described(setting: Setting) -> Any:
+    method = setting.method
+    if isinstance(method, Mapping):
+        return {str(layer): describe(one) for layer, one in method.items()}
+    return repr(method) if isinstance(method, PastTopK) else describe(method)
+
+
+def _round(error: float) -> float | None:
+    return None if error != error else float(f"{error:.4g}")
+
+
+def _recommended(chosen: Recommendation, found: Evaluation) -> dict[str, Any]:
+    return {
+        "tolerance": chosen.tolerance,
+        "in_words": sentence(chosen, found.exact.keys or 1.0),
+        "ladder": [{"label": setting.label, "method": _described(setting)} for setting in chosen.ladder],
+        "rung_by_layer": list(chosen.chosen.mixture.rungs),
+        "sensitivity_by_layer": [_round(x) for x in chosen.sensitivity.tolist()],
+        **{key: value for key, value in _as_json(chosen.shown).items() if key not in ("budget", "label", "method")},
+        "trials": [
+            {
+                "rung_by_layer": list(one.mixture.rungs),
+                "keys_per_query": one.mixture.keys,
+                "predicted": one.mixture.predicted,
+                "excess": one.excess,
+            }
+            for one in chosen.trials
+        ],
+    }
+
+
+def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write `eval.json` and, where there is a recommendation, `config.json`; returns what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "eval.json"]
+    text = json.dumps(as_json(found, about), indent=2, allow_nan=False)
+    # Lists of numbers on one line.
+    text = re.sub(rf"\[\s*({NUMBER}(?:,\s*{NUMBER})*)\s*\]", lambda part: "[" + " ".join(part[1].split()) + "]", text)
+    written[0].write_text(text + "\n", encoding="utf-8")
+    if found.recommendation is not None:
+        written.append(folder / "config.json")
+        write_config(written[1], found.recommendation.config, _about(found, found.recommendation, about))
+    return written
+
+
+def _about(found: Evaluation, chosen: Recommendation, about: Mapping[str, Any]) -> dict[str, Any]:
+    """How the config came to be, for people who find it later."""
+    exact = found.exact.perplexities
+    return {
+        "model": about.get("model"),
+        "tokens": found.geometry.tokens,
+        "tolerance": percent(chosen.tolerance),
+        "keys_per_query": round(chosen.chosen.mixture.keys, 1),
+        "keys_per_query_exact": found.exact.keys,
+        "perplexity": {
+            text: {"exact": round(right.perplexity, 4), "this": round(ours.perplexity, 4)}
+            for text, right, ours in zip(found.texts, exact, chosen.shown.perplexities, strict=True)
+        },
+        "nearfield": nearfield.__version__,
+    }
+
+
+COLOURS = {"cells": "#4C6EF5", "topk": "#E8590C", "auto": "#37B24D", "config": "#7048E8"}
+
+CHOSEN, GREY, INK = "#2B8A3E", "#868E96", "#212529"
+
+NAMES = {"cells": "Cells", "topk": "Exact top-k", "auto": "Auto()", "config": "config"}
+
+UNIT = "relative error of a row, mean over rows"
+
+
+def save_plot(found: Evaluation, title: str, out: Path) -> None:
+    """Heat maps over layers and heads, a line of them per method; below, excess of perplexity and the choice by layer."""
+    import matplotlib
+
+    # A file is all that is wanted: no window, whatever the user's default backend.
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {
+        "font.size": 10,
+        "text.color": INK,
+        "axes.edgecolor": GREY,
+        "axes.titlesize": 10.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+    }
+    maps = _lines([shown for shown in found.shown if shown.errors is not None])
+    columns = max((len(line) for line in maps), default=1)
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(max(11.0, 4.4 * columns), 2.3 * len(maps) + 4.4), layout="constrained")
+        top, bottom = figure.subfigures(  # type: ignore[misc]
+            2, 1, height_ratios=(2.3 * len(maps), 4.0)
+        )
+        _draw_maps(top, maps, columns)
+        if found.recommendation is None:
+            _draw_excess(bottom.subplots(), found)
+        else:
+            left, right = bottom.subplots(1, 2, width_ratios=(2, 3))
+            _draw_excess(left, found)
+            _draw_choice(right, found)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=GREY)
+        figure.savefig(out, dpi=150)
+        plt.close(figure)
+
+
+def _lines(shown: list[Shown]) -> list[list[Shown]]:
+    """By kind, in the order of their appearance."""
+    kinds = dict.fromkeys(one.setting.kind for one in shown)
+    return [[one for one in shown if one.setting.kind == kind] for kind in kinds]
+
+
+def _draw_maps(figure: Any, maps: list[list[Shown]], columns: int) -> None:
+    if not maps:
+        return
+    from matplotlib.colors import LogNorm
+
+    every = np.concatenate([_errors(one).ravel() for line in maps for one in line])
+    every = every[np.isfinite(every) & (every > 0)]
+    high = float(every.max()) if every.size else 1.0
+    norm = LogNorm(max(float(np.quantile(every, 0.02)) if every.size else 1e-4, high * 1e-4), high)
+    axes = figure.subplots(len(maps), columns, squeeze=False, sharex=True, sharey=True, gridspec_kw={"hspace": 0.08})
+    for row, line in zip(axes, maps, strict=True):
+        for axis, one in zip(row, [*line, *[None] * (columns - len(line))], strict=True):
+            if one is None:
+                axis.set_visible(False)
+                continue
+            image = _errors(one).T
+            drawn = axis.imshow(image, aspect="auto", interpolation="nearest", cmap="magma_r", norm=norm)
+            budget = "" if one.setting.budget is None else f", {percent(one.setting.budget)}"
+            axis.set_title(f"{NAMES.get(one.setting.kind, one.setting.kind)}{budget}")
+            numbers = f"mean {np.nanmean(image):.1%}, worst {np.nanmax(image):.0%}"
+            axis.text(1.0, 1.02, numbers, transform=axis.transAxes, ha="right", va="bottom", fontsize=8.5, color=GREY)
+            axis.set_facecolor("#F1F3F5")
+            axis.set_xticks([x - 0.5 for x in range(1, image.shape[1])], minor=True)
+            axis.set_yticks([y - 0.5 for y in range(1, image.shape[0])], minor=True)
+            axis.grid(which="minor", color="white", linewidth=0.6)
+            axis.tick_params(which="both", length=0)
+            for spine in axis.spines.values():
+                spine.set_visible(False)
+        row[0].set_ylabel("head")
+    for column in axes.T:
+        lowest = [axis for axis in column if axis.get_visible()][-1]
+        lowest.set_xlabel("layer")
+        lowest.tick_params(labelbottom=True)
+    bar = figure.colorbar(drawn, ax=axes, label=UNIT, pad=0.01, aspect=15 * len(maps))
+    bar.ax.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
+    bar.outline.set_visible(False)
+
+
+def _errors(shown: Shown) -> np.ndarray:
+    """`[layers, heads]`"""
+    assert shown.errors is not None
+    return shown.errors.numpy()
+
+
+def _draw_excess(axes: Any, found: Evaluation) -> None:
+    """Excess of perplexity in the worst text against keys read per query."""
+    all_keys = found.exact.keys or 1.0
+    for line in _lines([one for one in found.shown if one.keys is not None]):
+        kind = line[0].setting.kind
+        keys = [one.keys / all_keys for one in line if one.keys is not None]
+        excess, spread = zip(*(_worst(one) for one in line), strict=True)
+        look: Any = {"color": COLOURS.get(kind, INK), "marker": "o", "markersize": 5, "linewidth": 1.4, "capsize": 2.5}
+        axes.errorbar(keys, excess, spread, label=NAMES.get(kind, kind), **look)
+    if found.recommendation is not None:
+        chosen = found.recommendation
+        axes.axhline(chosen.tolerance, color=GREY, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"tolerance {percent(chosen.tolerance)}",
+            (1.0, chosen.tolerance),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            color=GREY,
+            fontsize=8.5,
+        )
+        place = chosen.chosen.mixture.keys / all_keys
+        axes.plot(place, chosen.chosen.excess, "*", markersize=14, color=CHOSEN, markeredgecolor="white", label="by layer")
+    axes.axhline(0.0, color=GREY, linewidth=0.8)
+    _plain(axes)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.3g}%")
+    axes.yaxis.set_major_formatter(lambda y, _: f"{100 * y:.3g}%")
+    axes.set_xlabel("keys read per query, of all that it sees")
+    axes.set_title("Excess of perplexity" + (" (worst text)" if len(found.texts) > 1 else ""))
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _worst(shown: Shown) -> tuple[float, float]:
+    one = max(shown.perplexities, key=lambda some: some.excess)
+    return one.excess, one.stderr
+
+
+def _draw_choice(axes: Any, found: Evaluation) -> None:
+    """What each layer gets: a bar as high as its rung on the ladder."""
+    chosen = found.recommendation
+    assert chosen is not None
+    labels = [percent(setting.budget) if setting.budget else setting.label for setting in chosen.ladder]
+    order = sorted(range(len(labels)), key=lambda rung: chosen.ladder[rung].budget or 0.0)
+    height = {rung: place + 1 for place, rung in enumerate(order)} | {-1: len(order) + 1}
+    heights = [height[rung] for rung in chosen.chosen.mixture.rungs]
+    colours = [GREY if rung < 0 else CHOSEN for rung in chosen.chosen.mixture.rungs]
+    axes.bar(range(len(heights)), heights, color=colours, width=0.78)
+    axes.set_yticks(range(1, len(order) + 2), [*(labels[rung] for rung in order), "exact"])
+    axes.set_ylim(0, len(order) + 1.4)
+    axes.set_xlim(-0.6, len(heights) - 0.4)
+    _plain(axes)
+    axes.grid(axis="x", visible=False)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("budget, of the past")
+    share = chosen.chosen.mixture.keys / (found.exact.keys or 1.0)
+    axes.set_title(f"Chosen by layer: {share:.0%} of the keys, perplexity {100 * chosen.chosen.excess:+.2f}%")
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#E9ECEF", linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,298 @@
+"""Settings to compare: methods and budgets, and the choice of a budget per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nearfield.auto import Auto
+from nearfield.cells.method import Cells
+from nearfield.checks import check_positive
+from nearfield.chunks import row_blocks
+from nearfield.problem import Call, Method, Problem
+from nearfield.results import Outcome
+
+
+@dataclass(frozen=True)
+class PastTopK:
+    """Causal attention to a row's own segment, the first `sinks` keys, and the `k` heaviest of the other keys before.
+
+    Own segment and sinks are those of `Cells`, so that both differ in what they make of the past alone. All logits are computed:
+    this is what a perfect index would give, at the price of exact attention. For comparisons only.
+    """
+
+    k: int
+    segment: int = 1024
+    sinks: int = 16
+
+    any_mask = False
+
+    def __post_init__(self) -> None:
+        check_positive("k", self.k)
+        check_positive("segment", self.segment)
+        check_positive("sinks", self.sinks, least=0)
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        if not problem.is_causal:
+            raise ValueError("PastTopK needs is_causal=True: without a mask there is no past")
+        rows = problem.rows
+        output = rows.values.new_empty(*rows.visible.shape, rows.values.shape[2])
+        lse = rows.values.new_empty(rows.visible.shape)
+        read = 0
+        for block in row_blocks(rows.visible.shape, 16 * rows.length):
+            part = rows.at(block)
+            # Blocks may reach over the end of a head, so that it takes all rows to know which keys they see.
+            length, closed = max(1, int(part.visible.max())), self._closed(part.visible)
+            logits = part.queries @ part.keys[:, :length].transpose(1, 2)
+            position = torch.arange(length, device=logits.device)
+            near = position < part.visible[..., None]
+            past = slice(self.sinks, int(closed.max()))
+            if past.start < past.stop:
+                hidden = position[past] >= closed[..., None]
+                found = logits[..., past].masked_fill(hidden, -torch.inf).topk(min(self.k, past.stop - past.start), sorted=False)
+                near[..., past] &= hidden
+                near[..., past] |= torch.zeros_like(hidden).scatter_(-1, found.indices, found.values > -torch.inf)
+            read += int(near.sum())
+            logits.masked_fill_(~near, -torch.inf)
+            lse[:, block] = logits.logsumexp(-1)
+            # A row that sees no key is zero.
+            output[:, block] = logits.softmax(-1).nan_to_num_(0.0) @ part.values[:, :length]
+        by_head = problem.by_head(output), problem.by_head(lse)
+        return Outcome(*by_head, None, {"keys_per_query": read / max(1, rows.visible.numel()), "k": self.k})
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        return False
+
+    def _closed(self, visible: Tensor) -> Tensor:
+        """Keys before the segment that a row is in."""
+        return (visible - 1).clamp(min=0) // self.segment * self.segment
+
+
+SEGMENT, SINKS, CELL_SIZE = 1024, 16, 16
+
+BUDGETS = (0.04, 0.07, 0.10)
+
+LADDER = (0.01, 0.02, 0.04, 0.07, 0.10, 0.15, 0.25)
+"""Budgets that a layer may get."""
+
+KINDS = ("cells", "topk", "auto")
+
+FEWEST_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A method at a budget, or methods by layer."""
+
+    kind: str
+    method: Method | Mapping[int | str, Method]
+    budget: float | None = None
+    """the share of the past keys that was asked for; None: the method decides"""
+
+    @property
+    def label(self) -> str:
+        return self.kind if self.budget is None else f"{self.kind}, {percent(self.budget)}"
+
+
+def percent(share: float) -> str:
+    """`7%`, `0.4%`."""
+    return f"{100 * share:.3g}%"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What every row reads exactly, and in how small pieces the rest is read.
+
+    A row reads its own segment and the first keys (sinks) one by one; its *past* is all that comes before its segment, sinks
+    apart. The last rows of a text have a long past, the first ones little: of the past of all rows together, fixed `probes` read
+    the share that `share` tells.
+    """
+
+    tokens: int
+    segment: int = SEGMENT
+    sinks: int = SINKS
+    cell_size: int = CELL_SIZE
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2 * self.segment:
+            raise ValueError(
+                f"{self.tokens:,} tokens have no past beyond a segment of {self.segment:,}; give a longer text, or a segment of "
+                f"at most {self.tokens // 2:,}"
+            )
+        if self.sinks >= self.segment:
+            raise ValueError(f"sinks must be fewer than the {self.segment:,} keys of a segment, got {self.sinks:,}")
+
+    def _pasts(self) -> list[tuple[int, int]]:
+        """(rows, keys of their past) of each segment that has one."""
+        starts = range(self.segment, self.tokens, self.segment)
+        return [(min(self.segment, self.tokens - start), start - self.sinks) for start in starts]
+
+    @property
+    def past(self) -> float:
+        """Keys of the past, mean over all rows that have one."""
+        pasts = self._pasts()
+        return sum(rows * past for rows, past in pasts) / sum(rows for rows, _ in pasts)
+
+    def share(self, keys: float) -> float:
+        """The share of all past keys that rows read when each reads up to `keys` of its own past."""
+        pasts = self._pasts()
+        return sum(rows * min(keys, past) for rows, past in pasts) / sum(rows * past for rows, past in pasts)
+
+    def probes(self, budget: float) -> int:
+        """Cells to open, at least one, so that rows read about `budget` of the past."""
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"a budget must be more than 0% and at most 100%, got {percent(budget)}")
+        most = -(-self._pasts()[-1][1] // self.cell_size)
+        return min(range(1, most + 1), key=lambda probes: abs(self.share(probes * self.cell_size) - budget))
+
+    def cells(self, budget: float) -> Setting:
+        probes = self.probes(budget)
+        return Setting("cells", Cells(self.cell_size, probes, segment=self.segment, sinks=self.sinks), budget)
+
+    def topk(self, budget: float) -> Setting:
+        """As many past keys as `cells` of the same budget."""
+        keys = self.probes(budget) * self.cell_size
+        return Setting("topk", PastTopK(keys, self.segment, self.sinks), budget)
+
+    def settings(self, kinds: Sequence[str], budgets: Sequence[float]) -> list[Setting]:
+        """All of the kinds at all of the budgets; `auto` (what `hf.register()` does) has none."""
+        unknown = [kind for kind in kinds if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"methods must be of {', '.join(KINDS)}; got {', '.join(unknown)}")
+        found = []
+        for kind in dict.fromkeys(kinds):
+            if kind == "auto":
+                found.append(Setting("auto", Auto()))
+            else:
+                found += [self.cells(budget) if kind == "cells" else self.topk(budget) for budget in sorted(set(budgets))]
+        return found
+
+
+def usual_segment(tokens: int) -> int:
+    """1,024; of short texts an eighth, rounded down to a power of two, so that there is a past at all."""
+    if tokens < FEWEST_TOKENS:
+        raise ValueError(f"a text of at least {FEWEST_TOKENS} tokens is needed, got {tokens}; give a longer one")
+    return min(SEGMENT, 1 << (tokens // 8).bit_length() - 1)
+
+
+TRIALS = 7
+"""Mixtures whose perplexity is measured, at most."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A rung of the ladder for each layer."""
+
+    rungs: tuple[int, ...]
+    """per layer, an index into the ladder; -1: exact"""
+    keys: float
+    """read per query, mean over the layers that can be replaced"""
+    predicted: float
+    """excess of the loss, up to a factor that is the same for all mixtures"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A mixture, and what it did."""
+
+    mixture: Mixture
+    excess: float
+    """of perplexity, in the worst text"""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What each rung costs and spoils in each layer.
+
+    The effect of a rung is the squared error that it makes in a layer times how much the loss suffers from errors there. Effects
+    of layers are taken to add up, and of rungs only those on the lower convex hull of (keys, effect) are used: so there is one
+    best order in which to make layers cheaper, by the effect that a saved key has.
+    """
+
+    effects: Tensor
+    """`[rungs, layers]`; NaN where a layer cannot be replaced"""
+    keys: Tensor
+    """`[rungs, layers]`, read per query; NaN likewise"""
+    all_keys: float
+    """that exact attention reads"""
+
+    def mixture(self, rungs: Sequence[int]) -> Mixture:
+        """What it costs and what it should do."""
+        served = [layer for layer in range(self.keys.shape[1]) if bool(self.keys[:, layer].isfinite().any())]
+        points = [self._point(layer, rungs[layer]) for layer in served]
+        return Mixture(tuple(rungs), sum(keys for keys, _ in points) / max(1, len(served)), sum(effect for _, effect in points))
+
+    def mixtures(self) -> list[Mixture]:
+        """From exact attention in all layers to the cheapest rung in all, one layer at a time."""
+        layers = self.keys.shape[1]
+        moves = []
+        for layer in range(layers):
+            hull = self._hull(layer)
+            for place, (before, after) in enumerate(pairwise(hull)):
+                (keys, effect), (fewer, more) = self._point(layer, before), self._point(layer, after)
+                moves.append(((more - effect) / (keys - fewer), place, layer, after))
+        rungs = [-1] * layers
+        found = [self.mixture(rungs)]
+        for _, _, layer, rung in sorted(moves):
+            rungs[layer] = rung
+            found.append(self.mixture(rungs))
+        return found
+
+    def _point(self, layer: int, rung: int) -> tuple[float, float]:
+        return (self.all_keys, 0.0) if rung < 0 else (float(self.keys[rung, layer]), float(self.effects[rung, layer]))
+
+    def _hull(self, layer: int) -> list[int]:
+        """Rungs from exact to the cheapest, such that each step costs more per saved key than the one before."""
+        usable = [rung for rung in range(len(self.keys)) if self._point(layer, rung)[0] < self.all_keys]
+        hull = [-1]
+        for rung in sorted(usable, key=lambda rung: self._point(layer, rung), reverse=True):
+            while len(hull) > 1 and self._slope(layer, hull[-2], hull[-1]) >= self._slope(layer, hull[-2], rung):
+                hull.pop()
+            hull.append(rung)
+        return hull
+
+    def _slope(self, layer: int, one: int, other: int) -> float:
+        (keys, effect), (fewer, more) = self._point(layer, one), self._point(layer, other)
+        return (more - effect) / (keys - fewer) if keys > fewer else float("inf")
+
+
+def choose(
+    ladder: Ladder,
+    tolerance: float,
+    verify: Callable[[tuple[int, ...]], float],
+    known: Sequence[Trial] = (),
+    trials: int = TRIALS,
+) -> tuple[Trial, list[Trial]]:
+    """The cheapest mixture that was seen to stay within `tolerance`, and all that were tried.
+
+    Predictions put mixtures in an order; how far to go perplexity decides. What is between a mixture that passed and one that did
+    not is tried where the predictions, scaled to what has been measured so far, meet the tolerance. Exact attention in all layers
+    always passes, and so do layers that are all alike (`known`) if they did.
+
+    Args:
+        verify: the excess of a mixture in the worst text.
+    """
+    path = ladder.mixtures()
+    done = [Trial(path[0], 0.0), *known]
+    good, bad = 0, len(path)
+    for trial in range(trials):
+        if bad - good <= 1:
+            break
+        guess = _guess(path, done, tolerance)
+        # Every other time half of what is left, so that poor predictions cost a few passes and no more.
+        middle = min(max(guess, good + 1), bad - 1) if trial % 2 == 0 else (good + bad) // 2
+        done.append(Trial(path[middle], verify(path[middle].rungs)))
+        good, bad = (middle, bad) if done[-1].excess <= tolerance else (good, middle)
+    return min((trial for trial in done if trial.excess <= tolerance), key=lambda trial: trial.mixture.keys), done
+
+
+def _guess(path: Sequence[Mixture], done: Sequence[Trial], tolerance: float) -> int:
+    """The cheapest mixture whose prediction, scaled, is within tolerance; the scale is that of the trial closest to tolerance."""
+    told = [trial for trial in done if trial.excess > 0.0 and trial.mixture.predicted > 0.0]
+    closest = min(told, key=lambda trial: abs(trial.excess - tolerance), default=None)
+    scale = 1.0 if closest is None else closest.excess / closest.mixture.predicted
+    return max(place for place, mixture in enumerate(path) if place == 0 or scale * mixture.predicted <= tolerance)

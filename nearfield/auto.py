@@ -1,0 +1,125 @@
+"""Auto: the fastest method for a shape and a device, and one that meets an error tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nearfield import crossover
+from nearfield.audit import CONFIDENCE, audit_rows, run_audit
+from nearfield.cells.method import Cells
+from nearfield.checks import check_fraction, check_positive
+from nearfield.exact import Exact
+from nearfield.problem import Call, Method, Problem, is_traced
+from nearfield.results import Outcome
+
+STEPS = 4
+"""Budgets that are tried at most before exact attention."""
+
+GROWTH = 3
+"""Each opens so many times the cells of the one before."""
+
+MOST_NEAR = 0.3
+"""The share of the keys from which on opening them is no faster than exact attention."""
+
+QUANTILE = 0.95
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Exact attention where that is fastest, `Cells` where they are; with `eps`, a result that is known to be within it.
+
+    Without `eps`: torch's SDPA up to a crossover length that was measured for the device and the dtype, with and without a mask
+    (`nearfield bench --calibrate` measures it on your machine), `Cells()` beyond. Masks other than key padding, and `gradient=`,
+    always get exact attention.
+
+    With `eps`: run `Cells`, recompute random rows exactly, and open more cells until all of them are within eps of exact
+    attention (in units of the rms norm of the values); if no budget that could be faster than exact attention does it, the result
+    *is* exact attention. Each audit looks at fresh rows, and as many as it takes that the promise holds whichever of them was the
+    one to pass: with confidence 95%, at least 95% of all rows are within eps. Those of all heads count together: what misses eps
+    may lie in one head. The audits are in `estimate(...).info`.
+
+    Args:
+        eps: tolerance, between 0 and 1; None: whatever `Cells()` gives.
+        crossover: keys from which on to use cells, instead of the measured length. On a GPU that is meant for eight heads; with
+            fewer it takes more keys.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
+        >>> est = nearfield.estimate(q, k, v, method=Auto(eps=0.05, crossover=256))
+        >>> est.info["chosen"], est.info["audit"].additive <= 0.05
+        ('Exact()', True)
+    """
+
+    eps: float | None = None
+    crossover: int | None = None
+
+    any_mask = True
+
+    def __post_init__(self) -> None:
+        if self.eps is not None:
+            check_fraction("eps", self.eps)
+        check_positive("crossover", self.crossover, optional=True)
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        if self._prefers_exact(problem, call):
+            return _named(Exact(), problem, call)
+        if self.eps is None:
+            return _named(Cells(), problem, call)
+        if is_traced():
+            raise RuntimeError(
+                f"Auto(eps={self.eps}) looks at its own error and cannot be traced; use Cells(...) under torch.compile and vmap"
+            )
+        if problem.dropout_p:
+            raise ValueError(f"Auto(eps={self.eps}) compares with attention without dropout; got dropout_p={problem.dropout_p}")
+        return self._within_eps(problem, call)
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        return self.eps is None and Cells().is_async(problem, backend)
+
+    def _prefers_exact(self, problem: Problem, call: Call) -> bool:
+        if call.gradient is not None or problem.has_general_mask:
+            return True
+        limit = float(self.crossover) if self.crossover is not None else _measured(problem)
+        length, queries = problem.key.shape[2], problem.query.shape[2]
+        # Cells group all keys before the first query is answered: few queries do not repay that.
+        if length < limit or queries < limit / 4:
+            return True
+        # A GPU that has little to do is not waited for, but what starts its kernels.
+        work = problem.query.shape[0] * problem.query.shape[1] * queries * length
+        return problem.query.is_cuda and work < crossover.heads(problem.query.device) * limit**2
+
+    def _within_eps(self, problem: Problem, call: Call) -> Outcome:
+        assert self.eps is not None
+        # One of several audits may be the one that passes: each gets its share of the 5%.
+        rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
+        steps: list[dict[str, Any]] = []
+        method: Cells | Exact = Cells()
+        while True:
+            if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
+                method = Exact()
+            outcome = method.run(problem, call)
+            seed = call.seeds.generator(-2 - len(steps))
+            audit = run_audit(problem, outcome.output.to(problem.query.dtype), rows, seed, looks=STEPS)
+            steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
+            if isinstance(method, Exact) or audit.additive <= self.eps:
+                return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": steps, "audit": audit})
+            method = replace(method, probes=GROWTH * method.sizes(problem).probes)
+
+
+def _named(method: Method, problem: Problem, call: Call) -> Outcome:
+    outcome = method.run(problem, call)
+    if not call.diagnostics:
+        return outcome
+    return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": [], "audit": None})
+
+
+def _measured(problem: Problem) -> float:
+    return crossover.length(problem.query.device, problem.query.dtype, problem.is_causal)
+
+
+def _near_share(method: Cells, problem: Problem) -> float:
+    """The share of the keys that a row would open, about."""
+    sizes = method.sizes(problem)
+    seen = problem.key.shape[2] / (2 if problem.is_causal else 1)
+    return sizes.probes * sizes.cell_size / max(1.0, seen)

@@ -1,0 +1,152 @@
+"""Attention by cells: the default engine."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass, field
+
+import torch
+from torch import Tensor
+
+from nearfield.cells import sizes as defaults
+from nearfield.cells.operator import CellsResult, Recipe, cells_attention
+from nearfield.cells.partition import Partition, check_partition, to_plain
+from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.sizes import CellSizes, MemoryPolicy
+from nearfield.cells.spans import closed_keys
+from nearfield.cells.triton.limits import unsupported
+from nearfield.checks import check_positive
+from nearfield.kernels import backends
+from nearfield.problem import Call, Problem, is_traced
+from nearfield.results import Outcome
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Keys grouped into small cells; a row opens the best few and sees the others through their moments.
+
+    With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
+
+    1. a row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; all keys of an opened
+       cell are near;
+    2. every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys
+       inside cells, pooled over all cells: right to second order, and tame where a cell is far from Gaussian;
+    3. optionally `samples` far keys per row are drawn, with the far field as control variate: numerator and denominator become
+       unbiased, and their spread is a standard error.
+
+    Causal: keys come in segments of consecutive keys. A row sees its own segment (and a window before it) key by key, and the
+    segments before that through the cells of 1, 2, 4, 8, ... of them that are grouped together (13 closed segments are 8, 4 and
+    1), so that cells are tighter than those of single segments; no number that it uses depends on a later key or query.
+
+    Args:
+        cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
+        probes: cells opened per row; None: by the number of keys.
+        samples: far keys drawn per row: 0, or at least 2.
+        window: causal only: latest keys that are always near, rounded up to whole segments beyond a row's own.
+        sinks: first keys, near for every row.
+        partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
+        segment: causal only: keys per segment; None: by the number of keys.
+
+    Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
+    are the exact gradients of the estimator, what was opened and drawn held fixed.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 2000, 64).unbind(0)
+        >>> out = nearfield.attention(q, k, v, is_causal=True, method=Cells(cell_size=16, probes=32))
+    """
+
+    cell_size: int | None = None
+    probes: int | None = None
+    samples: int = 0
+    window: int | None = None
+    sinks: int = 16
+    # A class as factory is beyond torch.compile.
+    partition: Partition = field(default_factory=lambda: KMeans())
+    segment: int | None = None
+    branching: InitVar[None] = None
+    unfold: InitVar[None] = None
+
+    any_mask = False
+
+    def __post_init__(self, branching: None, unfold: None) -> None:
+        for name, value in (("branching", branching), ("unfold", unfold)):
+            if value is not None:
+                raise TypeError(f"Cells has one level of cells since version 0.2, and no {name}; got {value!r}, leave it out")
+        check_positive("cell_size", self.cell_size, optional=True)
+        check_positive("probes", self.probes, optional=True)
+        check_positive("samples", self.samples, least=0)
+        if self.samples == 1:
+            raise ValueError("samples must be 0 or at least 2 (a standard error needs two draws), got 1")
+        check_positive("window", self.window, optional=True, least=0)
+        check_positive("sinks", self.sinks, least=0)
+        check_positive("segment", self.segment, optional=True)
+        check_partition("partition", self.partition)
+        to_plain(self.partition)  # operators know it from now on
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        if self.window is not None and not problem.is_causal:
+            raise ValueError(f"window={self.window} needs is_causal=True: without a mask there are no latest keys")
+        rows = problem.grouped
+        sizes = self.sizes(problem)
+        random = bool(self.samples or problem.dropout_p)
+        seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
+        engine = self._engine(problem, sizes, call.backend)
+        memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
+        recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
+        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
+        output = result.output if memory.heads else problem.by_head(result.output)
+        if not call.diagnostics:
+            return Outcome(output)
+        info = {"keys_per_query": _keys_per_query(result, rows.visible, sizes), **sizes._asdict()}
+        if engine == "triton":
+            info["backend"] = "triton"
+        stderr = problem.by_head(result.stderr) if self.samples else None
+        return Outcome(output, problem.by_head(result.lse), stderr, info)
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        """The Triton kernels leave NaN and inf where they are, and nobody waits for them."""
+        return backends.runs_triton(problem.query.device) and self._engine(problem, self.sizes(problem), backend) == "triton"
+
+    def _engine(self, problem: Problem, sizes: CellSizes, backend: str) -> str:
+        length = problem.key.shape[2]
+        missing = unsupported(
+            problem.query,
+            problem.value,
+            partition=self.partition,
+            dropout=problem.dropout_p,
+            samples=self.samples,
+            segments=length // sizes.segment if sizes.segment else 1,
+            probes=sizes.probes,
+            cells=length // sizes.cell_size,
+        )
+        if backends.choose_triton(backend, problem.query.device, missing):
+            return "triton"
+        return "reference" if backend == "reference" else "torch"
+
+    def sizes(self, problem: Problem) -> CellSizes:
+        """The sizes of a call, with the defaults for its shape filled in."""
+        length, causal = problem.key.shape[2], problem.is_causal
+        on_gpu = backends.runs_triton(problem.key.device)
+        segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
+        cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
+        probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu)
+        sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples)
+        if not causal:
+            return sizes._replace(probes=max(1, min(probes, sizes.cells_in(length))))
+        # A traced program should serve all lengths, so it has all levels.
+        levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
+        most = length // segment * sizes.cells_in(segment)
+        return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
+
+
+def _keys_per_query(result: CellsResult, visible: Tensor, sizes: CellSizes) -> float:
+    """Keys that are near, plus those drawn, averaged over the rows."""
+    near = 0.0
+    for entry in range(len(visible)):
+        cell_of = result.cell_of[entry].flatten().long()
+        opened = result.opened[entry].long()
+        size = torch.bincount(cell_of + 1, minlength=max(2, int(opened.max()) + 2) if opened.numel() else 2)[1:]
+        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
+        closed = closed_keys(visible[entry], sizes)
+        near += float((inside + (visible[entry] - closed) + closed.clamp(max=sizes.sinks)).double().mean())
+    drawn = float((result.drawn >= 0).sum(-1).double().mean()) if sizes.samples else 0.0
+    return near / max(1, len(visible)) + drawn

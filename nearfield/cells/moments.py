@@ -1,0 +1,194 @@
+"""Cells: what is known of each group of keys, and how gradients of that come back to the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+KEYS_PER_PASS = 1 << 12
+
+MOST_VARIANCE = 1e30
+
+
+@dataclass(frozen=True)
+class CellTable:
+    """The keys of one head, cell by cell, with the moments of every cell.
+
+    Cells are numbered span by span; a key may be in a cell of several spans, and a causal row sees the cells of some spans.
+    """
+
+    order: Tensor
+    """`[members]`: key positions, cell by cell, ascending inside a cell"""
+    cell: Tensor
+    """`[members]`: the cell of each of them"""
+    starts: Tensor
+    """`[cells + 1]`: the cell's range of `order`"""
+    spans: list[int]
+    """`[spans + 1]`: the first cell of each span"""
+    size: Tensor
+    """`[cells]`: how many keys, in the dtype of arithmetic"""
+    log_exists: Tensor
+    """`[cells]`: -inf where a cell is empty, else 0"""
+    centroid: Tensor
+    """`[cells, dim]`"""
+    variance: Tensor
+    """`[cells, dim]`: of the keys around their centroid, per coordinate"""
+    value: Tensor
+    """`[cells, value_dim]`: the mean value"""
+    cross: Tensor
+    """`[spans, value_dim, dim]`: products of the deviations of values and keys from the means of their cells, summed per span"""
+
+    @property
+    def cells(self) -> int:
+        return len(self.size)
+
+    @property
+    def members(self) -> Tensor:
+        """`[spans]`: how many keys are in cells of each span"""
+        return self.starts[self.spans].diff()
+
+    def passes(self) -> Iterator[tuple[int, slice]]:
+        """(span, range of `order`) pieces of bounded size that cover all members, none across two spans."""
+        for span, (first, last) in enumerate(pairwise(self.starts[self.spans].tolist())):
+            for start in range(first, last, KEYS_PER_PASS):
+                yield span, slice(start, min(start + KEYS_PER_PASS, last))
+
+    def seen(self, spans: Sequence[int]) -> SeenCells:
+        """The cells of some spans."""
+        ranges = [slice(self.spans[span], self.spans[span + 1]) for span in spans]
+        device = self.size.device
+        ids = torch.cat([torch.arange(cells.start, cells.stop, device=device) for cells in ranges])
+        column = torch.full((self.cells,), -1, device=device)
+        column[ids] = torch.arange(len(ids), device=device)
+        size, log_exists, centroid, variance, value = (
+            joined(x, ranges) for x in (self.size, self.log_exists, self.centroid, self.variance, self.value)
+        )
+        pooled = int(self.members[[*spans]].sum())
+        cross = self.cross[[*spans]].sum(0) / max(1, pooled)
+        return SeenCells([*spans], ranges, ids, column, pooled, size, log_exists, centroid, variance, value, cross)
+
+
+@dataclass(frozen=True)
+class SeenCells:
+    """What some rows see of a table, side by side: columns of their score tables."""
+
+    spans: list[int]
+    ranges: list[slice]
+    """of cells, one for each span"""
+    ids: Tensor
+    """`[columns]`: the cell of each column"""
+    column: Tensor
+    """`[cells]`: the column of each cell; -1: not seen"""
+    pooled: int
+    """how many keys are in them"""
+    size: Tensor
+    """`[columns]`, as all that follows, of the table"""
+    log_exists: Tensor
+    centroid: Tensor
+    variance: Tensor
+    value: Tensor
+    cross: Tensor
+    """`[value_dim, dim]`: covariance of values and keys inside cells, pooled over all of them"""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def columns(self, cells: Tensor) -> Tensor:
+        """The columns of some cells; -1 stays -1."""
+        return torch.where(cells < 0, -1, self.column[cells.clamp(min=0)])
+
+
+def joined(x: Tensor, ranges: list[slice]) -> Tensor:
+    """Some ranges of rows, one after the other; not a copy where it is one."""
+    return x[ranges[0]] if len(ranges) == 1 else torch.cat([x[part] for part in ranges])
+
+
+def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) -> CellTable:
+    """The table of keys `[n, dim]` and values `[n, value_dim]`. O(span_levels n dim^2).
+
+    `cell_of` `[span_levels, n]`: the cells of a key, -1 for none. `spans` `[spans + 1]`: the first cell of each span.
+    """
+    compute = torch.promote_types(keys.dtype, torch.float32)
+    cells = spans[-1]
+    flat = cell_of.reshape(-1)
+    order = flat.argsort(stable=True)
+    sizes = torch.bincount(flat + 1, minlength=cells + 1)
+    order, sizes = order[int(sizes[0]) :], sizes[1:]
+    cell = flat[order]
+    order %= max(1, len(keys))
+    starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    share = sizes.clamp(min=1).to(compute).reciprocal()[:, None]
+    centroid = keys.new_zeros(cells, keys.shape[1], dtype=compute)
+    value = values.new_zeros(cells, values.shape[1], dtype=compute)
+    variance = torch.zeros_like(centroid)
+    cross = values.new_zeros(len(spans) - 1, values.shape[1], keys.shape[1], dtype=compute)
+    size = sizes.to(compute)
+    log_exists = torch.zeros_like(size).masked_fill_(sizes == 0, -torch.inf)
+    table = CellTable(order, cell, starts, spans, size, log_exists, centroid, variance, value, cross)
+    for _, part in table.passes():
+        centroid.index_add_(0, cell[part], keys[order[part]].to(compute))
+        value.index_add_(0, cell[part], values[order[part]].to(compute))
+    centroid.mul_(share)
+    value.mul_(share)
+    for span, part in table.passes():
+        off_key, off_value = deviations(table, keys, values, part)
+        variance.index_add_(0, cell[part], off_key.square())
+        cross[span].addmm_(off_value.T, off_key)
+    # Infinite, it would turn a zero query into NaN.
+    variance.mul_(share).clamp_(max=MOST_VARIANCE)
+    return table
+
+
+def deviations(table: CellTable, keys: Tensor, values: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Keys and values of a range of `order`, less the means of their cells."""
+    own, cell = table.order[part], table.cell[part]
+    compute = table.centroid.dtype
+    return keys[own].to(compute) - table.centroid[cell], values[own].to(compute) - table.value[cell]
+
+
+@dataclass(frozen=True)
+class TableGradient:
+    """Gradients with respect to the moments of a table, accumulated while a backward pass runs."""
+
+    centroid: Tensor
+    variance: Tensor
+    value: Tensor
+    cross: Tensor
+
+    @staticmethod
+    def zeros_like(table: CellTable | SeenCells) -> TableGradient:
+        return TableGradient(*(torch.zeros_like(x) for x in (table.centroid, table.variance, table.value, table.cross)))
+
+    def add_(self, seen: SeenCells, own: TableGradient) -> None:
+        """Add gradients with respect to the moments of the cells that some rows see."""
+        start = 0
+        for cells in seen.ranges:
+            columns = slice(start, start + cells.stop - cells.start)
+            for place, grad in ((self.centroid, own.centroid), (self.variance, own.variance), (self.value, own.value)):
+                place[cells] += grad[columns]
+            start = columns.stop
+        self.add_cross_(seen, own.cross)
+
+    def add_cross_(self, seen: SeenCells, own: Tensor) -> None:
+        """Add the gradient with respect to the pooled covariance."""
+        for span in seen.spans:
+            self.cross[span].add_(own, alpha=1.0 / max(1, seen.pooled))
+
+    def spread_(self, table: CellTable, keys: Tensor, values: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
+        """Add to the gradients of keys and values what the moments pass on to them.
+
+        A mean passes 1/n_c of its gradient to each member; a variance 2 (k - mu)/n_c; a product of deviations the other factor's
+        deviation (the terms through the means vanish: deviations sum to zero).
+        """
+        share = table.size.clamp(min=1).reciprocal()[:, None]
+        to_key, to_value, stretch = self.centroid * share, self.value * share, 2 * self.variance * share
+        for span, part in table.passes():
+            own, cell = table.order[part], table.cell[part]
+            key, value = deviations(table, keys, values, part)
+            matrix = self.cross[span]
+            key_grad.index_add_(0, own, torch.addmm(to_key[cell] + stretch[cell] * key, value, matrix))
+            value_grad.index_add_(0, own, torch.addmm(to_value[cell], key, matrix.T))

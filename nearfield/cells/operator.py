@@ -1,0 +1,347 @@
+"""The cells engine as operators of torch: opaque to torch.compile, differentiable, and foldable under vmap.
+
+`nearfield::cells` makes the plan and attends; `nearfield::cells_backward` is its gradient with the plan held fixed. An
+`autograd.Function` ties them together: it is what works with gradcheck, torch.func and torch.compile(fullgraph=True) alike.
+Forward mode (torch.func.jvp) and second derivatives are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from nearfield.cells import reference
+from nearfield.cells.partition import from_plain
+from nearfield.cells.reference import CellPlan
+from nearfield.cells.sizes import CellSizes, MemoryPolicy
+from nearfield.cells.spans import closed_keys
+from nearfield.cells.torch import backward as torch_backward
+from nearfield.cells.torch import forward as torch_forward
+from nearfield.cells.torch.head import Head, assign
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+
+
+class Recipe(NamedTuple):
+    """What an operator is told beside its tensors."""
+
+    sizes: CellSizes
+    scale: float
+    dropout_p: float
+    partition: str
+    """a name and integers: see `partition.to_plain`"""
+    options: tuple[int, ...]
+    engine: str
+    """`reference`, `torch` or `triton`: who runs, a file or a folder of this one"""
+    memory: MemoryPolicy = MemoryPolicy()
+
+    def arguments(self) -> tuple[Any, ...]:
+        """In types that a schema knows."""
+        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory
+
+    @staticmethod
+    def of(arguments: Sequence[Any]) -> Recipe:
+        sizes, scale, dropout_p, partition, options, engine, *memory = arguments
+        return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory))
+
+
+def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSizes, engine: str) -> tuple[Tensor, ...]:
+    """Where the results of `forward` go: output, lse, stderr, and the plan."""
+    batch, rows, length = *queries.shape[:2], keys.shape[1]
+    compute = torch.promote_types(queries.dtype, torch.float32)
+    return (
+        values.new_empty((batch, rows, values.shape[2]), dtype=queries.dtype if engine == "triton" else compute),
+        queries.new_empty((batch, rows), dtype=compute),
+        # Without draws there is no standard error: no columns (NaN would not even be equal to itself).
+        queries.new_empty((batch, rows if sizes.samples else 0), dtype=compute),
+        keys.new_empty((batch, sizes.span_levels, length), dtype=torch.int32),
+        queries.new_empty((batch, rows, sizes.probes), dtype=torch.int32),
+        queries.new_empty((batch, rows, sizes.samples), dtype=torch.int32),
+        queries.new_empty((batch, rows, sizes.samples), dtype=compute),
+    )
+
+
+def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+    """Attention of queries `[batch, group * length, dim]`; see `empty_results` for what comes out."""
+    recipe = Recipe.of(settings)
+    results = empty_results(queries, keys, values, recipe.sizes, recipe.engine)
+    output, lse, stderr, *plans = results
+    if recipe.engine == "triton":
+        from nearfield.cells.triton.forward import forward as run
+
+        cell_of, opened = plans[:2]
+        with backends.device_guard(queries.device):
+            iterations, start = recipe.options
+            told = recipe.sizes, recipe.scale, iterations, start
+            run(queries, keys, values, visible, *told, output, lse, cell_of, opened, recipe.memory.beyond)
+        return results
+    partition = from_plain(recipe.partition, recipe.options)
+    for entry in range(len(queries)):
+        plan = CellPlan(*(x[entry] for x in plans))
+        key = _wide(keys[entry])
+        cell_of = assign(key, visible[entry], recipe.sizes, partition)
+        plan.cell_of.copy_(cell_of)
+        head = _head(recipe, queries, key, values, visible, cell_of, seed, entry)
+        place = output[entry] if head.values.shape[1] == values.shape[2] else _wide(output[entry])
+        torch_forward.forward(head, place, lse[entry], stderr[entry], plan)
+        if recipe.engine == "reference":
+            place, lse[entry] = _reference(head, plan, head.queries, head.keys, head.values)
+        if place.data_ptr() != output[entry].data_ptr():
+            output[entry] = place[:, : values.shape[2]]
+    return results
+
+
+def backward(
+    output_grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cell_of: Tensor,
+    opened: Tensor,
+    drawn: Tensor,
+    log_factor: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of queries, keys and values, the plan held fixed."""
+    recipe = Recipe.of(settings)
+    if recipe.engine == "triton":
+        from nearfield.cells.triton.backward import backward as run
+
+        with backends.device_guard(queries.device):
+            return run(output_grad, queries, keys, values, visible, output, lse, cell_of, opened, recipe.sizes, recipe.scale)
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
+    for entry in range(len(queries)):
+        plan = CellPlan(*(x[entry] for x in (cell_of, opened, drawn, log_factor)))
+        head = _head(recipe, queries, _wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry)
+        out, out_grad = _wide(output[entry]), _wide(output_grad[entry])
+        if recipe.engine == "reference":
+            found = _reference_backward(head, plan, out_grad)
+        else:
+            into = [
+                x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
+                for x, y in zip(grads, (head.queries, head.keys, head.values), strict=True)
+            ]
+            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into)
+        for place, grad in zip(grads, found, strict=True):
+            if place[entry].data_ptr() != grad.data_ptr():
+                place[entry] = grad[:, : place.shape[2]]
+    return grads
+
+
+def _head(
+    recipe: Recipe, queries: Tensor, key: Tensor, values: Tensor, visible: Tensor, cell_of: Tensor, seed: Tensor, entry: int
+) -> Head:
+    """One entry of the batch, its keys already `_wide`."""
+    query, value = _wide(queries[entry]), _wide(values[entry])
+    drawn = recipe.dropout_p, int(seed), entry * queries.shape[1]
+    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *drawn)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Rows filled up with zeros to a multiple of 8 columns, where they are not one.
+
+    A matrix product of rows that are not aligned may round a row differently at another place of a tile, and where it stands
+    depends on later queries.
+    """
+    columns = x.shape[1]
+    wide = max(8, -(-columns // 8) * 8)
+    return x if columns == wide else torch.nn.functional.pad(x, (0, wide - columns))
+
+
+def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = queries.to(head.compute) * head.scale
+    keep = None
+    if head.dropout_p:
+        rows = torch.arange(len(queries), device=queries.device)[:, None]
+        items = torch.arange(len(keys) + head.table.cells, device=queries.device)
+        every = head.keep(rows, items)
+        assert every is not None
+        keep = every[:, : len(keys)], every[:, len(keys) :]
+    plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values()))
+    closed = closed_keys(head.visible, head.sizes)
+    keys, values = keys.to(head.compute), values.to(head.compute)
+    return reference.attend(scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep)
+
+
+def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (head.queries, head.keys, head.values)]
+        output, _ = _reference(head, plan, *inputs)
+        return torch.autograd.grad(output, inputs, output_grad.to(output.dtype))
+
+
+_LIBRARY = torch.library.Library("nearfield", "DEF")
+
+_SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
+
+_PLAN = ("cell_of", "opened", "drawn", "log_factor")
+
+_LIBRARY.define(
+    f"cells(Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, {_SETTINGS}) -> "
+    f"(Tensor output, Tensor lse, Tensor stderr, {', '.join(f'Tensor {name}' for name in _PLAN)})"
+)
+
+_LIBRARY.define(
+    "cells_backward(Tensor output_grad, Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, Tensor output, "
+    f"Tensor lse, {', '.join(f'Tensor {name}' for name in _PLAN)}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _implement(name: str, engine: Callable[..., tuple[Tensor, ...]]) -> None:
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        # Here and not around the call: a backward pass may be started under autocast, and an exported program, which has lost
+        # the function below, while gradients are recorded (torch then warns that there are none).
+        with full_precision(arguments[0]), torch.no_grad():
+            return engine(*arguments)
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+
+_implement("cells", forward)
+
+_implement("cells_backward", backward)
+
+
+class CellsResult(NamedTuple):
+    """Tensors `[batch, rows, ...]`."""
+
+    output: Tensor
+    """`[batch, heads, length, value_dim]` where `MemoryPolicy` says so"""
+    lse: Tensor
+    stderr: Tensor
+    """no columns where nothing is drawn"""
+    cell_of: Tensor
+    opened: Tensor
+    drawn: Tensor
+    log_factor: Tensor
+
+
+def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
+    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
+    return CellsResult(*_Cells.apply(queries, keys, values, visible, seed, *recipe.arguments()))
+
+
+class _Cells(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # every argument by name: torch.compile counts them
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        seed: Tensor,
+        sizes: list[int],
+        scale: float,
+        dropout_p: float,
+        partition: str,
+        options: list[int],
+        engine: str,
+        beyond: float,
+        heads: int,
+    ) -> tuple[Tensor, ...]:
+        output, *rest = torch.ops.nearfield.cells(
+            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads
+        )
+        if heads:
+            group = sizes[0]
+            batch, length = output.shape[0] * group // heads, output.shape[1] // group
+            output = output.view(batch, heads, length, output.shape[2]).transpose(1, 2).contiguous().transpose(1, 2)
+        return output, *rest
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        queries, keys, values, visible, seed, *settings = inputs
+        result, lse, _, *plan = output
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(queries, keys, values, visible, seed, result, lse, *plan)
+        ctx.settings = settings
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        nothing: tuple[None, ...] = (None,) * 13
+        if output_grad is None:
+            return nothing
+        queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors
+        rows = (*queries.shape[:2], values.shape[2])
+        output_grad, output = output_grad.reshape(rows), output.reshape(rows)
+        # What is compiled refuses a second derivative by itself.
+        apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else _CellsBackward.apply
+        grads = apply(output_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
+        return (*grads, *nothing[3:])
+
+
+class _CellsBackward(torch.autograd.Function):
+    """The gradient as a function that has none.
+
+    Refusing `create_graph=True`, as other backward passes here do, would refuse torch.func.grad, which always sets it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return torch.ops.nearfield.cells_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(
+            "nearfield does not support double backward; "
+            "use torch.nn.functional.scaled_dot_product_attention with the math backend for second derivatives"
+        )
+
+
+@torch.library.register_fake("nearfield::cells")
+def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+    recipe = Recipe.of(settings)
+    return empty_results(queries, keys, values, recipe.sizes, recipe.engine)
+
+
+@torch.library.register_fake("nearfield::cells_backward")
+def _(output_grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
+
+
+def _vmap_rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], tuple[int, ...]]]:
+    """A vmapped dimension is more batch: fold it in, call once, and unfold what comes out.
+
+    Draws depend on the number of a row in the batch, and the gradient has to meet the draws of the forward pass, which may have
+    been called without that dimension. What is random is therefore called entry by entry.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def entry(number: int) -> list[Any]:
+            return [x if not isinstance(dim, int) else x.select(dim, number) for x, dim in zip(arguments, in_dims, strict=True)]
+
+        def folded(x: Any, dim: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1) if x.dim() > 1 else x[0]  # the seed, which nothing depends on here
+
+        recipe = Recipe.of(arguments[-8:])
+        if recipe.sizes.samples or recipe.dropout_p:
+            calls = [operator(*entry(number)) for number in range(info.batch_size)]
+            outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+        else:
+            found = operator(*map(folded, arguments, in_dims))
+            outputs = tuple(x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in found)
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+for _operator in (torch.ops.nearfield.cells, torch.ops.nearfield.cells_backward):
+    torch.library.register_vmap(_operator.default, _vmap_rule(_operator), lib=_LIBRARY)

@@ -1,0 +1,127 @@
+"""The specification of the cells engine: dense, plain torch, one head at a time, differentiable by autograd.
+
+What was decided (which key lives in which cell, which cells a row opened, what it drew) comes in as plain tensors; everything
+else is arithmetic. A row attends to
+
+- near keys, with logit z_j: the sinks, the keys after its last closed segment, and all keys of the cells it opened;
+- every cell that it sees and did not open, with the mass m_c of `far_field` and value v_c + X q, where X is the covariance of
+  values and keys inside cells, pooled over the segments the row sees.
+
+Drawn keys correct the far field: with F its mass, g_c the mass of one key by its cell, key j drawn with probability g_c / F and l
+draws per row, both sums get + 1/l sum_t (key_t - cell_t) F / g_c, which makes them unbiased. The factors F / (l g_c) are part of
+the plan: gradients do not run through them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.far_field import MOST_SPREAD, MOST_SQUARE, log_boost
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """What one head decided before any attention arithmetic. Cells are numbered span by span, see `Spans`."""
+
+    cell_of: Tensor
+    """`[span_levels, n]`: the cell of each key in its span of each level; -1: none (a sink, or not in such a span)"""
+    opened: Tensor
+    """`[rows, probes]`: cells whose keys are near; -1: nothing"""
+    drawn: Tensor
+    """`[rows, samples]`: positions of drawn keys; -1: nothing"""
+    log_factor: Tensor
+    """`[rows, samples]`: log of F / (l g_c), what one drawn key counts for"""
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    closed: Tensor,
+    segment: int,
+    plan: CellPlan,
+    cells: int,
+    keep: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output `[rows, value_dim]` and log-normaliser `[rows]` of queries (times scale) `[rows, dim]`.
+
+    Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells. With s closed segments these are the
+    cells of the spans that the bits of s name: a key of segment g is seen through its cell at the level of the first bit in
+    which g and s differ, or at the largest level there is.
+    `cells`: how many there are. `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell)
+    `[rows, cells]`.
+    """
+    rows, length = len(queries), len(keys)
+    position = torch.arange(length, device=keys.device)
+    spans = _through(position, closed, segment, len(plan.cell_of))
+    inside = spans & (plan.cell_of >= 0)
+    opened = spans & _any_equal(plan.cell_of.reshape(-1), plan.opened).view(rows, *plan.cell_of.shape)
+    near = (position < visible[:, None]) & (~inside.any(1) | opened.any(1))
+    logits = [(queries @ keys.T).masked_fill(~near, -torch.inf)]
+    factors = [torch.ones_like(logits[0])]
+    mean_value, tilt = values[:0], torch.zeros(rows, values.shape[1], dtype=values.dtype, device=values.device)
+    if cells:
+        # A key is there once for each level of spans.
+        each_key, each_value = keys.repeat(len(plan.cell_of), 1), values.repeat(len(plan.cell_of), 1)
+        sees = spans.flatten(1)
+        cell, cell_of = torch.arange(cells, device=keys.device), plan.cell_of.reshape(-1)
+        member = (cell_of[:, None] == cell).to(keys.dtype)
+        size = member.sum(0)
+        share = member / size.clamp(min=1)
+        centroid, mean_value = share.T @ each_key, share.T @ each_value
+        off_key, off_value = each_key - member @ centroid, each_value - member @ mean_value
+        variance = (share.T @ off_key.square()).clamp(max=MOST_SQUARE)
+        mask = (sees.to(keys.dtype) @ member > 0) & ~_any_equal(cell, plan.opened)
+        spread = (queries.square().clamp(max=MOST_SQUARE) @ variance.T).clamp(max=MOST_SPREAD)
+        log_mass = queries @ centroid.T + size.clamp(min=1).log() + log_boost(spread)
+        logits.append(log_mass.masked_fill(~mask, -torch.inf))
+        for edge in closed.unique().tolist():
+            pooled = sees[closed == edge][0] & (cell_of >= 0)
+            matrix = (off_value * pooled[:, None]).T @ off_key / pooled.sum().clamp(min=1)
+            tilt = torch.where((closed == edge)[:, None], queries @ matrix.T, tilt)
+        # A drawn key takes its factor away from the cell it stands for.
+        home = torch.where(spans, plan.cell_of, -1).amax(1).gather(1, plan.drawn.clamp(min=0))
+        stands = (plan.drawn >= 0) & (home >= 0)
+        share_of = plan.log_factor.exp() * stands / size.clamp(min=1)[home.clamp(min=0)]
+        used = torch.zeros(rows, cells, dtype=keys.dtype, device=keys.device).scatter_add(1, home.clamp(min=0), share_of)
+        factors.append(1 - used * mask)
+    picked = torch.gather(queries @ keys.T, 1, plan.drawn.clamp(min=0)) + plan.log_factor
+    logits.append(picked.masked_fill(plan.drawn < 0, -torch.inf))
+    factors.append(torch.ones_like(picked))
+    everything = torch.cat(logits, 1)
+    top = everything.detach().amax(1, keepdim=True).clamp(min=torch.finfo(everything.dtype).min)
+    mass = (everything - top).exp() * torch.cat(factors, 1)
+    total = mass.sum(1, keepdim=True)
+    blind = visible == 0
+    weight = mass / total.masked_fill(blind[:, None], 1.0)
+    lse = (total.masked_fill(blind[:, None], 1.0).log() + top).masked_fill(blind[:, None], -torch.inf)[:, 0]
+
+    key_weight, cell_weight, drawn_weight = weight.split([length, len(mean_value), plan.drawn.shape[1]], 1)
+    if keep is not None:
+        on_keys, on_cells = keep
+        key_weight, cell_weight = key_weight * on_keys, cell_weight * on_cells[:, : len(mean_value)]
+        drawn_weight = drawn_weight * on_keys.gather(1, plan.drawn.clamp(min=0))
+    output = key_weight @ values + torch.einsum("rt,rtd->rd", drawn_weight, values[plan.drawn.clamp(min=0)])
+    return output + cell_weight @ mean_value + cell_weight.sum(1, keepdim=True) * tilt, lse
+
+
+def _through(position: Tensor, closed: Tensor, segment: int, levels: int) -> Tensor:
+    """`[rows, span_levels, n]`: whether a row sees a key through its cell at a level."""
+    before = position < closed[:, None]
+    if not segment:
+        return before[:, None]
+    differ = (position // segment) ^ (closed[:, None] // segment)
+    level = (torch.frexp(differ.double()).exponent - 1).clamp(max=levels - 1)
+    return before[:, None] & (level[:, None] == torch.arange(levels, device=position.device)[:, None])
+
+
+def _any_equal(ids: Tensor, chosen: Tensor) -> Tensor:
+    """`[rows, len(ids)]`: whether a row's chosen numbers `[rows, k]` include the id (-1 never does)."""
+    found = torch.zeros(len(chosen), len(ids), dtype=torch.bool, device=ids.device)
+    for column in chosen.T:
+        found |= (ids == column[:, None]) & (column >= 0)[:, None]
+    return found

@@ -1,0 +1,118 @@
+"""Spans: which cells a causal row sees, and runs of rows that see the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nearfield.cells.sizes import CellSizes
+
+
+class Span(NamedTuple):
+    """Consecutive closed segments, 2^level of them, whose keys are grouped into cells together."""
+
+    number: int
+    """in the order in which cells are numbered"""
+    level: int
+    first: int
+    """its first segment"""
+
+    @property
+    def segments(self) -> int:
+        return 1 << self.level
+
+
+class Spans:
+    """The spans of a number of closed segments: what a row sees of the past, in as few parts as there are bits.
+
+    s closed segments are seen as one span for each bit of s, the longest first: 13 segments are 8, 4 and 1. So most cells have
+    members from far and wide, and a segment that has just been closed is in a short span by itself. Spans have 2^level segments;
+    those of the largest level follow each other without gaps. A shorter one that follows another one of its length is never seen
+    by itself (both together are a longer one), so it is not made. A key lies in at most one span of each level.
+
+    Cells are numbered level by level and span by span, in proportion to the length of a span.
+    """
+
+    def __init__(self, segments: int, levels: int) -> None:
+        self.all: list[Span] = []
+        self.tallest = levels - 1
+        self._base = []
+        for level in range(min(levels, segments.bit_length())):
+            self._base.append(len(self.all))
+            stride = self._stride(level)
+            for first in range(0, segments - (1 << level) + 1, stride):
+                self.all.append(Span(len(self.all), level, first))
+
+    def _stride(self, level: int) -> int:
+        """From the first segment of a span to that of the next one of its level."""
+        return 1 << level if level == self.tallest else 2 << level
+
+    def seen(self, segments: int) -> list[Span]:
+        """The spans that make up the first `segments` segments, from the first to the last."""
+        found, done = [], 0
+        for level in reversed(range(len(self._base))):
+            while segments - done >= 1 << level:
+                found.append(self.all[self._base[level] + done // self._stride(level)])
+                done += 1 << level
+        return found
+
+    def edges(self, per_segment: int) -> list[int]:
+        """The first cell of each span where a segment has `per_segment` of them; one more at the end."""
+        return [0, *accumulate(span.segments * per_segment for span in self.all)]
+
+
+class Piece(NamedTuple):
+    """Consecutive query positions that see the same cells."""
+
+    start: int
+    stop: int
+    closed: int
+    """keys before this one are seen through cells"""
+    segments: int
+    """how many segments they make"""
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def closed_keys(visible: Tensor, sizes: CellSizes) -> Tensor:
+    """How many keys a row that sees the first `visible` ones sees through cells: its completed segments, less the window."""
+    if not sizes.segment:
+        return visible
+    own = (visible - 1).div(sizes.segment, rounding_mode="floor")
+    return (own - sizes.window).clamp(min=0) * sizes.segment
+
+
+def pieces(visible: Tensor, sizes: CellSizes) -> list[Piece]:
+    """The positions `[length]` of a head, cut where the set of closed keys changes."""
+    if len(visible) == 0:
+        return []
+    closed, counts = closed_keys(visible, sizes).unique_consecutive(return_counts=True)
+    found, start = [], 0
+    for keys, count in zip(closed.tolist(), counts.tolist(), strict=True):
+        segments = keys // sizes.segment if sizes.segment else int(keys > 0)
+        found.append(Piece(start, start + count, keys, segments))
+        start += count
+    return found
+
+
+def row_blocks_of(found: list[Piece], rows: int) -> Iterator[list[Piece]]:
+    """The pieces in groups of at most `rows` positions (at least one); long pieces are cut."""
+    block: list[Piece] = []
+    room = rows
+    for piece in found:
+        start = piece.start
+        while start < piece.stop:
+            stop = min(piece.stop, start + room)
+            block.append(piece._replace(start=start, stop=stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield block
+                block, room = [], rows
+    if block:
+        yield block

@@ -1,0 +1,1 @@
+"""The cells engine in torch, one head at a time."""

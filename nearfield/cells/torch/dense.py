@@ -1,0 +1,86 @@
+"""Some rows against a run of keys that all of them see: torch's own kernel where it serves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearfield import _compat
+from nearfield.kernels.reference import weighted_softmax
+
+LARGE = 1e5
+"""Logits beyond this are rounded to more than a few hundredths."""
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, causal: bool = False, keep: Tensor | None = None, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of `[group, rows, dim]` queries (times scale) over `[keys, dim]`: output `[group, rows, value_dim]`, lse.
+
+    `causal`: row r sees keys 0..r. `seen` `[rows, keys]`: what each row sees instead. `keep` `[group, rows, keys]`: dropout.
+    """
+    if _fused(keys, values, keep, seen):
+        shape = (1, len(queries), -1, -1)
+        output, lse = _compat.cpu_flash(queries[None], keys.expand(shape), values.expand(shape), 0.0, causal, scale=1.0)
+        return output[0], lse.view(queries.shape[:2])
+    weight, lse = weighted_softmax(_logits(queries, keys, causal, seen), None)
+    return (weight if keep is None else weight * keep) @ values, lse
+
+
+def attend_backward(
+    output_grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool = False,
+    keep: Tensor | None = None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values through these keys, given the output and lse of *all* that a row attends to.
+
+    With the global normaliser each weight is the final one, whatever else the rows attend to.
+    """
+    extreme = is_extreme(lse)
+    if _fused(keys, values, keep, seen) and not extreme:
+        shape = (1, len(queries), -1, -1)
+        query_grad, key_grad, value_grad = _compat.cpu_flash_backward(
+            output_grad[None],
+            queries[None],
+            keys.expand(shape),
+            values.expand(shape),
+            output[None],
+            lse[None],
+            0.0,
+            causal,
+            scale=1.0,
+        )
+        return query_grad[0], key_grad[0].sum(0), value_grad[0].sum(0)
+    logits = _logits(queries, keys, causal, seen)
+    logits = logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    weight = (logits.clamp(max=0.0) if extreme else logits).exp()
+    kept = weight if keep is None else weight * keep
+    value_grad = torch.einsum("grk,grd->kd", kept, output_grad)
+    weight_grad = output_grad @ values.T
+    if keep is not None:
+        weight_grad = weight_grad * keep
+    logit_grad = weight * (weight_grad - (output_grad * output).sum(-1, keepdim=True))
+    return logit_grad @ keys, torch.einsum("grk,grd->kd", logit_grad, queries), value_grad
+
+
+def is_extreme(lse: Tensor) -> bool:
+    """Whether a logit is rounded to more than a few hundredths, so that e^(z - lse) might exceed 1 by much, or overflow."""
+    return bool(((lse.abs() > LARGE) & lse.isfinite()).any())
+
+
+def _fused(keys: Tensor, values: Tensor, keep: Tensor | None, seen: Tensor | None) -> bool:
+    """Whether torch's own kernel serves: it knows no dropout, one width, and a masked row is not zero there."""
+    return keys.device.type == "cpu" and keep is None and seen is None and keys.shape[1] == values.shape[1] and len(keys) > 0
+
+
+def _logits(queries: Tensor, keys: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
+    logits = queries @ keys.T
+    if causal:
+        seen = torch.ones(logits.shape[1:], dtype=torch.bool, device=keys.device).tril()
+    return logits if seen is None else logits.masked_fill(~seen, -torch.inf)

@@ -1,0 +1,146 @@
+"""The forward pass in torch: one head at a time, in blocks of rows, nothing quadratic in memory. Held to `cells/reference.py`.
+
+The work of a block: score the cells and sum up those left closed (`far`), attend to the sinks and to the open segment (`local`),
+then meet the opened cells one by one, so that the keys of each see dense tiles of queries (`near`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.far_field import largest_first, masses, moments, open_best
+from nearfield.cells.reference import CellPlan
+from nearfield.cells.torch.dense import LARGE, attend
+from nearfield.cells.torch.draws import ClosedCells, Draws
+from nearfield.cells.torch.head import Head, Partial, RowBlock, local_runs
+from nearfield.cells.torch.tiles import Stack, products, rows_of_a_tile, stacks
+
+
+def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellPlan) -> None:
+    """Fills in the output `[rows, value_dim]`, the log-normaliser `[rows]`, what rows decide, and the standard error `[rows]`
+    where keys are drawn."""
+    sizes, device = head.sizes, head.keys.device
+    for block in head.blocks():
+        total = Partial(len(block), output)
+        opened = torch.full((len(block), sizes.probes), -1, dtype=torch.int64, device=device)
+        draws = Draws(head, block) if sizes.samples else None
+        ref = far(head, block, total, opened, draws)
+        local(head, block, total)
+        numerator, mass, ref = near(head, block, opened, ref)
+        total.add(slice(0, len(block)), numerator, ref, mass)
+        found, found_lse = total.finish()
+        output.index_copy_(0, block.rows, found)
+        lse.index_copy_(0, block.rows, found_lse)
+        plan.opened.index_copy_(0, block.rows, opened.int())
+        if draws is not None:
+            plan.drawn.index_copy_(0, block.rows, draws.drawn.int())
+            plan.log_factor.index_copy_(0, block.rows, draws.log_factor)
+            stderr.index_copy_(0, block.rows, draws.stderr(found, found_lse))
+
+
+def local(head: Head, block: RowBlock, total: Partial) -> None:
+    """The sinks and the keys after the last closed segment, one by one."""
+    for run in local_runs(block):
+        keys, values = head.members(run.own)
+        keep = head.keep(block.rows[run.rows].view(run.shape), run.own)
+        output, lse = attend(block.scaled(run.rows).view(run.shape), keys, values, run.causal, keep, run.seen)
+        total.add(run.rows, output.flatten(0, 1), lse.reshape(-1))
+
+
+HEADROOM = 30.0
+"""How far a logit may exceed a row's reference (in powers of e) before its sums are formed again around a better one."""
+
+
+def near(head: Head, block: RowBlock, opened: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numerator `[rows, value_dim]`, mass and reference `[rows]` over the keys of the opened cells.
+
+    Sums are formed around `ref`, which should not exceed the largest logit: the logit of an opened centroid never does, and
+    usually comes close. Rows for which it was too low are done again around their largest logit.
+    """
+    height = rows_of_a_tile(opened.numel() / max(1, head.table.cells))
+    numerator, mass, above = _sums(head, block.numbers, opened, ref, height)
+    low = ((above > HEADROOM) | (ref.abs() > LARGE)).logical_and_(above > -torch.inf).nonzero()[:, 0]
+    if len(low):
+        numbers = torch.cat([block.numbers[low], block.numbers[-1:]])
+        _, _, top = _sums(head, numbers, opened[low], torch.zeros_like(ref[low]), height)
+        ref = ref.index_copy(0, low, top)
+        again, again_mass, _ = _sums(head, numbers, opened[low], top, height, apart=True)
+        numerator.index_copy_(0, low, again)
+        mass.index_copy_(0, low, again_mass)
+    return numerator, mass, ref
+
+
+def _sums(
+    head: Head, numbers: Tensor, opened: Tensor, ref: Tensor, height: int, apart: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numerator and mass around `ref`, and by how much the largest logit exceeds it.
+
+    `apart`: subtract the reference from finished logits, so that the largest of them comes out as exactly 0 whatever its size.
+    """
+    rows = len(opened)
+    numerator = ref.new_zeros(rows + 1, head.values.shape[1])
+    mass, top = ref.new_zeros(rows + 1), ref.new_full((rows + 1,), -torch.inf)
+    base = torch.cat([-ref, ref.new_zeros(1)])
+    for stack in stacks(opened, head.table.starts, head.keys.shape[1], height):
+        row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
+        number = numbers.index_select(0, row)
+        keys, values, position = tile_members(head, stack)
+        queries = head.queries.index_select(0, number).to(head.compute).view(shape)
+        plus = base.index_select(0, row).view(shape)
+        logits = products(queries, keys, torch.zeros_like(plus) if apart else plus, head.scale)
+        if apart:
+            logits.add_(plus)
+        if stack.missing is not None:
+            logits.masked_fill_(stack.missing[:, None], -torch.inf)
+        top.scatter_reduce_(0, row, logits.amax(-1).view(-1), "amax")
+        weight = logits.exp_()
+        mass.index_add_(0, row, weight.sum(-1).view(-1))
+        keep = head.keep(number.view(shape), position[:, None])
+        output = torch.bmm(weight if keep is None else weight.mul_(keep), values)
+        numerator.index_add_(0, row, output.flatten(0, 1))
+    return numerator[:rows], mass[:rows], top[:rows]
+
+
+def tile_members(head: Head, stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of the cells of a stack `[tiles, width, ...]`, and their positions `[tiles, width]`."""
+    position = head.table.order[stack.members]
+    keys, values = head.members(position.view(-1))
+    return keys.view(*position.shape, -1), values.view(*position.shape, -1), position
+
+
+def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draws | None) -> Tensor:
+    """Scores the cells of a block of rows, fills in `opened` `[rows, probes]`, and adds the cells left closed to `total`.
+
+    Returns the largest q.mu_c of an opened cell, `[rows]`; -inf where nothing is opened.
+    """
+    ref = total.ref.new_full((len(block),), -torch.inf)
+    for piece, part in block.far_pieces():
+        seen = head.seen_by(piece)
+        for rows in row_parts(part, len(seen), head.scores_per_pass):
+            queries = block.scaled(rows)
+            first, spread = moments(queries, seen)
+            best = open_best(first, spread, opened.shape[1])
+            opened[rows, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
+            ref[rows] = largest_first(first, best)
+            weight, top = masses(first, spread, best, seen.size)
+            cells = ClosedCells(seen, weight, top, queries @ seen.cross.T, cell_keep(head, block, rows, seen.ids))
+            if draws is None:
+                total.add(rows, cells.numerator(weight), top, weight.sum(1))
+            else:
+                total.add(rows, *draws.correct(rows, cells))
+    return ref
+
+
+def row_parts(part: slice, cost: int, budget: int) -> Iterator[slice]:
+    """Ranges of rows whose score tables stay within a budget of entries."""
+    step = max(32, budget // max(1, cost) // 32 * 32)
+    for start in range(part.start, part.stop, step):
+        yield slice(start, min(start + step, part.stop))
+
+
+def cell_keep(head: Head, block: RowBlock, rows: slice, ids: Tensor) -> Tensor | None:
+    """Dropout factors of (row, cell) pairs: cells are items, counted on from the last key."""
+    return None if head.dropout_p == 0.0 else head.keep(block.rows[rows, None], ids + len(head.keys))

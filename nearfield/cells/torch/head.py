@@ -1,0 +1,256 @@
+"""One head of the cells engine on a CPU: its tables, its blocks of rows, and sums that can be merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.moments import CellTable, SeenCells, tabulate
+from nearfield.cells.partition import Partition, build_cells
+from nearfield.cells.sizes import CellSizes
+from nearfield.cells.spans import Piece, Spans, closed_keys, pieces, row_blocks_of
+from nearfield.chunks import row_blocks
+from nearfield.sampling import hashed_uniform
+
+LEAST_BLOCK_BYTES = 4 << 20
+
+MOST_BLOCK_BYTES = 256 << 20
+
+LEAST_SCORES = 1 << 18
+
+MOST_SCORES = 1 << 20
+
+BYTES_PER_LOCAL_WEIGHT = 32
+"""Of a weight that torch's own kernel does not serve, with all that is computed on the way: draws take 8 bytes each."""
+
+
+@dataclass
+class Head:
+    """One key-value head with the rows that attend to it, and everything about it that does not depend on the pass."""
+
+    queries: Tensor
+    """`[group * length, dim]`, as the caller has them"""
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+    """`[group * length]`: the same for every member of the group"""
+    cell_of: Tensor
+    """as in `CellPlan`"""
+    sizes: CellSizes
+    scale: float
+    dropout_p: float = 0.0
+    seed: int = 0
+    first_row: int = 0
+    """the number of its first row among the rows of all heads, for draws"""
+    pieces: list[Piece] = field(init=False)
+    table: CellTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = self.visible[: self.length]
+        self.pieces = pieces(self.seen, self.sizes)
+        self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
+        self.table = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(self.sizes.cells_in(self.segment_length)))
+
+    def seen_by(self, piece: Piece) -> SeenCells:
+        """The cells that a piece sees."""
+        return self.table.seen([span.number for span in self.spans.seen(piece.segments)])
+
+    def homes(self, piece: Piece) -> Tensor:
+        """`[closed]`: the cell through which a piece sees each key; -1: none."""
+        size = piece.closed // max(1, piece.segments)
+        spans = self.spans.seen(piece.segments)
+        return torch.cat([self.cell_of[span.level, span.first * size : (span.first + span.segments) * size] for span in spans])
+
+    @property
+    def length(self) -> int:
+        return len(self.queries) // self.sizes.group
+
+    @property
+    def segment_length(self) -> int:
+        return self.sizes.segment or (int(self.seen.max()) if len(self.seen) else 0)
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(self.queries.dtype, torch.float32)
+
+    def blocks(self) -> Iterator[RowBlock]:
+        """Blocks of rows. They take no more memory than half of one input does, within reason."""
+        sizes, wide = self.sizes, self.values.shape[1]
+        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 2))
+        # Two accumulators, and the pairs with what sorting them takes.
+        per_row = 8 * wide + 40 * sizes.probes + sizes.samples * (16 * wide + 64)
+        for found in row_blocks_of(self.pieces, max(64, budget // (per_row * sizes.group))):
+            yield RowBlock(self, found)
+
+    @property
+    def scores_per_pass(self) -> int:
+        """Entries of one block of the (row, cell) score table: 1 to 4 MB in float32, several of which are needed at a time."""
+        return min(MOST_SCORES, max(LEAST_SCORES, self.queries.numel() // 8))
+
+    @property
+    def serves_fused(self) -> bool:
+        """Whether torch's own attention kernel can do what is seen key by key."""
+        return self.dropout_p == 0.0 and self.keys.shape[1] == self.values.shape[1] and self.keys.device.type == "cpu"
+
+    def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at some positions, in the dtype of arithmetic."""
+        keys, values = self.keys.index_select(0, own), self.values.index_select(0, own)
+        return keys.to(self.compute), values.to(self.compute)
+
+    def scaled(self, numbers: Tensor) -> Tensor:
+        """Queries of the rows with these numbers, times scale, in the dtype of arithmetic."""
+        return self.queries.index_select(0, numbers).to(self.compute).mul_(self.scale)
+
+    def keep(self, rows: Tensor, items: Tensor) -> Tensor | None:
+        """Dropout factors of (row, item) pairs, broadcast together; an item is a key, or a cell counted on from the last key."""
+        if self.dropout_p == 0.0:
+            return None
+        draw = hashed_uniform(self.seed, rows + self.first_row, items)
+        return (draw >= self.dropout_p).to(self.compute) / (1.0 - self.dropout_p)
+
+
+class RowBlock:
+    """Some rows of a head: pieces of positions, for all members of the group."""
+
+    def __init__(self, head: Head, found: list[Piece]) -> None:
+        self.head = head
+        self.pieces = found
+        group = head.sizes.group
+        positions = [torch.arange(p.start, p.stop, device=head.keys.device) for p in found]
+        member = torch.arange(group, device=head.keys.device)[:, None] * head.length
+        self.rows = torch.cat([(member + p).reshape(-1) for p in positions])
+        """`[rows]`: their numbers in the head; piece by piece, member by member"""
+        self.ranges = []
+        start = 0
+        for piece in found:
+            self.ranges.append(slice(start, start + group * piece.length))
+            start += group * piece.length
+        self.numbers = torch.cat([self.rows, self.rows.new_zeros(1)])
+        """`[rows + 1]`: with one more, any, for tiles to fill up with"""
+
+    def scaled(self, part: slice | Tensor) -> Tensor:
+        """Queries of some rows `[..., dim]`, times scale."""
+        return self.head.scaled(self.rows[part])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def far_pieces(self) -> Iterator[tuple[Piece, slice]]:
+        """The pieces that see cells, and their rows in this block."""
+        return ((piece, part) for piece, part in zip(self.pieces, self.ranges, strict=True) if piece.segments)
+
+
+class Partial:
+    """Sums over what a row has attended to so far: numerator e^-ref sum w v, mass e^-ref sum w."""
+
+    def __init__(self, rows: int, like: Tensor) -> None:
+        self.numerator = like.new_zeros(rows, like.shape[1])
+        self.mass = like.new_zeros(rows)
+        self.ref = like.new_full((rows,), -torch.inf)
+
+    def add(self, rows: slice | Tensor, numerator: Tensor, ref: Tensor, mass: Tensor | None = None) -> None:
+        """`mass` None: 1, that is the numerator is an output and `ref` its log-normaliser."""
+        old = self.ref[rows]
+        new = torch.maximum(old, ref)
+        base = new.masked_fill(new == -torch.inf, 0.0)
+        before, now = (old - base).exp(), (ref - base).exp()
+        self.numerator[rows] = self.numerator[rows] * before[:, None] + numerator * now[:, None]
+        self.mass[rows] = self.mass[rows] * before + (now if mass is None else now * mass)
+        self.ref[rows] = new
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output and log-normaliser; a row that sees nothing is zero."""
+        blind = self.mass <= 0
+        output = self.numerator / self.mass.masked_fill(blind, 1.0)[:, None]
+        return output.masked_fill(blind[:, None], 0.0), (self.mass.log() + self.ref).masked_fill(blind, -torch.inf)
+
+
+class LocalRun(NamedTuple):
+    """Some positions of a piece, for all members of the group, and a run of keys that they see one by one."""
+
+    rows: slice | Tensor
+    """of the block"""
+    shape: tuple[int, int, int]
+    """(members of the group, positions, -1): what to view them as"""
+    own: Tensor
+    """`[keys]`: key positions"""
+    causal: bool
+    """whether position r sees the keys 0..r only"""
+    seen: Tensor | None
+    """`[positions, keys]`: or who sees which"""
+
+
+def local_runs(block: RowBlock) -> Iterator[LocalRun]:
+    """What the rows of a block see key by key: the sinks, and the keys after their last closed segment."""
+    head, group = block.head, block.head.sizes.group
+    for piece, part in zip(block.pieces, block.ranges, strict=True):
+        whole = (group, piece.length, -1)
+        for own, causal, seen in _local_keys(head, piece):
+            if seen is None and head.serves_fused:
+                yield LocalRun(part, whole, own, causal, None)
+                continue
+            # Torch's kernel does not serve; the table of all weights may be large.
+            for some in row_blocks((group, piece.length), BYTES_PER_LOCAL_WEIGHT * len(own)):
+                numbers = torch.arange(part.start, part.stop, device=own.device).view(whole[:2])[:, some].reshape(-1)
+                table = None if seen is None else seen[some]
+                if causal:
+                    reach = torch.arange(some.start, some.stop, device=own.device)[:, None]
+                    table = torch.arange(len(own), device=own.device) <= reach
+                yield LocalRun(numbers, (group, some.stop - some.start, -1), own, False, table)
+
+
+def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor | None]]:
+    """Key positions, whether the rows of the piece see them causally, or a table of who sees which."""
+    device = head.keys.device
+    always = torch.arange(min(head.sizes.sinks, piece.closed), device=device)
+    if not head.sizes.segment:
+        if len(always):
+            yield always, False, None
+        return
+    seen = head.seen[piece.start : piece.stop]
+    last = int(seen[-1])
+    first = int(seen[0]) - 1
+    if first >= piece.closed and torch.equal(seen, torch.arange(first + 1, first + 1 + len(seen), device=device)):
+        # Row r of the piece sees the keys up to first + r, whatever padding came before.
+        before = torch.cat([always, torch.arange(piece.closed, first, device=device)])
+        if len(before):
+            yield before, False, None
+        yield torch.arange(first, last, device=device), True, None
+    else:
+        if len(always):
+            yield always, False, None
+        own = torch.arange(piece.closed, last, device=device)
+        if len(own):
+            yield own, False, own < seen[:, None]
+
+
+def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition) -> Tensor:
+    """The cells of each key of a head `[n, dim]`: `[span_levels, n]`, -1 where it is in none.
+
+    Keys are grouped span by span, of those that some row sees: nothing about a cell depends on later keys.
+    """
+    cell_of = torch.full((sizes.span_levels, len(keys)), -1, dtype=torch.int64, device=keys.device)
+    closed = int(closed_keys(visible, sizes).max()) if len(visible) else 0
+    if closed == 0:
+        return cell_of
+    segment = sizes.segment or closed
+    spans = Spans(closed // segment, sizes.span_levels)
+    per_segment = sizes.cells_in(segment)
+    first_cell = spans.edges(per_segment)
+    compute = torch.promote_types(keys.dtype, torch.float32)
+    for level, group in groupby(spans.all, key=attrgetter("level")):
+        own = list(group)
+        places = [slice(span.first * segment, (span.first + span.segments) * segment) for span in own]
+        copies = [keys[place].to(compute)[None] for place in places]
+        parts = copies[0] if len(copies) == 1 else torch.cat(copies)  # not a copy where it need not be one
+        cells = build_cells(partition, parts, per_segment << level)
+        for span, place, cell in zip(own, places, cells, strict=True):
+            cell_of[level, place] = cell + first_cell[span.number]
+    cell_of[:, : sizes.sinks] = -1
+    return cell_of

@@ -1,0 +1,500 @@
+"""Cells on a GPU: k-means over all spans at once, a limit to the size of cells, and keys sorted by cell."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.cells.partition.kmeans import MOST_TIMES_THE_MEAN
+from nearfield.cells.triton.layout import Layout, Sample
+from nearfield.cells.triton.tuning import blocks_for
+from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision
+
+
+class Narrow(NamedTuple):
+    """How numbers from 0 to `last` are kept while they are sorted: with as few digits as it takes."""
+
+    last: int
+
+    @property
+    def shift(self) -> int:
+        """is taken off"""
+        return 1 << 15 if self.last < 1 << 16 else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int16 if self.shift else torch.int32
+
+
+@Kernel
+def _number(cell_of, where, found, per_entry, cells, last, shift, cell_entry, CHOSEN: tl.constexpr, BP: tl.constexpr):
+    """Cells counted on over the entries; `last` for none. CHOSEN: only those at `where`."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    there = lane < per_entry
+    place = lane
+    if CHOSEN:
+        place = tl.load(where + lane, mask=there, other=0).to(tl.int64)
+    cell = tl.load(cell_of + entry * cell_entry + place, mask=there, other=-1)
+    number = tl.where(cell >= 0, cell + entry.to(tl.int32) * cells, last) - shift
+    tl.store(found + entry * per_entry + lane, number.to(found.dtype.element_ty), mask=there)
+
+
+@Kernel
+def _members(places, where, numbers, position, cell, total, per_entry, length, shift, BP: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    there = lane < total
+    place = tl.load(where + tl.load(places + lane, mask=there, other=0) % per_entry, mask=there, other=0)
+    tl.store(position + lane, place % length, mask=there)
+    tl.store(cell + lane, tl.load(numbers + lane, mask=there, other=0).to(tl.int32) + shift, mask=there)
+
+
+def sorted_numbers(numbers: Tensor, layout: Layout, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Narrow numbers in order, where each of them was, and where each number (up to one past the last cell) begins."""
+    found, places = numbers.view(-1).sort(stable=True)
+    return found, places, torch.searchsorted(found, layout.numbers(entries), out_int32=True)
+
+
+def narrowed(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Tensor:
+    """Cells `[entries, ...]`, -1 for none, as `sorted_numbers` wants them. `where`: which of those of an entry; None: all."""
+    entries = cell_of.shape[0]
+    per_entry = cell_of[0].numel() if where is None else where.shape[0]
+    kept = Narrow(entries * layout.cells)
+    found = torch.empty(entries, per_entry, dtype=kept.dtype, device=cell_of.device)
+    if per_entry:
+        _number[(cdiv(per_entry, 1024), entries)](
+            cell_of,
+            where,
+            found,
+            per_entry,
+            layout.cells,
+            kept.last,
+            kept.shift,
+            cell_of.stride(0),
+            CHOSEN=where is not None,
+            BP=1024,
+            num_warps=4,
+        )
+    return found
+
+
+def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of keys cell by cell, their cells, and where each cell begins, of `cell_of` `[entries, span_levels, n]`."""
+    entries, _, length = cell_of.shape
+    where = layout.members
+    numbers, places, starts = sorted_numbers(narrowed(cell_of, layout, where), layout, entries)
+    total = entries * where.shape[0]
+    position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
+    shift = Narrow(entries * layout.cells).shift
+    if total:
+        _members[(cdiv(total, 1024),)](
+            places, where, numbers, position, cell, total, where.shape[0], length, shift, BP=1024, num_warps=4
+        )
+    return position, cell, starts
+
+
+POINTS = 128
+
+LOOKED_AT = 1024
+"""Keys of a sample that say how wide each coordinate is."""
+
+
+@Kernel
+def _widths(
+    keys,
+    position,
+    sample_first,
+    offset,
+    weight,
+    spans,
+    dim,
+    key_entry,
+    key_row,
+    MOST: tl.constexpr,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Mean and root mean square of each coordinate, over some keys of one span."""
+    span, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    first = tl.load(sample_first + span)
+    last = tl.minimum(tl.load(sample_first + span + 1), first + MOST)
+    total = tl.zeros([BP, BD], tl.float32)
+    square = tl.zeros([BP, BD], tl.float32)
+    for start in range(first, last, BP):
+        lane = start + tl.arange(0, BP)
+        there = lane < last
+        own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
+        x = tl.load(
+            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        ).to(tl.float32)
+        total += x
+        square += x * x
+    count = tl.maximum(last - first, 1).to(tl.float32)
+    into = (entry * spans + span) * dim + column
+    tl.store(offset + into, tl.sum(total, 0) / count, mask=wide)
+    tl.store(weight + into, tl.sqrt(tl.sum(square, 0) / count), mask=wide)
+
+
+@Kernel
+def _prepare(
+    keys,
+    position,
+    sample_first,
+    chunk_span,
+    chunk_number,
+    offset,
+    weight,
+    points,
+    spans,
+    dim,
+    key_entry,
+    key_row,
+    point_entry,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The keys of a sample, centred and weighted."""
+    chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    span = tl.load(chunk_span + chunk)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    lane = tl.load(sample_first + span) + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
+    there = lane < tl.load(sample_first + span + 1)
+    mask = there[:, None] & wide[None, :]
+    own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
+    x = tl.load(keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+    stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+    x = ((x - shift[None, :]) * stretch[None, :]).to(points.dtype.element_ty)
+    tl.store(points + entry * point_entry + lane.to(tl.int64)[:, None] * dim + column[None, :], x, mask=mask)
+
+
+@Kernel
+def _nearest(
+    points,
+    point_first,
+    chunk_span,
+    chunk_number,
+    offset,
+    weight,
+    centroids,
+    half,
+    span_cell,
+    span_level,
+    found,
+    cells,
+    spans,
+    dim,
+    point_entry,
+    point_row,
+    found_entry,
+    found_level,
+    shift,
+    PREPARED: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points.
+
+    PREPARED: points are already of this form, and their cells are counted on over the entries, see `sort.Narrow`.
+    """
+    chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    span = tl.load(chunk_span + chunk)
+    begin = tl.load(point_first + 2 * span)
+    point = begin + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
+    there = point < tl.load(point_first + 2 * span + 1)
+    point = point.to(tl.int64)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    points += entry * point_entry
+    x = tl.load(points + point[:, None] * point_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    if not PREPARED:
+        shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+        stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
+        x = ((x.to(tl.float32) - shift[None, :]) * stretch[None, :]).to(DT)
+    first, last = tl.load(span_cell + span), tl.load(span_cell + span + 1)
+    best = tl.full([BP], -float("inf"), tl.float32)
+    chosen = tl.zeros([BP], tl.int32) + first
+    for start in range(first, last, BC):
+        cell = start + tl.arange(0, BC)
+        real = cell < last
+        place = entry * cells + cell
+        c = tl.load(centroids + place[None, :] * dim + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
+        score = tl.dot(x, c, input_precision=IP) - tl.load(half + place, mask=real, other=float("inf"))[None, :]
+        top = tl.max(score, 1)
+        winner = tl.argmax(score, 1).to(tl.int32) + start
+        chosen = tl.where(top > best, winner, chosen)
+        best = tl.maximum(top, best)
+    # A score that is not a number is no larger than others, nor smaller: stay inside the span.
+    chosen = tl.minimum(chosen, last - 1)
+    if PREPARED:
+        chosen += (entry * cells).to(tl.int32) - shift
+    level = tl.load(span_level + span).to(tl.int64)
+    tl.store(found + entry * found_entry + level * found_level + point, chosen.to(found.dtype.element_ty), mask=there)
+
+
+@partial(Kernel, varied=("turn",))
+def _means(
+    points,
+    order,
+    starts,
+    sample_first,
+    span_of,
+    span_cell,
+    centroids,
+    half,
+    cells,
+    dim,
+    size,
+    turn,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """The mean of the points of one cell. One that is empty starts again at a point of the sample, another one in every turn."""
+    number = tl.program_id(0).to(tl.int64)
+    entry, cell = number // cells, number % cells
+    column = tl.arange(0, BD)
+    wide = column < dim
+    first, last = tl.load(starts + number), tl.load(starts + number + 1)
+    total = tl.zeros([BP, BD], tl.float32)
+    for start in range(first, last, BP):
+        lane = start + tl.arange(0, BP)
+        there = lane < last
+        own = tl.load(order + lane, mask=there, other=0).to(tl.int64)
+        x = tl.load(points + own[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        total += x.to(tl.float32)
+    span = tl.load(span_of + cell)
+    begin = tl.load(sample_first + span)
+    count = tl.load(sample_first + span + 1) - begin
+    own_cells = tl.load(span_cell + span + 1) - tl.load(span_cell + span)
+    again = begin + (turn * own_cells + cell - tl.load(span_cell + span)) % count
+    other = tl.load(points + (entry * size + again) * dim + column, mask=wide, other=0.0).to(tl.float32)
+    mean = tl.where(last > first, tl.sum(total, 0) / tl.maximum(last - first, 1).to(tl.float32), other)
+    mean = mean.to(centroids.dtype.element_ty)
+    tl.store(centroids + number * dim + column, mean, mask=wide)
+    rounded = mean.to(tl.float32)
+    tl.store(half + number, tl.sum(rounded * rounded, 0) / 2)
+
+
+def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tensor) -> None:
+    """Fills in the cells of the keys `[entries, n, dim]` in every span: `found` `[entries, span_levels, n]`, where there is one.
+
+    Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all cells are made in one step,
+    a cell is grouped by 16 keys rather than 32, and an empty one starts again at some key of the sample.
+    """
+    entries, _, dim = keys.shape
+    sample = layout.sample(seed)
+    size, spans, device = sample.size, len(layout.spans.all), keys.device
+    if not spans:
+        return
+    offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
+    points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
+    common = {"BD": padded(dim), "num_warps": 4 if dim <= 128 else 8}
+    _widths[(spans, entries)](
+        keys, sample.position, sample.first, offset, weight, spans, dim, *keys.stride()[:2], MOST=LOOKED_AT, BP=64, **common
+    )
+    chunk_span, chunk_number = sample.chunks(POINTS)
+    _prepare[(chunk_span.shape[0], entries)](
+        keys,
+        sample.position,
+        sample.first,
+        chunk_span,
+        chunk_number,
+        offset,
+        weight,
+        points,
+        spans,
+        dim,
+        *keys.stride()[:2],
+        points.stride(0),
+        BP=POINTS,
+        **common,
+    )
+    moving = _Moving(layout, sample, points, offset, weight, common)
+    for turn in range(1, iterations + 1):
+        moving.step(turn)
+    moving.settle(keys, found)
+
+
+class _Moving:
+    """The centroids of all spans between two iterations."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        sample: Sample,
+        points: Tensor,
+        offset: Tensor,
+        weight: Tensor,
+        common: dict[str, int],
+    ) -> None:
+        self.layout, self.sample, self.points = layout, sample, points
+        self.offset, self.weight, self.common = offset, weight, common
+        entries, _, self.dim = points.shape
+        self.centroids = points.new_empty((entries, layout.cells, self.dim))
+        self.half = torch.empty(entries, layout.cells, device=points.device)
+        self.blocks = blocks_for("nearest", self.dim, points.dtype)
+        self.narrow = Narrow(entries * layout.cells)
+        self.assigned = torch.empty(entries, sample.size, dtype=self.narrow.dtype, device=points.device)
+        # All cells are empty yet, and start at the first points of the sample.
+        nothing = torch.zeros(entries * layout.cells + 1, dtype=torch.int32, device=points.device)
+        self._means(nothing, nothing, 0)
+
+    def step(self, turn: int) -> None:
+        """Points to their nearest centroids, centroids to the means of their points."""
+        self._nearest(self.points, self.sample.edges, self.sample.chunks(self.blocks.rows), self.assigned, 0, True)
+        _, order, starts = sorted_numbers(self.assigned, self.layout, self.points.shape[0])
+        self._means(order, starts, turn)
+
+    def _means(self, order: Tensor, starts: Tensor, turn: int) -> None:
+        _means[(self.narrow.last,)](
+            self.points,
+            order,
+            starts,
+            self.sample.first,
+            self.layout.span_of,
+            self.layout.span_cell,
+            self.centroids,
+            self.half,
+            self.layout.cells,
+            self.dim,
+            self.sample.size,
+            turn,
+            BP=16,
+            BD=self.common["BD"],
+            num_warps=2,
+        )
+
+    def settle(self, keys: Tensor, found: Tensor) -> None:
+        """All keys to their nearest centroids."""
+        self._nearest(keys, self.layout.span_edges, self.layout.chunks(self.blocks.rows), found, found.stride(1), False)
+
+    def _nearest(
+        self, points: Tensor, edges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_level: int, prepared: bool
+    ) -> None:
+        chunk_span, chunk_number = chunks
+        _nearest[(chunk_span.shape[0], points.shape[0])](
+            points,
+            edges,
+            chunk_span,
+            chunk_number,
+            self.offset,
+            self.weight,
+            self.centroids,
+            self.half,
+            self.layout.span_cell,
+            self.layout.span_level,
+            found,
+            self.layout.cells,
+            len(self.layout.spans.all),
+            self.dim,
+            *points.stride()[:2],
+            found.stride(0),
+            found_level,
+            self.narrow.shift,
+            PREPARED=prepared,
+            BP=self.blocks.rows,
+            BC=self.blocks.keys,
+            BD=self.common["BD"],
+            DT=dot_type(points.dtype),
+            IP=precision(points.dtype),
+            num_warps=self.blocks.warps,
+            num_stages=self.blocks.stages,
+        )
+
+
+KEYS = 1024
+
+
+@Kernel
+def _sizes(cell_of, sizes, per_entry, cells, cell_entry, BP: tl.constexpr):
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    cell = tl.load(cell_of + entry * cell_entry + lane, mask=lane < per_entry, other=-1)
+    tl.atomic_add(sizes + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
+
+
+@Kernel
+def _hosts(sizes, parts, begins, host, span_cell, span_edges, cells, times, BC: tl.constexpr):
+    """For each cell of a span that is too large, how many parts it is cut into, and small cells that take them in."""
+    span, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, last = tl.load(span_cell + span), tl.load(span_cell + span + 1)
+    keys = tl.load(span_edges + 2 * span + 1) - tl.load(span_edges + 2 * span)
+    mean = (keys + last - first - 1) // (last - first)
+    sizes += entry * cells
+    parts += entry * cells
+    begins += entry * cells
+    host += entry * cells
+    largest = 0
+    for start in range(first, last, BC):
+        cell = start + tl.arange(0, BC)
+        largest = tl.maximum(largest, tl.max(tl.load(sizes + cell, mask=cell < last, other=0), 0))
+    if largest > times * mean:
+        # Of n keys in m cells no more than m / 8 parts are cut off, and at least as many cells are no larger than the mean.
+        free = first
+        given = first
+        for cell in range(first, last):
+            size = tl.load(sizes + cell)
+            wanted = tl.where(size > times * mean, (size - 1) // (times * mean), 0)
+            begin = given
+            while (given < begin + wanted) & (free < last):
+                if tl.load(sizes + free) <= mean:
+                    tl.store(host + given, free)
+                    given += 1
+                free += 1
+            tl.store(parts + cell, given - begin)
+            tl.store(begins + cell, begin)
+
+
+@Kernel
+def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP: tl.constexpr):
+    """Keys of a cell that is cut to its parts, by positions: as if at random, for equal keys may come at equal distances."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    here = cell_of + entry * cell_entry + lane
+    cell = tl.load(here, mask=lane < per_entry, other=-1)
+    there = cell >= 0
+    count = tl.load(parts + entry * cells + cell, mask=there, other=0)
+    mixed = (lane % length * 2654435761 >> 16) & 65535
+    part = (mixed % (count + 1)).to(tl.int32)
+    moved = there & (part > 0)
+    begin = tl.load(begins + entry * cells + cell, mask=moved, other=0)
+    tl.store(here, tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0), mask=moved)
+
+
+def limit_sizes(cell_of: Tensor, layout: Layout) -> None:
+    """Cut cells of `cell_of` `[entries, span_levels, n]` with more than eight times the mean number of keys.
+
+    Unlike on a CPU, the small cells that take in a part keep their own keys.
+    """
+    entries, levels, length = cell_of.shape
+    if not layout.cells:
+        return
+    device, total = cell_of.device, (entries, layout.cells)
+    sizes, parts = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
+    begins, host = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(2))
+    grid = (cdiv(levels * length, KEYS), entries)
+    shape = (levels * length, layout.cells, cell_of.stride(0))
+    _sizes[grid](cell_of, sizes, *shape, BP=KEYS, num_warps=4)
+    _hosts[(len(layout.spans.all), entries)](
+        sizes,
+        parts,
+        begins,
+        host,
+        layout.span_cell,
+        layout.span_edges,
+        layout.cells,
+        MOST_TIMES_THE_MEAN,
+        BC=256,
+        num_warps=1,
+    )
+    _move[grid](cell_of, parts, begins, host, levels * length, length, *shape[1:], BP=KEYS, num_warps=4)

@@ -1,0 +1,455 @@
+"""Moments of cells on a GPU, and their gradients passed on to keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.cells.moments import MOST_VARIANCE
+from nearfield.cells.triton.cluster import members_of
+from nearfield.cells.triton.far_field import VOID
+from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.tuning import blocks_for
+from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision
+
+MEMBERS = 32
+"""Keys that a program reads at a time."""
+
+CHUNK = 1024
+"""Keys whose deviations one program multiplies, so many at a time:"""
+
+AT_A_TIME = 64
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The cells of all entries of a batch; see `partition.cells.CellTable`. Numbers of cells count on over the entries."""
+
+    order: Tensor
+    """`[members]`: key positions inside their entry, cell by cell"""
+    starts: Tensor
+    """`[entries * cells + 1]`: the range of each cell in `order`"""
+    void: Tensor
+    """`[entries, cells]`: `VOID` where a cell is empty or has a member that is not finite, so that it is not opened; else 0"""
+    weight: Tensor
+    """`[entries, cells]`: log2 of how many keys; -inf where it is empty, 3e38 where a member is not finite"""
+    centroid: Tensor
+    """`[entries, cells, dim]`, in the dtype of the keys, as the values are; zeros where a member is not finite"""
+    variance: Tensor
+    value: Tensor
+    cross: Tensor
+    """`[entries, segments + 1, value_dim, dim]`: the pooled covariance for rows with s closed segments, float32"""
+    pooled: Tensor
+    """`[entries, segments + 1]`: of how many keys"""
+
+    @property
+    def cells(self) -> int:
+        """per entry"""
+        return self.void.shape[1]
+
+    def of(self, entries: slice) -> Tables:
+        """Those of some entries."""
+        starts = self.starts[entries.start * self.cells : entries.stop * self.cells + 1]
+        others = (self.void, self.weight, self.centroid, self.variance, self.value, self.cross, self.pooled)
+        return Tables(self.order, starts, *(x[entries] for x in others))
+
+
+@Kernel
+def _moments(
+    keys,
+    values,
+    order,
+    starts,
+    centroid,
+    value,
+    low_centroid,
+    low_variance,
+    low_value,
+    void,
+    weight,
+    cells,
+    dim,
+    value_dim,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    MOST: tl.constexpr,
+    NOTHING: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Centroid, variance and mean value of one cell, in float32 and as kernels look them up."""
+    cell = tl.program_id(0).to(tl.int64)
+    entry = cell // cells
+    first, last = tl.load(starts + cell), tl.load(starts + cell + 1)
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    lane = tl.arange(0, BM)
+    keys += entry * key_entry
+    # Sums of deviations from one of the members, so that a common offset costs no digits.
+    one = tl.load(order + first, mask=last > first, other=0).to(tl.int64)
+    shift = tl.load(keys + one * key_row + column, mask=wide, other=0.0).to(tl.float32)
+    total = tl.zeros([BM, BD], tl.float32)
+    square = tl.zeros([BM, BD], tl.float32)
+    value_total = tl.zeros([BM, BV], tl.float32)
+    for start in range(first, last, BM):
+        there = start + lane < last
+        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
+        key = tl.load(keys + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        off = tl.where(there[:, None], key.to(tl.float32) - shift[None, :], 0.0)
+        total += off
+        square += off * off
+        val = tl.load(
+            values + entry * value_entry + own[:, None] * value_row + value_column[None, :],
+            mask=there[:, None] & value_wide[None, :],
+            other=0.0,
+        )
+        value_total += val.to(tl.float32)
+    share = 1.0 / tl.maximum((last - first).to(tl.float32), 1.0)
+    off_mean = tl.sum(total, 0) * share
+    mean = tl.where(last > first, shift + off_mean, 0.0)
+    tl.store(centroid + cell * dim + column, mean, mask=wide)
+    mean_value = tl.sum(value_total, 0) * share
+    tl.store(value + cell * value_dim + value_column, mean_value, mask=value_wide)
+    spread = tl.minimum(tl.maximum(tl.sum(square, 0) * share - off_mean * off_mean, 0.0), MOST)
+    # 0 times a number that is not finite is not 0.
+    odd = tl.sum(tl.where(mean * 0.0 == 0.0, 0, 1), 0) + tl.sum(tl.where(mean_value * 0.0 == 0.0, 0, 1), 0)
+    fine = odd == 0
+    tl.store(low_centroid + cell * dim + column, tl.where(fine, mean, 0.0).to(low_centroid.dtype.element_ty), mask=wide)
+    tl.store(low_variance + cell * dim + column, tl.where(fine, spread, 0.0).to(low_variance.dtype.element_ty), mask=wide)
+    tl.store(
+        low_value + cell * value_dim + value_column,
+        tl.where(fine, mean_value, 0.0).to(low_value.dtype.element_ty),
+        mask=value_wide,
+    )
+    tl.store(void + cell, tl.where(fine & (last > first), 0.0, NOTHING))
+    count = tl.where(last > first, tl.log2(tl.maximum(last - first, 1).to(tl.float32)), -float("inf"))
+    tl.store(weight + cell, tl.where(fine, count, 3e38))
+
+
+@Kernel
+def _products(
+    keys,
+    values,
+    order,
+    starts,
+    cell_of_member,
+    span_cell,
+    chunk_span,
+    chunk_number,
+    centroid,
+    value,
+    found,
+    cells,
+    dim,
+    value_dim,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    chunks,
+    CHUNK: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Sum over some keys of one span of (value - mean of its cell) (key - mean of its cell)^T, for a block of value columns."""
+    chunk = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1).to(tl.int64)
+    span = tl.load(chunk_span + chunk)
+    first = tl.load(starts + entry * cells + tl.load(span_cell + span))
+    last = tl.load(starts + entry * cells + tl.load(span_cell + span + 1))
+    first = first + tl.load(chunk_number + chunk) * CHUNK
+    last = tl.minimum(last, first + CHUNK)
+    column = tl.arange(0, BD)
+    value_column = tl.program_id(2) * BV + tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    lane = tl.arange(0, BM)
+    total = tl.zeros([BV, BD], tl.float32)
+    for start in range(first, last, BM):
+        there = start + lane < last
+        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
+        cell = tl.load(cell_of_member + start + lane, mask=there, other=0).to(tl.int64)
+        key = tl.load(
+            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
+        )
+        mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0).to(
+            tl.float32
+        )
+        val = tl.load(
+            values + entry * value_entry + own[None, :] * value_row + value_column[:, None],
+            mask=there[None, :] & value_wide[:, None],
+            other=0.0,
+        )
+        middle = tl.load(
+            value + cell[None, :] * value_dim + value_column[:, None], mask=there[None, :] & value_wide[:, None], other=0.0
+        )
+        off_key = (key.to(tl.float32) - mean).to(DT)
+        off_value = (val.to(tl.float32) - middle.to(tl.float32)).to(DT)
+        total += tl.dot(off_value, off_key, input_precision=IP)
+    place = found + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
+    # What is not finite is told by the weights of cells; here it would spread to rows that do not see it.
+    tl.store(place, tl.where(total * 0.0 == 0.0, total, 0.0), mask=value_wide[:, None] & wide[None, :])
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The cells of all entries of a batch, also in float32, as the backward pass needs it."""
+
+    order: Tensor
+    starts: Tensor
+    cell_of_member: Tensor
+    """`[members]`: the cell of each entry of `order`, counted on over the entries"""
+    size: Tensor
+    """`[entries, cells]`: how many keys, float32"""
+    centroid: Tensor
+    value: Tensor
+    low: tuple[Tensor, ...]
+    """void, weight, centroid, variance and value, see `Tables`"""
+
+    def of(self, entries: slice) -> Moments:
+        """Those of some entries, as far as they are told by entry."""
+        return replace(
+            self,
+            size=self.size[entries],
+            centroid=self.centroid[entries],
+            value=self.value[entries],
+            low=tuple(x[entries] for x in self.low),
+        )
+
+
+def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
+    """Of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none."""
+    entries, _, dim = keys.shape
+    value_dim, cells, device = values.shape[2], layout.cells, keys.device
+    last = entries * cells
+    order, cell_of_member, starts = members_of(cell_of, layout)
+    centroid = torch.empty(entries, cells, dim, device=device)
+    value = torch.empty(entries, cells, value_dim, device=device)
+    low = (
+        torch.empty(entries, cells, device=device),
+        torch.empty(entries, cells, device=device),
+        torch.empty_like(centroid, dtype=keys.dtype),
+        torch.empty_like(centroid, dtype=dot_dtype(keys.dtype)),
+        torch.empty_like(value, dtype=keys.dtype),
+    )
+    if last:
+        _moments[(last,)](
+            keys,
+            values,
+            order,
+            starts,
+            centroid,
+            value,
+            *low[2:],
+            *low[:2],
+            cells,
+            dim,
+            value_dim,
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            MOST=MOST_VARIANCE,
+            NOTHING=VOID,
+            BM=MEMBERS,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            num_warps=2 if max(dim, value_dim) <= 64 else 4 if max(dim, value_dim) <= 128 else 8,
+        )
+    size = starts.diff().view(entries, cells).float()
+    return Moments(order, starts, cell_of_member, size, centroid, value, low)
+
+
+def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
+    """What kernels look up, in their dtypes."""
+    cross, pooled = _covariances(keys, values, moments, layout)
+    void, weight, centroid, variance, value = moments.low
+    return Tables(moments.order, moments.starts, void, weight, centroid, variance, value, cross, pooled)
+
+
+def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
+    """What each number of closed segments has in common, `[entries, segments + 1, value_dim, dim]`; of how many keys."""
+    entries, _, dim = keys.shape
+    value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
+    if not spans:
+        return torch.zeros(entries, 1, value_dim, dim, device=device), torch.ones(entries, 1, device=device)
+    span, number = layout.chunks(CHUNK)
+    found = torch.empty(entries, span.shape[0], value_dim, dim, device=device)
+    block = min(64, padded(value_dim))
+    _products[(span.shape[0], entries, cdiv(value_dim, block))](
+        keys,
+        values,
+        moments.order,
+        moments.starts,
+        moments.cell_of_member,
+        layout.span_cell,
+        span,
+        number,
+        moments.low[2],  # that a mean is rounded does not matter here: deviations from it sum up to zero
+        moments.low[4],
+        found,
+        layout.cells,
+        dim,
+        value_dim,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        span.shape[0],
+        CHUNK=CHUNK,
+        BM=AT_A_TIME if max(dim, value_dim) <= 128 else MEMBERS,
+        BD=padded(dim),
+        BV=block,
+        DT=dot_type(keys.dtype),
+        IP=precision(keys.dtype),
+        num_warps=4,
+    )
+    # What a row sees is a sum over chunks: one product with a table of zeros and ones.
+    members = moments.starts[layout.first_cells(entries)].diff(dim=1).float()
+    pooled = (members @ layout.seen.T).clamp_(min=1)
+    cross = torch.matmul(layout.seen_chunks(CHUNK), found.flatten(2)).unflatten(2, (value_dim, dim))
+    return cross.div_(pooled[..., None, None]), pooled
+
+
+@Kernel
+def _spread(
+    keys,
+    values,
+    cell_of,
+    span_at,
+    centroid,
+    value,
+    size,
+    centroid_grad,
+    variance_grad,
+    mean_grad,
+    cross_grad,
+    key_grad,
+    value_grad,
+    cells,
+    spans,
+    heights,
+    segment,
+    segments,
+    length,
+    dim,
+    value_dim,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """A mean passes 1/n of its gradient to each member, a variance 2 (k - mu)/n, a product of deviations the other deviation."""
+    block, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = block * BM + tl.arange(0, BM)
+    there = position < length
+    place = position.to(tl.int64)
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    keys += entry * key_entry
+    values += entry * value_entry
+    cell_of += entry * heights * length
+    key = tl.load(keys + place[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    to_key = tl.zeros([BM, BD], tl.float32)
+    to_value = tl.zeros([BM, BV], tl.float32)
+    first_segment = block * BM // segment
+    last_segment = tl.minimum(block * BM + BM - 1, length - 1) // segment
+    for height in range(heights):
+        for number in range(first_segment, tl.minimum(last_segment + 1, segments)):
+            span = tl.load(span_at + height * segments + number)
+            if span >= 0:
+                inside = there & (position // segment == number)
+                cell = tl.load(cell_of + height * length + place, mask=inside, other=-1)
+                inside = inside & (cell >= 0)
+                cell = entry * cells + cell
+                share = 1.0 / tl.load(size + cell, mask=inside, other=1.0)
+                at = cell[:, None] * dim + column[None, :]
+                value_at = cell[:, None] * value_dim + value_column[None, :]
+                load, value_load = inside[:, None] & wide[None, :], inside[:, None] & value_wide[None, :]
+                off_key = tl.where(load, key.to(tl.float32) - tl.load(centroid + at, mask=load, other=0.0), 0.0)
+                own = tl.load(centroid_grad + at, mask=load, other=0.0)
+                own += 2.0 * tl.load(variance_grad + at, mask=load, other=0.0) * off_key
+                to_key += own * share[:, None]
+                to_value += tl.load(mean_grad + value_at, mask=value_load, other=0.0) * share[:, None]
+                matrix_at = cross_grad + (entry * spans + span) * value_dim * dim
+                for begin in range(0, BV, BK):
+                    some = begin + tl.arange(0, BK)
+                    narrow = inside[:, None] & (some < value_dim)[None, :]
+                    here = tl.load(values + place[:, None] * value_row + some[None, :], mask=narrow, other=0.0)
+                    off = here.to(tl.float32) - tl.load(value + cell[:, None] * value_dim + some[None, :], mask=narrow, other=0.0)
+                    load_some = (some < value_dim)[:, None] & wide[None, :]
+                    matrix = tl.load(matrix_at + some[:, None] * dim + column[None, :], mask=load_some, other=0.0)
+                    to_key += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
+                for begin in range(0, BD, BK):
+                    some = begin + tl.arange(0, BK)
+                    narrow = inside[:, None] & (some < dim)[None, :]
+                    here = tl.load(keys + place[:, None] * key_row + some[None, :], mask=narrow, other=0.0)
+                    off = here.to(tl.float32) - tl.load(centroid + cell[:, None] * dim + some[None, :], mask=narrow, other=0.0)
+                    matrix = tl.load(
+                        matrix_at + value_column[None, :] * dim + some[:, None],
+                        mask=value_wide[None, :] & (some < dim)[:, None],
+                        other=0.0,
+                    )
+                    to_value += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
+    into = entry * length + place
+    tl.store(key_grad + into[:, None] * dim + column[None, :], to_key, mask=there[:, None] & wide[None, :])
+    tl.store(value_grad + into[:, None] * value_dim + value_column[None, :], to_value, mask=there[:, None] & value_wide[None, :])
+
+
+def spread(
+    keys: Tensor,
+    values: Tensor,
+    cell_of: Tensor,
+    moments: Moments,
+    layout: Layout,
+    grads: tuple[Tensor, Tensor, Tensor, Tensor],
+    key_grad: Tensor,
+    value_grad: Tensor,
+) -> None:
+    """Fills in what the moments of their cells pass on to keys and values, `[entries, n, ...]`, float32.
+
+    `grads`: of centroids, variances and mean values, and of the products of deviations of each span.
+    """
+    entries, length, dim = keys.shape
+    value_dim = values.shape[2]
+    blocks = blocks_for("spread", max(dim, value_dim), keys.dtype)
+    _spread[(cdiv(length, blocks.rows), entries)](
+        keys,
+        values,
+        cell_of,
+        layout.span_at,
+        moments.centroid,
+        moments.value,
+        moments.size,
+        *grads,
+        key_grad,
+        value_grad,
+        layout.cells,
+        len(layout.spans.all),
+        cell_of.shape[1],
+        layout.segment,
+        layout.segments,
+        length,
+        dim,
+        value_dim,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        BM=blocks.rows,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        BK=min(64, padded(dim), padded(value_dim)),
+        DT=dot_type(keys.dtype),
+        IP=precision(keys.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )

@@ -1,0 +1,643 @@
+"""The near field on a GPU: (row, cell) pairs grouped by cell, each cell's keys against blocks of the rows that opened it.
+
+Forward, merge, dq, dk and dv.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.cells.sizes import CellSizes
+from nearfield.cells.triton.cluster import narrowed, sorted_numbers
+from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.local import Rows
+from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.tuning import Blocks, blocks_for
+from nearfield.kernels.launch import Kernel, cdiv, padded, precision
+
+ENTRIES_OF_A_BLOCK = 8
+"""Numbers per block in `Groups.blocks`; a power of two, so that they are loaded together."""
+
+PAIRS_PER_PROGRAM = 1024
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The (row, slot) pairs of some rows, cell by cell, in blocks. A pair is numbered (entry * rows + row) * slots + slot."""
+
+    pair: Tensor
+    """`[rows * slots]`: pairs in the order of their cells"""
+    first: Tensor
+    """`[entries * cells + 1]`: where the pairs of each cell begin"""
+    edges: Tensor
+    """`[entries * cells + 1]`: the first block of each cell"""
+    blocks: Tensor
+    """`[most, 8]`: cell, first pair, where they end, first key of the cell in `Tables.order`, where they end. Those not needed
+    are empty."""
+    size: int
+    """of a block"""
+
+    def most(self, entries: int, rows: int, slots: int, cells: int) -> int:
+        """Blocks that the pairs of some entries take at most."""
+        return cdiv(entries * rows * slots, self.size) + entries * cells
+
+
+@triton.jit
+def block_at(blocks, edges, first_cell):
+    """The blocks from a cell on, one for each program: cell, first pair, where they end, first key, where they end."""
+    at = blocks + (tl.load(edges + first_cell) + tl.program_id(0)).to(tl.int64) * 8
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@Kernel
+def _count(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
+    """How many pairs there are of each cell."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
+    tl.atomic_add(counts + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
+
+
+@Kernel
+def _scan(counts, first, edges, total, size, BC: tl.constexpr):
+    """Running sums of the counts, and of the blocks of `size` that they take; `counts` becomes where the next pair goes."""
+    pairs = 0
+    blocks = 0
+    for start in range(0, total, BC):
+        cell = start + tl.arange(0, BC)
+        own = tl.load(counts + cell, mask=cell < total, other=0)
+        need = (own + size - 1) // size
+        ends = tl.cumsum(own, 0)
+        block_ends = tl.cumsum(need, 0)
+        tl.store(first + cell, pairs + ends - own, mask=cell < total)
+        tl.store(counts + cell, pairs + ends - own, mask=cell < total)
+        tl.store(edges + cell, blocks + block_ends - need, mask=cell < total)
+        pairs += tl.sum(own, 0)
+        blocks += tl.sum(need, 0)
+    tl.store(first + total, pairs)
+    tl.store(edges + total, blocks)
+
+
+@Kernel
+def _scatter(opened, places, pair, per_entry, cells, opened_entry, BP: tl.constexpr):
+    """Every pair to the next place of its cell."""
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
+    cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
+    place = tl.atomic_add(places + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
+    tl.store(pair + place, (entry * per_entry + lane).to(tl.int32), mask=cell >= 0)
+
+
+@Kernel
+def _block_ranges(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr, BB: tl.constexpr):
+    """What each block is about: the cell by bisection, and its ranges."""
+    block = tl.program_id(0) * BB + tl.arange(0, BB)
+    there = block < most
+    low = tl.zeros([BB], tl.int32)
+    high = tl.zeros([BB], tl.int32) + total
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        above = tl.load(edges + middle + 1, mask=middle < total, other=2147483647) > block
+        high = tl.where(above, middle, high)
+        low = tl.where(above, low, tl.minimum(middle + 1, total))
+    cell = tl.minimum(low, total - 1)
+    begin = tl.load(first + cell) + (block - tl.load(edges + cell)) * size
+    end = tl.minimum(tl.load(first + cell + 1), begin + size)
+    real = low < total
+    at = blocks + block.to(tl.int64) * 8
+    tl.store(at, cell, mask=there)
+    tl.store(at + 1, tl.where(real, begin, 0), mask=there)
+    tl.store(at + 2, tl.where(real, end, 0), mask=there)
+    tl.store(at + 3, tl.load(starts + cell), mask=there)
+    tl.store(at + 4, tl.load(starts + cell + 1), mask=there)
+
+
+def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = None, stable: Layout | None = None) -> Groups:
+    """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`.
+
+    `counts`: how many there are of each cell, where that is known; it is spoilt. The order of pairs inside a cell is not the same
+    in every run, unless a layout to sort by is given (`stable`); each row is by itself, so that it does not matter where nothing
+    is summed over rows.
+    """
+    entries, rows, slots = opened.shape
+    device, cells = opened.device, tables.cells
+    total, per_entry = entries * cells, rows * slots
+    assert opened.stride(1) == slots
+    assert opened.numel() < 2**31
+    first, edges = (torch.empty(total + 1, dtype=torch.int32, device=device) for _ in range(2))
+    grid = (cdiv(per_entry, PAIRS_PER_PROGRAM), entries)
+    if counts is None:
+        counts = torch.zeros(total, dtype=torch.int32, device=device)
+        if total:
+            _count[grid](opened, counts, per_entry, cells, opened.stride(0), BP=PAIRS_PER_PROGRAM, num_warps=4)
+    _scan[(1,)](counts, first, edges, total, size, BC=1024, num_warps=4)
+    most = cdiv(opened.numel(), size) + total
+    blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)
+    if stable is not None:
+        pair = sorted_numbers(narrowed(opened, stable), stable, entries)[1].int()
+    else:
+        pair = torch.empty(opened.numel(), dtype=torch.int32, device=device)
+        if total:
+            _scatter[grid](opened, counts, pair, per_entry, cells, opened.stride(0), BP=PAIRS_PER_PROGRAM, num_warps=4)
+    if total:
+        _block_ranges[(cdiv(most, 256),)](
+            first, edges, tables.starts, blocks, most, total, size, STEPS=total.bit_length() + 1, BB=256, num_warps=4
+        )
+    else:
+        blocks.zero_()
+    return Groups(pair, first, edges, blocks, size)
+
+
+@partial(Kernel, varied=("first_entry", "beyond"))
+def _near_fwd(
+    queries,
+    keys,
+    values,
+    order,
+    blocks,
+    edges,
+    pair,
+    output,
+    lse,
+    first_entry,
+    beyond,
+    rows,
+    cells,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    scale,
+    SLOTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Output and log2-normaliser of up to BM pairs of one cell, for the entries from the first one on up to `beyond`."""
+    cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
+    if (begin >= end) | (cell >= beyond * cells):
+        return
+    entry = (cell // cells).to(tl.int64)
+    queries += entry * query_entry
+    keys += entry * key_entry
+    values += entry * value_entry
+    lane = begin + tl.arange(0, BM)
+    there = lane < end
+    own = tl.load(pair + lane, mask=there, other=0)
+    row = (own // SLOTS).to(tl.int64) - entry * rows
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    mass = tl.zeros([BM], tl.float32)
+    total = tl.zeros([BM, BV], tl.float32)
+    for start in range(start_key, stop_key, BN):
+        member = start + tl.arange(0, BN)
+        real = member < stop_key
+        position = tl.load(order + member, mask=real, other=0).to(tl.int64)
+        key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
+        product = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))
+        new = tl.maximum(top, tl.max(product, 1) * scale)
+        weight = tl.exp2(product * scale - new[:, None])
+        shrink = tl.exp2(top - new)
+        mass = mass * shrink + tl.sum(weight, 1)
+        value = tl.load(
+            values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
+        )
+        total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
+        top = new
+    own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
+    tl.store(lse + own, top + tl.log2(mass), mask=there)
+    result = (total / mass[:, None]).to(output.dtype.element_ty)
+    tl.store(output + own[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
+
+
+def near(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    sizes: CellSizes,
+    groups: Groups,
+    some: slice,
+    scale: float,
+    output: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fills in `output` `[some entries, rows, slots, value_dim]` and log2-normalisers for each opened cell."""
+    entries, rows, slots, value_dim = output.shape
+    dim = queries.shape[2]
+    blocks = near_blocks(queries, values, sizes)
+    _near_fwd[(groups.most(entries, rows, slots, tables.cells),)](
+        queries,
+        keys,
+        values,
+        tables.order,
+        groups.blocks,
+        groups.edges,
+        groups.pair,
+        output,
+        lse,
+        some.start,
+        some.stop,
+        rows,
+        tables.cells,
+        dim,
+        value_dim,
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        scale * math.log2(math.e),
+        SLOTS=slots,
+        BM=blocks.rows,
+        BN=blocks.keys,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        IP=precision(queries.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+
+
+def near_blocks(queries: Tensor, values: Tensor, sizes: CellSizes) -> Blocks:
+    """How the pairs are to be grouped."""
+    return blocks_for("near", max(queries.shape[2], values.shape[2]), queries.dtype, sizes.cell_size)
+
+
+@Kernel
+def _merge(
+    parts,
+    part_lse,
+    opened,
+    output,
+    lse,
+    rows,
+    value_dim,
+    opened_entry,
+    output_entry,
+    output_row,
+    lse_entry,
+    SLOTS: tl.constexpr,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+):
+    entry = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    there = row < rows
+    column = tl.arange(0, BV)
+    wide = column < value_dim
+    place = (entry * rows + row) * SLOTS
+    opened += entry * opened_entry + row * SLOTS
+    output += entry * output_entry + row[:, None] * output_row + column[None, :]
+    lse += entry * lse_entry + row
+    # What was not opened is there already.
+    closed = tl.load(lse, mask=there, other=-float("inf"))
+    top = closed
+    for slot in range(SLOTS):
+        real = tl.load(opened + slot, mask=there, other=-1) >= 0
+        top = tl.maximum(top, tl.load(part_lse + place + slot, mask=real, other=-float("inf")))
+    base = tl.where(top > -float("inf"), top, 0.0)
+    mass = tl.exp2(closed - base)
+    value = tl.load(output, mask=there[:, None] & wide[None, :], other=0.0)
+    total = mass[:, None] * value.to(tl.float32)
+    for slot in range(SLOTS):
+        real = tl.load(opened + slot, mask=there, other=-1) >= 0
+        weight = tl.exp2(tl.load(part_lse + place + slot, mask=real, other=-float("inf")) - base)
+        part = tl.load(
+            parts + (place + slot)[:, None] * value_dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
+        )
+        mass += weight
+        total += weight[:, None] * part.to(tl.float32)
+    blind = mass <= 0.0
+    result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
+    tl.store(output, result.to(output.dtype.element_ty), mask=there[:, None] & wide[None, :])
+    ended = (base + tl.log2(tl.where(blind, 1.0, mass))) * 0.6931471805599453
+    tl.store(lse, tl.where(blind, -float("inf"), ended), mask=there)
+
+
+def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: Tensor) -> None:
+    """Add to `output` and `lse` (base 2, natural afterwards) all parts `[entries, rows, slots, value_dim]` that have a cell."""
+    entries, rows, slots, value_dim = parts.shape
+    _merge[(cdiv(rows, 32), entries)](
+        parts,
+        part_lse,
+        opened,
+        output,
+        lse,
+        rows,
+        value_dim,
+        opened.stride(0),
+        *output.stride()[:2],
+        lse.stride(0),
+        SLOTS=slots,
+        BM=32,
+        BV=padded(value_dim),
+        num_warps=4,
+    )
+
+
+@Kernel
+def _near_keys(
+    queries,
+    keys,
+    values,
+    grads,
+    lse,
+    delta,
+    order,
+    starts,
+    pair,
+    first,
+    block_edges,
+    block_cell,
+    key_grad,
+    value_grad,
+    rows,
+    entries,
+    cells,
+    length,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    grad_entry,
+    grad_row,
+    row_entry,
+    scale,
+    least,
+    beyond,
+    SLOTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Of one block of the keys of a cell (number least..beyond of its entry), over all rows that opened it."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    block = tl.program_id(0)
+    cell = tl.load(block_cell + block)
+    if cell >= entries * cells:
+        return
+    own_cell = cell % cells
+    begin_row, last = tl.load(first + cell), tl.load(first + cell + 1)
+    if (own_cell < least) | (own_cell >= beyond) | (begin_row >= last):
+        return
+    entry = (cell // cells).to(tl.int64)
+    queries += entry * query_entry
+    grads += entry * grad_entry
+    lse += entry * row_entry
+    delta += entry * row_entry
+    begin = tl.load(starts + cell) + (block - tl.load(block_edges + cell)) * BN
+    member = begin + tl.arange(0, BN)
+    real = member < tl.load(starts + cell + 1)
+    position = tl.load(order + member, mask=real, other=0).to(tl.int64)
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    key = tl.load(
+        keys + entry * key_entry + position[:, None] * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
+    )
+    value = tl.load(
+        values + entry * value_entry + position[:, None] * value_row + value_column[None, :],
+        mask=real[:, None] & value_wide[None, :],
+        other=0.0,
+    )
+    to_key = tl.zeros([BN, BD], tl.float32)
+    to_value = tl.zeros([BN, BV], tl.float32)
+    for start in range(begin_row, last, BM):
+        lane = start + tl.arange(0, BM)
+        there = lane < last
+        row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64) - entry * rows
+        query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        grad = tl.load(
+            grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
+        )
+        ended = tl.load(lse + row, mask=there, other=float("inf"))
+        product = tl.load(delta + row, mask=there, other=0.0)
+        logit = tl.dot(key, tl.trans(query), input_precision=IP) * scale - ended[None, :]
+        weight = tl.where(real[:, None], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        to_value += tl.dot(weight.to(grad.dtype), grad, input_precision=IP)
+        slope = weight * (tl.dot(value, tl.trans(grad), input_precision=IP) - product[None, :])
+        to_key += tl.dot(slope.to(query.dtype), query, input_precision=IP)
+    place = entry * length + position
+    into, mask = key_grad + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
+    tl.atomic_add(into, to_key * scale, mask=mask, sem="relaxed")
+    into, mask = value_grad + place[:, None] * value_dim + value_column[None, :], real[:, None] & value_wide[None, :]
+    tl.atomic_add(into, to_value, mask=mask, sem="relaxed")
+
+
+@partial(Kernel, varied=("first_entry", "beyond"))
+def _near_queries(
+    queries,
+    keys,
+    values,
+    grads,
+    lse,
+    delta,
+    order,
+    blocks,
+    edges,
+    pair,
+    output,
+    first_entry,
+    beyond,
+    rows,
+    cells,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    grad_entry,
+    grad_row,
+    row_entry,
+    scale,
+    SLOTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Of up to BM (row, cell) pairs of one cell: what the cell's keys add to the gradient of the query. For some entries."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
+    if (begin >= end) | (cell >= beyond * cells):
+        return
+    entry = (cell // cells).to(tl.int64)
+    queries += entry * query_entry
+    keys += entry * key_entry
+    values += entry * value_entry
+    grads += entry * grad_entry
+    lse += entry * row_entry
+    delta += entry * row_entry
+    lane = begin + tl.arange(0, BM)
+    there = lane < end
+    own = tl.load(pair + lane, mask=there, other=0)
+    row = (own // SLOTS).to(tl.int64) - entry * rows
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    grad = tl.load(grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
+    ended = tl.load(lse + row, mask=there, other=float("inf"))
+    product = tl.load(delta + row, mask=there, other=0.0)
+    total = tl.zeros([BM, BD], tl.float32)
+    for start in range(start_key, stop_key, BN):
+        member = start + tl.arange(0, BN)
+        real = member < stop_key
+        position = tl.load(order + member, mask=real, other=0).to(tl.int64)
+        key = tl.load(keys + position[:, None] * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+        value = tl.load(
+            values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
+        )
+        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - ended[:, None]
+        weight = tl.where(real[None, :], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
+        total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
+    result = (total * scale).to(output.dtype.element_ty)
+    own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
+    tl.store(output + own[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
+
+
+def near_keys(
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    sizes: CellSizes,
+    opened: Tensor,
+    scale: float,
+    key_grad: Tensor,
+    value_grad: Tensor,
+    heights: list[tuple[int, int]],
+    stable: Layout | None,
+) -> None:
+    """Add to the gradients `[entries, n, ...]` (float32) of keys and values. One launch for each range of cells in `heights`."""
+    entries, length, dim = keys.shape
+    value_dim = values.shape[2]
+    blocks = blocks_for("near_keys", max(dim, value_dim), keys.dtype, sizes.cell_size)
+    groups = group(opened, tables, blocks.rows, stable=stable)
+    edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
+    for least, beyond in heights:
+        _near_keys[(of_block.shape[0],)](
+            rows.queries,
+            keys,
+            values,
+            rows.grads,
+            rows.lse,
+            rows.delta,
+            tables.order,
+            tables.starts,
+            groups.pair,
+            groups.first,
+            edges,
+            of_block,
+            key_grad,
+            value_grad,
+            rows.count,
+            entries,
+            tables.cells,
+            length,
+            dim,
+            value_dim,
+            *rows.queries.stride()[:2],
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            *rows.grads.stride()[:2],
+            rows.lse.stride(0),
+            scale,
+            least,
+            beyond,
+            SLOTS=opened.shape[2],
+            BM=blocks.rows,
+            BN=blocks.keys,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            IP=precision(keys.dtype),
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+
+
+def key_blocks(starts: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]:
+    """The first block of `size` keys of each cell, and the cell of each block."""
+    edges = torch.zeros_like(starts)
+    edges[1:] = ((starts.diff() + size - 1) // size).cumsum(0)
+    most = -(-members // size) + starts.shape[0] - 1
+    block = torch.arange(most, device=starts.device, dtype=torch.int32)
+    return edges, torch.searchsorted(edges[1:], block, right=True).int()
+
+
+def near_queries(
+    rows: Rows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    sizes: CellSizes,
+    groups: Groups,
+    some: slice,
+    scale: float,
+    output: Tensor,
+) -> None:
+    """Fills in `output` `[some entries, rows, slots, dim]`; undefined where no cell was opened."""
+    entries, count, slots, dim = output.shape
+    value_dim = values.shape[2]
+    blocks = query_blocks(keys, values, sizes)
+    _near_queries[(groups.most(entries, count, slots, tables.cells),)](
+        rows.queries,
+        keys,
+        values,
+        rows.grads,
+        rows.lse,
+        rows.delta,
+        tables.order,
+        groups.blocks,
+        groups.edges,
+        groups.pair,
+        output,
+        some.start,
+        some.stop,
+        count,
+        tables.cells,
+        dim,
+        value_dim,
+        *rows.queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        *rows.grads.stride()[:2],
+        rows.lse.stride(0),
+        scale,
+        SLOTS=slots,
+        BM=blocks.rows,
+        BN=blocks.keys,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        IP=precision(keys.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+
+
+def query_blocks(keys: Tensor, values: Tensor, sizes: CellSizes) -> Blocks:
+    """How the pairs are to be grouped."""
+    return blocks_for("near_queries", max(keys.shape[2], values.shape[2]), keys.dtype, sizes.cell_size)

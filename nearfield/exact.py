@@ -1,0 +1,147 @@
+"""Exact attention: torch's own scaled_dot_product_attention behind the interface of every other method."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nearfield.chunks import row_blocks
+from nearfield.kernels import reference
+from nearfield.problem import Call, Problem, with_positive_scale
+from nearfield.results import Outcome
+from nearfield.sampling import Seeds
+
+
+@dataclass(frozen=True)
+class Exact:
+    """`F.scaled_dot_product_attention`: every key near. The only method that honours an arbitrary `attn_mask`.
+
+    Time O(Lq * Lk * dim). Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
+        >>> torch.allclose(nearfield.attention(q, k, v, method=Exact()), F.scaled_dot_product_attention(q, k, v))
+        True
+    """
+
+    any_mask = True
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        """On a GPU, NaN and inf are left to SDPA."""
+        return problem.query.is_cuda
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        with _seeded(call.seeds, problem):
+            output = _sdpa(problem)
+        if not call.diagnostics:
+            return Outcome(output)
+        lse = problem.by_head(_lse(problem))
+        seen = float(problem.key.shape[2]) if problem.has_general_mask else float(problem.visible.double().mean())
+        return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": seen})
+
+
+def _sdpa(problem: Problem) -> Tensor:
+    query, key, value, mask = problem.query, problem.key, problem.value, problem.attn_mask
+    # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
+    query, scale = with_positive_scale(query, problem.scale)
+    if mask is None or not problem.is_causal:
+        return _grouped(query, key, value, mask, problem, scale)
+    # Torch takes a mask or is_causal. Their product is a matrix: make it for some rows at a time.
+    parts = []
+    for block in row_blocks((1, query.shape[2]), mask.shape[0] * mask.shape[1] * key.shape[2]):
+        seen = slice(0, block.stop)
+        position = torch.arange(min(block.stop, key.shape[2]), device=key.device)
+        causal = position <= torch.arange(block.start, block.stop, device=key.device)[:, None]
+        part = mask[..., seen] & causal
+        parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale))
+    return torch.cat(parts, 2)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float) -> Tensor:
+    """SDPA with grouped queries, keys not repeated in memory."""
+    causal = problem.is_causal and mask is None
+
+    def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
+
+    group = problem.group_size
+    if group == 1:
+        return attend(query, mask, False)
+    if _fuses_groups(query, value, mask, problem):
+        return attend(query, mask, True)
+    # Where torch has no fused kernel for grouped queries it repeats the keys in memory; one call per member does not.
+    members = query.unflatten(1, (-1, group)).unbind(2)
+    if mask is None or mask.shape[1] == 1:
+        masks = [mask] * group
+    else:
+        masks = list(mask.unflatten(1, (-1, group)).unbind(2))
+    return torch.stack([attend(q, m, False) for q, m in zip(members, masks, strict=True)], 2).flatten(1, 2)
+
+
+def _fuses_groups(query: Tensor, value: Tensor, mask: Tensor | None, problem: Problem) -> bool:
+    """Whether torch serves grouped queries without repeating keys (and sums the gradients of a group in float32)."""
+    if query.shape[3] != value.shape[3]:
+        return False
+    if query.device.type == "cpu":
+        return not problem.dropout_p and (mask is None or not mask.requires_grad)
+    return mask is None and query.dtype in (torch.float16, torch.bfloat16)
+
+
+_default_generator = threading.Lock()
+"""Held while torch's default generator is on loan, so that concurrent calls do not take each other's numbers."""
+
+
+@contextmanager
+def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
+    """SDPA draws its dropout from torch's default generator: lend it our seed and give the generator back as it was."""
+    if problem.dropout_p == 0.0:
+        yield
+        return
+    if torch.compiler.is_compiling():
+        seeds.check_traceable()
+        yield
+        return
+    device = problem.query.device
+    # Taken before the fork: a number drawn inside it would be drawn again by the next call.
+    seed = seeds.base
+    with _default_generator, torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            # Not torch.manual_seed, which seeds the generators of all devices.
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+@torch.no_grad()
+def _lse(problem: Problem) -> Tensor:
+    """Log-normalisers `[batch, rows]`, blocked; SDPA does not return them."""
+    if problem.has_general_mask:
+        return _masked_lse(problem)
+    rows = problem.rows.detach()
+    lse = rows.queries.new_empty(rows.visible.shape)
+    for block in row_blocks(rows.visible.shape, 4 * max(1, rows.length) * rows.queries.element_size()):
+        part = rows.at(block)
+        lse[:, block] = reference.exact_logits(part.queries, part.keys, part.visible).logsumexp(-1)
+    return lse
+
+
+def _masked_lse(problem: Problem) -> Tensor:
+    mask = problem.attn_mask
+    assert mask is not None
+    batch, kv_heads, length, _ = problem.key.shape
+    dtype = problem.compute_dtype
+    keys = problem.key.to(dtype).transpose(-1, -2)
+    lse = problem.query.new_empty(problem.query.shape[:3], dtype=dtype)
+    for block in row_blocks((lse.shape[0] * lse.shape[1], lse.shape[2]), 4 * max(1, length) * keys.element_size()):
+        queries = problem.query[:, :, block].to(dtype) * problem.scale
+        logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
+        here = mask if mask.shape[2] == 1 else mask[:, :, block]
+        logits = logits.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else logits + here
+        lse[:, :, block] = logits.logsumexp(-1)
+    return lse.reshape(batch * kv_heads, -1)

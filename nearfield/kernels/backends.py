@@ -1,0 +1,84 @@
+"""Which kernels serve a call. One vocabulary: `reference`, `cpu` and `triton`, and `auto` for the fastest of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nearfield import _compat
+from nearfield.kernels import pairs_cpu, pairs_gpu, reference
+from nearfield.kernels.limits import unsupported
+
+BACKENDS = ("auto", "reference", "cpu", "triton")
+"""`reference` is the specification, in plain torch on any device; `cpu` is torch's fused kernels, `triton` ours."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+LEAST_CAPABILITY = (9, 0)
+"""Compute capability of the cards that the Triton kernels are written for."""
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Raises on a backend that does not exist, or not on this device."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend='cpu' needs CPU tensors, got {device}; use backend='auto' or 'reference'")
+    # On a CPU Triton's interpreter runs the kernels, slowly: for tests.
+    if backend == "triton" and not (runs_triton(device) or (HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")):
+        raise ValueError(
+            "backend='triton' needs Triton and an NVIDIA GPU of compute capability "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or later, got {device}; use backend='auto'"
+        )
+
+
+@_compat.constant_for_compile
+def runs_triton(device: torch.device) -> bool:
+    """Whether this device runs the Triton kernels."""
+    if device.type != "cuda" or not HAS_TRITON or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def without_triton(backend: str, device: torch.device) -> str:
+    """The backend that serves what the Triton kernels do not: `backend`, or torch on this device."""
+    if backend in ("auto", "triton"):
+        return "cpu" if device.type == "cpu" else "reference"
+    return backend
+
+
+def choose_triton(backend: str, device: torch.device, unsupported: str | None) -> bool:
+    """Whether Triton serves a call. Raises where it was asked for by name and `unsupported` says what it cannot do."""
+    check_backend(backend, device)
+    if backend == "triton" and unsupported is not None:
+        raise ValueError(f"the Triton kernels do not serve {unsupported}; use backend='auto'")
+    return unsupported is None and (backend == "triton" or (backend == "auto" and runs_triton(device)))
+
+
+def pair_kernels(backend: str, device: torch.device) -> ModuleType:
+    """The module whose kernels for (row, key) pairs serve `backend` on `device`: see `reference`."""
+    check_backend(backend, device)
+    if backend == "triton" or (backend == "auto" and runs_triton(device)):
+        return pairs_gpu
+    return pairs_cpu if without_triton(backend, device) == "cpu" else reference
+
+
+def pairs_backend(backend: str, *tables: Tensor) -> str:
+    """The backend that serves (row, key) pairs of these tables: `reference`, `cpu` or `triton`."""
+    device = tables[0].device
+    if choose_triton(backend, device, unsupported(*tables)):
+        return "triton"
+    return without_triton(backend, device)
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Triton starts kernels on the current device, whatever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def full_precision(like: Tensor) -> AbstractContextManager[None]:
+    """Autocast off: inputs were cast once, at the boundary; sums and products are float32 or better from there on."""
+    return torch.autocast(like.device.type, enabled=False)

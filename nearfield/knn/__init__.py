@@ -1,0 +1,1 @@
+"""kNN attention: top-k, and the indices that find the keys."""

@@ -1,0 +1,1 @@
+"""Indices: who are the k keys of largest inner product?"""

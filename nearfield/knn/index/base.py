@@ -1,0 +1,259 @@
+"""What every index promises: build once on a set of keys, then search, causally or not."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nearfield import _compat
+from nearfield.checks import check_positive
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+
+CausalOffset = int | Tensor | None
+
+PADDING = -1
+"""The id that fills a row which has fewer than k visible keys. Its score is -inf. It never names a key."""
+
+
+class Searchable(Protocol):
+    """What an index must be able to do with one set of keys. `BuiltIndex` is a base class that does the rest."""
+
+    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
+        """As `BuiltIndex.search`."""
+        ...
+
+
+class Index(Protocol):
+    """A recipe for finding the k keys of largest inner product. Any object with this method is one.
+
+    Example:
+        >>> class Newest:
+        ...     def build(self, keys):
+        ...         return self
+        ...     def search(self, queries, k, causal_offset):
+        ...         last = torch.arange(queries.shape[1]) + causal_offset
+        ...         ids = (last[..., None] - torch.arange(k)).clamp(min=-1)
+        ...         return torch.zeros(ids.shape).masked_fill(ids < 0, -torch.inf), ids
+        >>> q, k, v = torch.randn(3, 1, 1, 100, 8).unbind(0)
+        >>> nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=4, index=Newest())).shape
+        torch.Size([1, 1, 100, 8])
+    """
+
+    def build(self, keys: Tensor) -> Searchable:
+        """The index of keys `[batch, length, dim]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cutoffs:
+    """Upper bounds for the keys outside a near set, group by group (what lazy Gumbel sampling needs to be exact).
+
+    `bounds[b, r, c]` is at least `q_r . k_j` for every key j of group c that row r sees and that is not in its near set.
+    Groups cover all keys; near keys may be among them. Within a group keys are listed in ascending order, so that
+    the keys a causal row sees are the first `counts[b, r, c]` of the group.
+    """
+
+    bounds: Tensor
+    """`[batch, rows, groups]`"""
+    counts: Tensor
+    """`[batch, rows, groups]`, how many keys of the group the row sees"""
+    starts: Tensor
+    """`[batch, groups]`, where each group begins in `order`"""
+    order: Tensor
+    """`[batch, length]`, key ids group by group"""
+
+    def upper_bound(self) -> Tensor:
+        """The largest bound of a group that has a visible key, `[batch, rows]`; -inf where there is none."""
+        return self.bounds.masked_fill(self.counts == 0, -torch.inf).amax(-1)
+
+
+class BuiltIndex(ABC):
+    """An index over one set of keys. It keeps a reference to them and refuses to answer after they were changed in place."""
+
+    def __init__(self, keys: Tensor) -> None:
+        if keys.dim() != 3:
+            raise ValueError(f"keys must have shape [batch, length, dim], got {tuple(keys.shape)}")
+        if not keys.is_floating_point():
+            raise TypeError(f"keys must be floating point, got {keys.dtype}")
+        self._source = keys.detach()
+        # None for inference tensors: they cannot be changed in place outside inference mode either.
+        self._version = _compat.version_of(keys)
+        self.keys = self._source if keys.dtype == torch.float64 else self._source.float()
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """About how many groups `cutoffs` names, for planning memory."""
+        return 1
+
+    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
+        """The k visible keys of largest inner product, largest first.
+
+        Args:
+            queries: `[batch, rows, dim]`.
+            k: how many keys per row.
+            causal_offset: None (a row sees every key), or an int or a tensor broadcastable to `[batch, rows]`:
+                row i sees the keys j <= i + causal_offset.
+
+        Returns:
+            scores and ids, both `[batch, rows, k]`. Where a row has fewer than k visible keys, or an approximate index
+            found fewer, the score is -inf and the id is `PADDING`.
+        """
+        self._check(queries)
+        check_positive("k", k)
+        with full_precision(queries):
+            return self._search(queries.detach().to(self.keys.dtype), k, self.visible(queries, causal_offset))
+
+    def cutoffs(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Cutoffs | None:
+        """Bounds for the keys that `search` left out, or None where this index knows none.
+
+        `ids` must be what `search` returned for the same queries and the same `causal_offset`.
+        """
+        self._check(queries)
+        with full_precision(queries):
+            return self._cutoffs(queries.detach().to(self.keys.dtype), ids, self.visible(queries, causal_offset))
+
+    def upper_bound(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Tensor | None:
+        """A number at least as large as `q . k_j` for every visible key j that is not in `ids`, `[batch, rows]`.
+
+        None where this index knows none; -inf where nothing is left out. `ids` as for `cutoffs`.
+        """
+        cutoffs = self.cutoffs(queries, ids, causal_offset)
+        return None if cutoffs is None else cutoffs.upper_bound()
+
+    def visible(self, queries: Tensor, causal_offset: CausalOffset) -> Tensor:
+        """How many keys each row sees, `[batch, rows]` (a prefix of the keys, so a count says it all)."""
+        batch, rows, _ = queries.shape
+        if causal_offset is None:
+            return torch.full((1, 1), self.length, device=queries.device).expand(batch, rows)
+        last = torch.arange(rows, device=queries.device) + causal_offset
+        return (last + 1).clamp(0, self.length).expand(batch, rows)
+
+    def _check(self, queries: Tensor) -> None:
+        if self._version is not None and _compat.version_of(self._source) != self._version:
+            raise RuntimeError("the keys were changed in place after this index was built; call build(keys) again")
+        if queries.dim() != 3 or queries.shape[0] != self.keys.shape[0] or queries.shape[2] != self.keys.shape[2]:
+            raise ValueError(
+                f"queries must have shape [batch, rows, dim] to go with keys {tuple(self.keys.shape)}, got {tuple(queries.shape)}"
+            )
+
+    @abstractmethod
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs | None:
+        return None
+
+
+def build_index(index: Index, keys: Tensor) -> BuiltIndex:
+    """`index.build(keys)`; what is not a `BuiltIndex` but can search becomes one, without bounds on the keys it leaves out."""
+    built = index.build(keys)
+    if isinstance(built, BuiltIndex):
+        return built
+    if not callable(getattr(built, "search", None)):
+        raise TypeError(f"{index!r}.build must return an object with search(queries, k, causal_offset), got {built!r}")
+    return _OwnIndex(keys, index, built)
+
+
+class _OwnIndex(BuiltIndex):
+    """A user's index, whose answers are checked."""
+
+    def __init__(self, keys: Tensor, index: Index, built: Searchable) -> None:
+        super().__init__(keys)
+        self._index, self._built = index, built
+
+    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
+        self._check(queries)
+        with full_precision(queries):
+            scores, ids = self._built.search(queries.detach(), k, causal_offset)
+        shape = (*queries.shape[:2], k)
+        if scores.shape != shape or ids.shape != shape or ids.is_floating_point():
+            raise ValueError(
+                f"search of {self._index!r} must return scores and integer ids of shape {shape}, got {tuple(scores.shape)} and "
+                f"{ids.dtype} {tuple(ids.shape)}"
+            )
+        if bool(((ids < PADDING) | (ids >= self.visible(queries, causal_offset)[..., None])).any()):
+            raise ValueError(f"search of {self._index!r} returned ids of keys that a row does not see; -1 fills up a row")
+        return scores.to(self.keys.dtype).masked_fill(ids == PADDING, -torch.inf), ids.long()
+
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+def smallest_near_score(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
+    """The smallest inner product of a near set, `[batch, rows]`; -inf where the set is padded (it holds every visible key)."""
+    scores = gathered_scores(queries, keys, ids)
+    return scores.amin(-1)
+
+
+def gathered_scores(queries: Tensor, keys: Tensor, ids: Tensor, backend: str = "auto") -> Tensor:
+    """`q_r . k_{ids[r, t]}` for ids `[batch, rows, t]`; -inf where the id is `PADDING`."""
+    batch, rows, width = ids.shape
+    scores = backends.pair_kernels(backend, keys.device).pair_scores(
+        queries.flatten(0, 1), keys.flatten(0, 1), flat_ids(ids, keys.shape[1])
+    )
+    return scores.view(batch, rows, width).masked_fill(ids == PADDING, -torch.inf)
+
+
+def flat_ids(ids: Tensor, length: int) -> Tensor:
+    """Ids `[batch, rows, t]` as places in the keys of all batch entries laid end to end, `[batch * rows, t]`.
+
+    `PADDING` becomes the first key of its batch entry: a place that may be read, and must then not count.
+    """
+    start = torch.arange(ids.shape[0], dtype=torch.long, device=ids.device) * length
+    return (ids.clamp(min=0) + start[:, None, None]).flatten(0, 1)
+
+
+def lift_keys(keys: Tensor, norm: Tensor | None = None) -> Tensor:
+    """Append a coordinate so that all keys of a batch entry have the same norm R.
+
+        k' = [k, sqrt(R^2 - ||k||^2)],   R = max_j ||k_j||,   ||k'|| = R
+
+    With q' = [q, 0] (`lift_queries`) this leaves q'.k' = q.k and makes ||q' - k'||^2 = ||q||^2 + R^2 - 2 q.k, so the nearest
+    lifted keys are the keys of largest inner product.
+
+    The paper (Appendix on concentric LSH, reduction of MIPS to kNN) prints a norm of sqrt(M); what the reduction needs is
+    R >= max ||k||. The argument of the root is clamped at 0: for the longest key it is a rounding error of either sign. One
+    outlier key makes R^2 dwarf all differences (fp32 then loses neighbours), so indices that can rank by inner product do.
+
+    Args:
+        keys: `[..., length, dim]`. Half precisions are computed, and returned, in float32.
+        norm: R, broadcastable to `[..., length]`; at least the norm of each key it is applied to. None: the largest norm.
+
+    Returns:
+        `[..., length, dim + 1]`. Cost O(length dim).
+
+    >>> lift_keys(torch.tensor([[3.0, 4.0], [0.0, 3.0]]))
+    tensor([[3., 4., 0.],
+            [0., 3., 4.]])
+    """
+    keys = keys if keys.dtype == torch.float64 else keys.float()
+    squared = keys.square().sum(-1)
+    if norm is None:
+        limit = squared.amax(-1, keepdim=True) if keys.shape[-2] else squared.new_zeros(*squared.shape[:-1], 1)
+    else:
+        limit = norm.to(keys.dtype).square()
+    return torch.cat([keys, (limit - squared).clamp(min=0).sqrt().unsqueeze(-1)], dim=-1)
+
+
+def lift_queries(queries: Tensor) -> Tensor:
+    """Append a zero: q' = [q, 0], so that q'.k' = q.k for lifted keys k'. `[..., dim]` becomes `[..., dim + 1]`.
+
+    >>> lift_queries(torch.tensor([1.0, 2.0]))
+    tensor([1., 2., 0.])
+    """
+    queries = queries if queries.dtype == torch.float64 else queries.float()
+    return torch.nn.functional.pad(queries, (0, 1))
+
+
+def default_k(k: int | None, length: int) -> int:
+    """How many of `length` keys are near: k, or ceil(sqrt(length)) where it is None (the paper's choice)."""
+    return min(length, math.isqrt(max(0, length - 1)) + 1 if k is None else k)

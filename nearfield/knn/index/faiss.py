@@ -1,0 +1,141 @@
+"""Any Faiss index behind the library's contract, causal search included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from nearfield.chunks import row_chunks
+from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.base import PADDING, gathered_scores, lift_keys, lift_queries
+from nearfield.knn.index.prefixes import PrefixBuilt
+
+GATHERED_SCALARS_PER_PASS = 1 << 23
+"""Key coordinates gathered at a time when the scores of Faiss's answers are recomputed (32 MB)."""
+
+
+@dataclass(frozen=True)
+class FaissIndex:
+    """Keys in a Faiss index built by `faiss.index_factory(dim, factory)`, one per batch entry, float32 on the CPU.
+
+    Scores are exact inner products recomputed from the ids Faiss returns (its own are distances for "l2" and approximate for
+    compressed indices). Faiss may find fewer than k keys (an IVF probes only `nprobe` lists); the rest is padding. No bound
+    on missed keys is known: `cutoffs` is None.
+
+    Faiss has no mask per query: causal rows search indices made of visible keys only, block by block
+    (`nearfield.knn.index.prefixes`).
+
+    Args:
+        factory: Faiss factory string, such as "Flat", "HNSW32" or "IVF256,Flat". Where there are fewer keys than lists, or than
+            the 256 a product quantiser is trained on, the index is "Flat" instead.
+        metric: "ip": inner product. "l2": Euclidean, on keys lifted to equal norm (`nearfield.knn.index.base`), for index
+            types that know no inner product.
+        nprobe: lists probed by an IVF index; None: Faiss's default of 1.
+        leaf: keys of the smallest block of a causal search.
+
+    Cost: build as Faiss; the first causal search builds log2(length / leaf) more levels, each over all keys.
+
+    >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
+    >>> scores, ids = FaissIndex("Flat").build(keys).search(keys[:, :5], k=3)    # doctest: +SKIP
+    >>> ids[0, :, 0].tolist()                                                    # doctest: +SKIP
+    [0, 1, 2, 3, 4]
+    """
+
+    factory: str
+    metric: str = "ip"
+    nprobe: int | None = None
+    leaf: int = 4096
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factory, str) or not self.factory:
+            raise ValueError(f"factory must be a Faiss factory string such as 'IVF256,Flat', got {self.factory!r}")
+        if self.metric not in ("ip", "l2"):
+            raise ValueError(f"metric must be 'ip' or 'l2', got {self.metric!r}")
+        for name in ("nprobe", "leaf"):
+            value = getattr(self, name)
+            if value is None and name == "nprobe":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer{' or None' if name == 'nprobe' else ''}, got {value!r}")
+
+    def build(self, keys: Tensor) -> BuiltFaiss:
+        with full_precision(keys):
+            return BuiltFaiss(keys, self)
+
+
+class BuiltFaiss(PrefixBuilt):
+    def __init__(self, keys: Tensor, recipe: FaissIndex) -> None:
+        super().__init__(keys, recipe.leaf)
+        self.recipe = recipe
+        points = self.keys.float().cpu()
+        points = (lift_keys(points) if recipe.metric == "l2" else points).contiguous()
+        with _faiss() as faiss:
+            # Faiss searches one index at a time, so there is no way around a loop over batch entries.
+            self._indices = [self._build_one(faiss, entry.numpy()) for entry in points]
+
+    def _build_one(self, faiss: Any, points: Any) -> Any:
+        metric = faiss.METRIC_INNER_PRODUCT if self.recipe.metric == "ip" else faiss.METRIC_L2
+        try:
+            index = faiss.index_factory(points.shape[1], self.recipe.factory, metric)
+        except RuntimeError as error:
+            raise ValueError(f"factory {self.recipe.factory!r} is not one Faiss can build here: {error}") from error
+        lists = _lists(faiss, index)
+        if self.recipe.nprobe is not None:
+            if lists is None:
+                raise ValueError(
+                    f"nprobe must be None for factory {self.recipe.factory!r}, which has no lists; got {self.recipe.nprobe!r}"
+                )
+            faiss.extract_index_ivf(index).nprobe = self.recipe.nprobe
+        if not index.is_trained and len(points) < max(256, lists or 0):
+            index = faiss.index_factory(points.shape[1], "Flat", metric)
+        if len(points):
+            index.train(points)
+            index.add(points)
+        return index
+
+    def _build_block(self, keys: Tensor) -> BuiltFaiss:
+        return BuiltFaiss(keys, self.recipe)
+
+    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        asked = queries.float().cpu()
+        asked = (lift_queries(asked) if self.recipe.metric == "l2" else asked).contiguous()
+        with _faiss():
+            labels = [index.search(rows.numpy(), k)[1] for index, rows in zip(self._indices, asked, strict=True)]
+        ids = torch.from_numpy(numpy.stack(labels)).to(queries.device)
+        # Faiss's label for "not found" is -1 as well, but that is its business.
+        ids = torch.where(ids < 0, PADDING, ids)
+        scores = queries.new_empty(ids.shape)
+        for entries, part in row_chunks(ids.shape[0], ids.shape[1], k * queries.shape[2], GATHERED_SCALARS_PER_PASS):
+            scores[entries, part] = gathered_scores(queries[entries, part], self.keys[entries], ids[entries, part])
+        # Rounding and compression may leave Faiss's order slightly off.
+        scores, at = scores.sort(dim=-1, descending=True, stable=True)
+        return scores, ids.gather(-1, at)
+
+
+def _lists(faiss: Any, index: Any) -> int | None:
+    """How many inverted lists an index has; None where it is of another kind."""
+    try:
+        return int(faiss.extract_index_ivf(index).nlist)
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def _faiss() -> Iterator[Any]:
+    """The module, with torch's number of threads as it was: loading and using Faiss's OpenMP changes it."""
+    threads = torch.get_num_threads()
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError("FaissIndex needs Faiss: pip install nearfield[faiss]") from error
+    try:
+        yield faiss
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)

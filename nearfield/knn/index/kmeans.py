@@ -1,0 +1,167 @@
+"""K-means inverted lists (IVF): open the cells whose centroids score best, score their keys exactly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.partition.kmeans import lloyd, means
+from nearfield.checks import check_integer, check_positive
+from nearfield.chunks import row_chunks
+from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.base import Cutoffs
+from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
+
+ROUTE_SCORES_PER_PASS = 1 << 21
+"""Entries of one block of the (row, cell) score table: 8 MB in float32 and 16 MB for what is sorted along with it."""
+
+
+@dataclass(frozen=True)
+class KMeansIndex:
+    """Cells by k-means; a query opens the `probes` cells of largest q.mu_c and scores every visible key in them.
+
+    A row goes on opening cells, in the order of their centroids' scores, until k keys are covered, so it always gets that many.
+    Causal rows search cells made of visible keys only, block by block (`nearfield.knn.index.prefixes`).
+
+    The keys a row leaves out are bounded by the ball around their cell (Cauchy-Schwarz): q.k <= q.mu_c + ||q|| r_c, with
+    r_c the largest distance of a key of the cell to its centroid. This is what lazy Gumbel sampling needs to stay exact with an
+    approximate near set (paper, lazy Gumbel sampling; there the smallest near score stands in for the bound, which
+    holds only if the near set is the true top k).
+
+    Args:
+        cells: number of cells; None: ceil(sqrt(length)). The blocks of a causal search have ceil(sqrt(block)).
+        probes: cells opened per row, at least.
+        iterations: Lloyd iterations on the sample.
+        sample: keys the iterations look at; None: 64 per cell.
+        seed: of the first centroids; the same seed gives the same index, and the global generator is not used.
+        leaf: keys of the smallest block of a causal search.
+
+    Cost: build O(length cells dim); search O(rows (cells + probes length / cells) dim), n^1.5 for n rows with the default cells;
+    causal search: log2(length / leaf) times as much of either.
+
+    >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
+    >>> scores, ids = KMeansIndex(probes=4).build(keys).search(keys[:, :5], k=3)
+    >>> ids.shape
+    torch.Size([1, 5, 3])
+    """
+
+    cells: int | None = None
+    probes: int = 8
+    iterations: int = 8
+    sample: int | None = None
+    seed: int = 0
+    leaf: int = LEAF
+
+    def __post_init__(self) -> None:
+        check_positive("cells", self.cells, optional=True)
+        check_positive("probes", self.probes)
+        check_positive("iterations", self.iterations, least=0)
+        check_positive("sample", self.sample, optional=True)
+        check_positive("leaf", self.leaf)
+        check_integer("seed", self.seed)
+
+    def build(self, keys: Tensor) -> BuiltKMeans:
+        with full_precision(keys):
+            return BuiltKMeans(keys, self)
+
+
+class BuiltKMeans(PrefixBuilt):
+    """Centroids `[batch, cells, dim]`, radii `[batch, cells]`, and keys listed cell by cell."""
+
+    bounded = True
+
+    def __init__(self, keys: Tensor, recipe: KMeansIndex) -> None:
+        super().__init__(keys, recipe.leaf)
+        batch, length, dim = self.keys.shape
+        self.recipe = recipe
+        self.cells = max(1, min(length, recipe.cells or math.ceil(math.sqrt(length))))
+        assigned = lloyd(self.keys, self.cells, recipe.iterations, recipe.sample, recipe.seed)
+        centroids, _ = means(self.keys, assigned, self.keys.new_zeros(batch, self.cells, dim))
+        self.centroids = centroids
+        shifts = torch.arange(batch, device=keys.device)[:, None] * self.cells
+        self.sizes = torch.bincount((assigned + shifts).reshape(-1), minlength=batch * self.cells).view(batch, self.cells)
+        self.starts = self.sizes.cumsum(1) - self.sizes
+        # Stable: ascending key ids inside each cell.
+        self.order = assigned.argsort(dim=1, stable=True)
+        self.radii = self.keys.new_zeros(batch, self.cells)
+        self.longest = self.keys.new_zeros(batch)
+        for entries, part in row_chunks(batch, length, dim, 1 << 22) if length else ():
+            near = self.keys[entries, part]
+            own = centroids[entries].gather(1, assigned[entries, part, None].expand(-1, -1, dim))
+            distance = (near - own).norm(dim=-1)
+            self.radii[entries] = self.radii[entries].scatter_reduce(1, assigned[entries, part], distance, "amax")
+            self.longest[entries] = torch.maximum(self.longest[entries], near.norm(dim=-1).amax(1))
+
+    def _build_block(self, keys: Tensor) -> BuiltKMeans:
+        # sqrt(block) cells, whatever was asked for all keys: a share of that would depend on how many keys are still to come.
+        return BuiltKMeans(keys, replace(self.recipe, cells=None))
+
+    @property
+    def groups(self) -> int:
+        # Causal rows add, per level of blocks, about 1.4 times as many cells as the next larger one, and a leaf.
+        return self.cells + 4 * math.isqrt(self.length) + self.length // self.recipe.leaf
+
+    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        batch, rows, _ = queries.shape
+        scores = queries.new_empty(batch, rows, k)
+        ids = torch.empty(batch, rows, k, dtype=torch.int64, device=queries.device)
+        for entries, part in row_chunks(batch, rows, self.cells, ROUTE_SCORES_PER_PASS):
+            cells, counts = self._route(queries[entries, part], k, entries)
+            shape = counts.shape
+            entry = torch.arange(batch, device=queries.device)[entries, None].expand(shape[:2])
+            starts = self.starts[entries].gather(1, cells.view(shape[0], -1)).view(shape) + entry[..., None] * self.length
+            best, near, _ = best_of_lists(
+                queries[entries, part].reshape(-1, queries.shape[-1]),
+                self.keys,
+                entry.reshape(-1),
+                self.order.view(-1),
+                starts.view(-1, shape[2]),
+                counts.view(-1, shape[2]),
+                k,
+            )
+            scores[entries, part], ids[entries, part] = best.view(*shape[:2], k), near.view(*shape[:2], k)
+        return scores, ids
+
+    def _route(self, queries: Tensor, k: int, entries: slice) -> tuple[Tensor, Tensor]:
+        """The cells each row opens and how many keys they hold, `[batch, rows, slots]`; count 0 where nothing is opened."""
+        sizes = self.sizes[entries]
+        route = torch.bmm(queries, self.centroids[entries].transpose(1, 2))
+        route.masked_fill_(sizes[:, None, :] == 0, -torch.inf)
+        least = min(self.recipe.probes, self.cells)
+
+        def size_of(cells: Tensor) -> Tensor:
+            return sizes[:, None, :].expand(*cells.shape[:2], -1).gather(-1, cells)
+
+        cells = route.topk(least, dim=-1).indices
+        counts = size_of(cells)
+        if bool((counts.sum(-1) >= k).all()):
+            return cells, counts
+        # Some row needs more cells than the others: rank them all and open as many as it takes.
+        cells = route.argsort(dim=-1, descending=True, stable=True)
+        counts = size_of(cells)
+        before = counts.cumsum(-1) - counts
+        counts = counts * ((before < k) | (torch.arange(self.cells, device=counts.device) < least))
+        slots = max(1, int((counts > 0).sum(-1).max()))
+        return cells[..., :slots].contiguous(), counts[..., :slots].contiguous()
+
+    def _cutoffs_all(self, queries: Tensor, k: int, smallest: Tensor) -> Cutoffs:
+        batch, rows, dim = queries.shape
+        bounds = queries.new_empty(batch, rows, self.cells)
+        for entries, part in row_chunks(batch, rows, self.cells, ROUTE_SCORES_PER_PASS):
+            some = queries[entries, part]
+            opened_cells, opened_counts = self._route(some, k, entries)
+            norm = some.norm(dim=-1, keepdim=True)
+            longest = self.longest[entries, None, None]
+            ball = torch.baddbmm(norm * self.radii[entries, None], some, self.centroids[entries].transpose(1, 2))
+            bound = torch.minimum(ball, norm * longest)
+            # All keys of an opened cell were scored: what is left of it is below the near set.
+            hits = torch.zeros_like(bound).scatter_add_(-1, opened_cells, (opened_counts > 0).to(bound.dtype))
+            bound = torch.where(hits > 0, smallest[entries, part, None], bound)
+            # Each inner product above is off by at most dim * eps * ||q|| max||k||, and there are a few of them.
+            bounds[entries, part] = bound + norm * longest * (8 * dim * torch.finfo(bound.dtype).eps)
+        counts = self.sizes[:, None, :].expand(batch, rows, -1)
+        return Cutoffs(bounds, counts, self.starts, self.order)

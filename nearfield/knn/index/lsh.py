@@ -1,0 +1,258 @@
+"""Concentric locality-sensitive hashing: a ladder of radii, each with its own hash tables."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nearfield.checks import check_integer, check_positive
+from nearfield.chunks import row_chunks
+from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.base import PADDING, lift_keys
+from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
+
+LOOKUPS_PER_PASS = 1 << 20
+"""Bucket look-ups of one pass over some rows (8 MB per int64 table of them, of which there are about ten)."""
+
+
+@dataclass(frozen=True)
+class ConcentricLSH:
+    """k-MIPS by concentric LSH (paper, Appendix on concentric LSH; the construction of Mussmann, Levy and Ermon).
+
+    Inner products become distances by the lift k' = [k, sqrt(R^2 - ||k||^2)] / R, with queries rescaled to norm 1 (which
+    leaves their ranking alone and maximises the contrast): ||q' - k'||^2 = 2 - 2 q.k / (||q|| R). For each radius r of a
+    geometric ladder there are `tables` tables; one table concatenates m hashes of E2LSH,
+
+        h(x) = floor((a.x + b) / w),   a ~ N(0, I),  b ~ U[0, w),  w = width * r,
+
+    which two points at distance w / s share with probability p(s) = 1 - 2 Phi(-s) - sqrt(2/pi)/s (1 - e^{-s^2/2}). There are
+    m = ceil(log2(n)) of them: of the keys so far away that p = 1/2 a bucket then holds n 2^-m <= 1, while a near key stays in
+    the query's bucket with probability p^m = n^-rho, rho = log2(1/p) < 1; tables and flips (below) repeat the attempt.
+
+    A query climbs the ladder and stops at the first radius at which its buckets hold at least `enough * max(k, sqrt(n))`
+    candidates, counted over tables, duplicates included. It scores them exactly and keeps the top k. Should fewer than
+    min(k, n) be distinct it climbs on. The last rung is everything, so a row always gets min(k, n) keys. The radii run from
+    the typical distance of sqrt(n)/2 neighbours to the median distance, measured on a sample of the keys.
+
+    Departures from the construction:
+    - shells: keys are split by norm into `shells` equal parts, each lifted with its own R, all onto the unit sphere. With a
+      single R the added coordinate pushes short keys away from every query, and near and far distances hardly differ. Across
+      shells a bucket groups keys by angle; many shells suit keys of similar norm, few suit keys whose norms decide.
+    - flips: besides its own bucket a query opens those across the nearest boundaries of `flips` hashes, 2^flips in all.
+    - enough > 1: the first k candidates found are not yet the best, and some are listed by several tables.
+    - The rungs share the vectors a (not the shifts b): one projection serves the ladder.
+    - Keys are centred first, which shifts all scores of a query alike.
+
+    Causal rows search ladders made of visible keys only, block by block (`nearfield.knn.index.prefixes`). No bound on missed
+    keys is known: `cutoffs` is None.
+
+    Args:
+        rungs: radii of the ladder.
+        tables: hash tables per radius, at most 255.
+        width: w / r.
+        enough: candidates that end the climb, in units of max(k, sqrt(n)).
+        flips: hashes perturbed per table (multi-probe).
+        shells: parts by norm.
+        seed: of the hashes and the sample; the global generator is not used.
+        leaf: keys of the smallest block of a causal search.
+
+    Cost: build O(n log n tables (dim + rungs)), and 8 bytes per key, table and rung (480 by default); search O(log n) per
+    look-up, of which there are tables * 2^flips per rung climbed, plus O(dim) per candidate. Causal search: log2(n / leaf)
+    times as much of everything.
+
+    >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
+    >>> scores, ids = ConcentricLSH().build(keys).search(keys[:, :5], k=3)
+    >>> ids[0, :, 0].tolist()
+    [0, 1, 2, 3, 4]
+    """
+
+    rungs: int = 6
+    tables: int = 10
+    width: float = 5.5
+    enough: float = 4.0
+    flips: int = 4
+    shells: int = 16
+    seed: int = 0
+    leaf: int = LEAF
+
+    def __post_init__(self) -> None:
+        check_positive("rungs", self.rungs)
+        check_positive("tables", self.tables)
+        check_positive("flips", self.flips, least=0)
+        check_positive("shells", self.shells)
+        check_positive("leaf", self.leaf)
+        check_integer("seed", self.seed)
+        if self.tables > 255:
+            raise ValueError(f"tables must be at most 255, got {self.tables!r}")
+        if self.flips > 8:
+            raise ValueError(f"flips must be at most 8 (256 buckets per table), got {self.flips!r}")
+        for name in ("width", "enough"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+    def build(self, keys: Tensor) -> BuiltConcentricLSH:
+        with full_precision(keys):
+            return BuiltConcentricLSH(keys, self)
+
+
+class BuiltConcentricLSH(PrefixBuilt):
+    """Per rung and table, the keys sorted by (bucket, id): `codes` and `order`, both int32 `[rungs, batch, tables, length]`."""
+
+    def __init__(self, keys: Tensor, recipe: ConcentricLSH) -> None:
+        super().__init__(keys, recipe.leaf)
+        batch, length, dim = self.keys.shape
+        device, dtype = self.keys.device, self.keys.dtype
+        self.recipe = recipe
+        self.hashes = max(1, math.ceil(math.log2(max(2, length))))
+        generator = torch.Generator("cpu").manual_seed(recipe.seed)
+        shape = (recipe.tables, self.hashes)
+        self.directions = torch.randn(dim + 1, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
+        self.shifts = torch.rand(recipe.rungs, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
+        # Odd multipliers of a multiply-shift hash: the bucket of a vector of integers is the high half of their weighted sum.
+        self.weights = (torch.randint(-(1 << 62), 1 << 62, (self.hashes,), generator=generator, device="cpu") * 2 + 1).to(device)
+        self.codes = torch.empty(recipe.rungs, batch, recipe.tables, length, dtype=torch.int32, device=device)
+        self.order = torch.empty_like(self.codes)
+        if length == 0:
+            return
+        centred = self.keys - self.keys.mean(1, keepdim=True)
+        norms = centred.norm(dim=-1)
+        shell = norms.argsort(dim=1).argsort(dim=1) * recipe.shells // length
+        longest = torch.zeros(batch, recipe.shells, dtype=dtype, device=device).scatter_reduce(1, shell, norms, "amax")
+        limit = longest.gather(1, shell)
+        scale = torch.where(limit > 0, limit, 1.0)[..., None]
+        self.widths = recipe.width * _ladder(centred / scale, recipe.rungs, generator)
+        """`[rungs, batch]`"""
+        lifted = lift_keys(centred, limit) / scale
+        # One entry at a time: the hashes of a table are 8 log2(n) bytes per key before they become a code.
+        for entry in range(batch):
+            for table in range(recipe.tables):
+                projected = lifted[entry] @ self.directions[:, table]
+                for rung in range(recipe.rungs):
+                    cell = torch.floor(projected / self.widths[rung, entry] + self.shifts[rung, table]).long()
+                    code = self._code((cell * self.weights).sum(-1))
+                    self.codes[rung, entry, table], self.order[rung, entry, table] = torch.sort(code, stable=True)
+
+    @staticmethod
+    def _code(mixed: Tensor) -> Tensor:
+        return (mixed >> 32).to(torch.int32)
+
+    def _build_block(self, keys: Tensor) -> BuiltConcentricLSH:
+        return BuiltConcentricLSH(keys, self.recipe)
+
+    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        batch, rows, _ = queries.shape
+        scores = queries.new_empty(batch, rows, k)
+        ids = torch.empty(batch, rows, k, dtype=torch.int64, device=queries.device)
+        lookups = self.recipe.tables << self.recipe.flips
+        for entries, part in row_chunks(batch, rows, lookups, LOOKUPS_PER_PASS):
+            some = queries[entries, part]
+            entry = torch.arange(batch, device=queries.device)[entries, None].expand(some.shape[:2])
+            best, near = self._climb(some.reshape(-1, some.shape[-1]), entry.reshape(-1), k)
+            scores[entries, part], ids[entries, part] = best.view(*some.shape[:2], k), near.view(*some.shape[:2], k)
+        return scores, ids
+
+    def _climb(self, queries: Tensor, entry: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Winners of the given rows `[rows, dim]`, rung by rung; a row leaves the ladder with its answer."""
+        recipe, rows, length = self.recipe, queries.shape[0], self.length
+        scores = queries.new_full((rows, k), -torch.inf)
+        ids = torch.full((rows, k), PADDING, device=queries.device)
+        enough = recipe.enough * max(k, math.sqrt(length))
+        # Where that is all there is, a row may as well look at everything.
+        left = torch.arange(rows if length > enough else 0, device=queries.device)
+        all_of = torch.arange(0 if length > enough else rows, device=queries.device)
+        unit = torch.nn.functional.normalize(queries, dim=-1)
+        projected = torch.einsum("rd,dth->rth", unit, self.directions[:-1])
+        table = torch.arange(recipe.tables, device=queries.device).repeat_interleave(1 << min(recipe.flips, self.hashes))
+        for rung in range(recipe.rungs):
+            if left.numel() == 0:
+                break
+            starts, counts = self._buckets(projected[left], entry[left], rung)
+            total = counts.sum(-1)
+            hit = total >= enough
+            # More candidates than keys: the last rung is cheaper, and exact.
+            dense = hit & (total >= length)
+            all_of = torch.cat([all_of, left[dense]])
+            chosen = (hit & ~dense).nonzero().squeeze(1)
+            here = left[chosen]
+            order = self.order[rung].view(-1)
+            best, near, found = best_of_lists(
+                queries[here], self.keys, entry[here], order, starts[chosen], counts[chosen], k, table=table
+            )
+            done = found >= k
+            scores[here[done]], ids[here[done]] = best[done], near[done]
+            stays = ~hit
+            stays[chosen] = ~done
+            left = left[stays]
+        rest = torch.cat([all_of, left])
+        first = (entry[rest] * length)[:, None]
+        scores[rest], ids[rest], _ = best_of_lists(
+            queries[rest], self.keys, entry[rest], None, first, torch.full_like(first, length), k
+        )
+        return scores, ids
+
+    def _buckets(self, projected: Tensor, entry: Tensor, rung: int) -> tuple[Tensor, Tensor]:
+        """Where the buckets of each row start in the rung's order, and how many keys they hold, `[rows, look-ups]`.
+
+        `projected` `[rows, tables, hashes]` are the projections of the unit queries. Look-ups are table by table.
+        """
+        position = projected / self.widths[rung, entry, None, None] + self.shifts[rung]
+        cell = torch.floor(position)
+        part = position - cell
+        mixed = (cell.long() * self.weights).sum(-1, keepdim=True)
+        flips = min(self.recipe.flips, self.hashes)
+        across = torch.where(part < 0.5, -self.weights, self.weights)
+        nearest = torch.minimum(part, 1 - part).topk(flips, dim=-1, largest=False).indices
+        for step in across.gather(-1, nearest).unbind(-1):
+            mixed = torch.cat([mixed, mixed + step[..., None]], -1)
+        starts, ends = self._bucket_ends(self._code(mixed), entry, rung)
+        return starts, ends - starts
+
+    def _bucket_ends(self, code: Tensor, entry: Tensor, rung: int) -> tuple[Tensor, Tensor]:
+        """The range of each bucket in the flat order of the rung, `[rows, look-ups]`, for codes `[rows, tables, 2^flips]`.
+
+        Rows come in ascending order of their batch entry; they are padded to a rectangle, one line per entry.
+        """
+        rows, tables, lookups = code.shape
+        device = code.device
+        low, high = int(entry[0]), int(entry[-1]) + 1
+        per_entry = torch.bincount(entry - low, minlength=high - low)
+        most = int(per_entry.amax())
+        seat = (entry - low) * most + torch.arange(rows, device=device) - (per_entry.cumsum(0) - per_entry)[entry - low]
+        padded = torch.zeros((high - low) * most, tables, lookups, dtype=code.dtype, device=device)
+        padded[seat] = code
+        wanted = padded.view(high - low, most, tables, lookups).transpose(1, 2).reshape(high - low, tables, -1)
+        base = torch.arange(low * tables, high * tables, device=device).view(-1, tables, 1) * self.length
+
+        def flat(found: Tensor) -> Tensor:
+            return (found + base).view(high - low, tables, most, lookups).transpose(1, 2).reshape(-1, tables * lookups)[seat]
+
+        codes = self.codes[rung, low:high]
+        return flat(torch.searchsorted(codes, wanted)), flat(torch.searchsorted(codes, wanted, right=True))
+
+
+def _ladder(scaled: Tensor, rungs: int, generator: torch.Generator) -> Tensor:
+    """Radii `[rungs, batch]`, geometric from the distance of sqrt(n)/2 neighbours to the median distance.
+
+    Both are medians over sampled keys. Distances are those of the lifted problem, with sampled keys as queries:
+    ||q' - k'||^2 = 2 - 2 q.k / (||q|| R), for keys `scaled` by 1 / R.
+    """
+    length = scaled.shape[1]
+    picked = torch.randperm(length, generator=generator, device="cpu")[:8192].to(scaled.device)
+    keys = scaled[:, picked]
+    queries = torch.nn.functional.normalize(keys[:, :64], dim=-1)
+    cosine = torch.bmm(queries, keys.transpose(1, 2))
+    distance = (2 - 2 * cosine).clamp(min=0).sqrt().sort(dim=-1).values
+    # The sampled key itself comes first and is no neighbour.
+    near = min(picked.shape[0] - 1, max(1, round(math.sqrt(length) / 2 * picked.shape[0] / length)))
+    typical = distance.median(1).values
+    nearest, farthest = typical[:, near], typical[:, typical.shape[1] // 2]
+    # Identical keys have no scale of their own; any width does.
+    farthest = torch.where(farthest > 0, farthest, 1.0)
+    nearest = torch.minimum(torch.maximum(nearest, 1e-3 * farthest), farthest)
+    steps = torch.linspace(0, 1, rungs, dtype=scaled.dtype, device=scaled.device)[:, None]
+    return nearest * (farthest / nearest) ** steps

@@ -1,0 +1,269 @@
+"""Plan: which keys a block of rows attends to and with what weight, decided before any attention arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield.checks import check_index, check_positive, refuse_double_backward
+from nearfield.chunks import row_blocks
+from nearfield.exact import Exact
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+from nearfield.kernels.reference import weighted_softmax
+from nearfield.knn.index.base import PADDING, BuiltIndex, Index, build_index, default_k, flat_ids, gathered_scores
+from nearfield.knn.index.exact import ExactIndex
+from nearfield.problem import Call, Problem, Rows
+from nearfield.results import Outcome
+from nearfield.sampling import hashed_uniform, skip, without_replacement
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A weighted set of keys per row: attention is softmax(logits + log_weight) over them.
+
+    A key that is certain to be in the set has weight 1; one that was drawn has one over its inclusion probability, so
+    that numerator and denominator of the softmax are unbiased. All tensors are `[batch, rows, width]`.
+    """
+
+    ids: Tensor
+    """`PADDING` where the row has fewer keys"""
+    logits: Tensor
+    """-inf where the id is `PADDING`"""
+    log_weight: Tensor | None = None
+    keep: Tensor | None = None
+    """dropout: 0 or 1 / (1 - p), applied to the normalised weights"""
+    near: int | None = None
+    """how many of the columns are near (weight 1), the others were drawn; None: all"""
+    left_out: Tensor | None = None
+    """`[batch, rows]`: how many visible keys the drawn ones stand for"""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """kNN attention: top `k` keys near; `tail` others, drawn without replacement, stand for the far field.
+
+    With S the near set of a row that sees n keys, T the drawn ones and l = min(tail, n - k):
+
+        O = (sum_S e^z v + (n-k)/l sum_T e^z v) / (sum_S e^z + (n-k)/l sum_T e^z)       (paper, Theorem on the simpler estimator)
+
+    `tail=0` leaves the far field out, as classic kNN attention does; its exact error is p_far (O_near - O_far). With
+    k * tail >= 2 (1 + 2 eps/3) (n-k) eps^-2 ln(4/delta) an entry is within eps/(1-eps) max|v - O| with probability
+    1 - delta (`nearfield.budget`, theorem "tail"; the paper asks for more).
+
+    Args:
+        k: near keys per row; None: ceil(sqrt(Lk)).
+        tail: drawn keys per row.
+        index: what finds the near keys.
+
+    Cost: the index's search, plus O(rows * (k + tail) * dim). Memory is bounded: rows are taken in blocks, and the
+    backward pass plans each block again instead of storing it, unless there is but one and its plan is no larger than the
+    inputs. Gradients are the exact gradients of the estimator.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind(0)
+        >>> out = nearfield.attention(q, k, v, is_causal=True, method=TopK(k=32, tail=32))
+    """
+
+    k: int | None = None
+    tail: int = 0
+    index: Index = field(default_factory=ExactIndex)
+
+    any_mask = False
+
+    def __post_init__(self) -> None:
+        check_positive("k", self.k, optional=True)
+        check_positive("tail", self.tail, least=0)
+        check_index("index", self.index)
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        rows = problem.rows
+        k = default_k(self.k, rows.length)
+        if k == rows.length:
+            exact = Exact().run(problem, call)
+            return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
+        backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
+        built = build_index(self.index, rows.keys.detach())
+        planner = _Planner(rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(backend))
+        output, lse, error = weighted_attention(
+            rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
+        )
+        if not call.diagnostics:
+            return Outcome(problem.by_head(output))
+        near = rows.visible.clamp(max=k)
+        used = near + (rows.visible - near).clamp(max=self.tail)
+        info = {"keys_per_query": float(used.double().mean()), "k": k, "tail": self.tail, "backend": backend}
+        stderr = problem.by_head(error) if self.tail else None
+        return Outcome(problem.by_head(output), problem.by_head(lse), stderr, info)
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        return False
+
+
+def _gathers(backend: str) -> bool:
+    """Whether the kernels hold gathered rows: those of the reference do, and Triton leaves additions in a fixed order to them."""
+    return torch.are_deterministic_algorithms_enabled() if backend == "triton" else backend == "reference"
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Makes the plan of any block of rows, the same one however often it is asked (the backward pass asks again)."""
+
+    rows: Rows
+    built: BuiltIndex
+    k: int
+    tail: int
+    dropout_p: float
+    call: Call
+    gathers: bool
+    """whether kernels hold gathered rows"""
+
+    def blocks(self) -> Iterable[slice]:
+        dim = self.rows.queries.shape[-1]
+        on_gpu = self.rows.queries.device.type != "cpu"
+        # About ten words per pair, and gathered rows.
+        words = 10 + (2 * dim if self.gathers else 0)
+        return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size(), on_gpu)
+
+    def plan(self, block: slice) -> Plan:
+        rows = self.rows.at(block)
+        logits, ids = self.built.search(rows.queries, self.k, rows.causal_offset)
+        if not self.tail:
+            return Plan(ids, logits, keep=self._keep(ids, block))
+        left_out = rows.visible - (ids != PADDING).sum(-1)
+        drawn = self._draw_tail(ids, left_out, block)
+        count = (drawn != PADDING).sum(-1)
+        drawn_logits = gathered_scores(rows.queries, rows.keys, drawn, self.call.backend)
+        weight = (left_out.to(logits.dtype) / count.clamp(min=1)).clamp(min=1).log()
+        log_weight = torch.cat([torch.zeros_like(logits), weight[..., None].expand_as(drawn_logits)], -1)
+        ids, logits = torch.cat([ids, drawn], -1), torch.cat([logits, drawn_logits], -1)
+        return Plan(ids, logits, log_weight, self._keep(ids, block), near=self.k, left_out=left_out)
+
+    def _draw_tail(self, near: Tensor, left_out: Tensor, block: slice) -> Tensor:
+        """`tail` keys per row, without replacement, from the visible keys that are not near."""
+        generator = self.call.seeds.generator(block.start)
+        ranks = without_replacement(left_out.reshape(-1), self.tail, generator)
+        # Padding sorts last: beyond every key, so that it pushes no rank up.
+        taken = near.masked_fill(near == PADDING, 2 * self.rows.length).flatten(0, 1).sort(-1).values
+        return skip(ranks, taken).view(*near.shape[:2], self.tail)
+
+    def _keep(self, ids: Tensor, block: slice) -> Tensor | None:
+        """Dropout mask, a function of (row, key), so that forward and backward see the same one."""
+        if self.dropout_p == 0.0:
+            return None
+        device, count = ids.device, self.rows.visible.shape[1]
+        batch = torch.arange(ids.shape[0], device=device)[:, None] * count
+        row = torch.arange(block.start, block.stop, device=device)
+        draw = hashed_uniform(self.call.seeds.base, (batch + row)[..., None], ids)
+        return (draw >= self.dropout_p).to(self.rows.queries.dtype) / (1.0 - self.dropout_p)
+
+
+def weighted_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str = "auto", stderr: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of `[batch, rows, dim]` over the planned keys: output, log-normaliser, standard error.
+
+    The logits come with the plan. Queries, keys and values get the exact gradient of the estimator. The standard error
+    is zero where nothing was drawn, and all zeros unless `stderr` asks for it.
+    """
+    return _WeightedAttention.apply(queries, keys, values, planner, backend, stderr)
+
+
+class _WeightedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str, stderr: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = backends.pair_kernels(backend, queries.device)
+        output = values.new_empty(*queries.shape[:2], values.shape[2])
+        lse = queries.new_empty(queries.shape[:2])
+        error = queries.new_zeros(queries.shape[:2])
+        table = values.flatten(0, 1)
+        blocks = list(planner.blocks())
+        kept: tuple[Tensor | None, ...] = ()
+        for block in blocks:
+            plan = planner.plan(block)
+            weights, lse[:, block] = weighted_softmax(plan.logits, plan.log_weight)
+            applied = weights if plan.keep is None else weights * plan.keep
+            rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, values.shape[1]))
+            output[:, block] = rows.unflatten(0, weights.shape[:2])
+            if stderr and plan.left_out is not None:
+                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table)
+            parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
+            if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
+                kept = parts
+        ctx.save_for_backward(queries, keys, values, *kept)
+        # A planner holds on to the inputs: only as long as it has something to do.
+        ctx.planner, ctx.kernel = None if kept else planner, kernel
+        ctx.mark_non_differentiable(lse, error)
+        return output, lse, error
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_double_backward()
+        with full_precision(grad_output):
+            return (*_weighted_backward(ctx, grad_output), None, None, None)
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def _plans(planner: _Planner | None, kept: Sequence[Tensor | None], rows: int) -> Iterator[tuple[slice, Plan]]:
+    """The blocks of the forward pass, with the plan that was kept or made again."""
+    if planner is None:
+        ids, logits, log_weight, keep = kept
+        assert ids is not None
+        assert logits is not None
+        yield slice(0, rows), Plan(ids, logits, log_weight, keep)
+        return
+    for block in planner.blocks():
+        yield block, planner.plan(block)
+
+
+def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values, *kept = ctx.saved_tensors
+    kernel = ctx.kernel
+    key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
+    grad_queries = torch.empty_like(queries)
+    grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
+    for block, plan in _plans(ctx.planner, kept, queries.shape[1]):
+        ids = flat_ids(plan.ids, keys.shape[1])
+        weights = weighted_softmax(plan.logits, plan.log_weight)[0].flatten(0, 1)
+        query_rows, upstream = queries[:, block].flatten(0, 1), grad_output[:, block].flatten(0, 1)
+
+        grad_weights = kernel.pair_scores(upstream, value_table, ids)
+        applied = weights
+        if plan.keep is not None:
+            keep = plan.keep.flatten(0, 1)
+            applied, grad_weights = weights * keep, grad_weights * keep
+        grad_logits = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+
+        grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
+        kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
+        kernel.pair_scatter_(grad_values, applied, upstream, ids)
+    return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values)
+
+
+def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor) -> Tensor:
+    """Standard error of a row by the delta method, as a norm over the columns.
+
+    With drawn weights p_t (t = 1..l) the error is, to first order, the mean of r_t = l p_t (v_t - output) around its
+    expectation; drawing without replacement from `left_out` keys multiplies the variance by 1 - l / left_out.
+    """
+    assert plan.left_out is not None
+    drawn = plan.ids[..., plan.near :]
+    share = weights[..., plan.near :]
+    count = (drawn >= 0).sum(-1).to(share.dtype)
+    flat = flat_ids(drawn, table.shape[0] // drawn.shape[0])
+    along = kernel.pair_scores(output.flatten(0, 1), table, flat).view(share.shape)
+    square = table.square().sum(-1)[flat].view(share.shape) - 2 * along + output.square().sum(-1, keepdim=True)
+    mean = kernel.pair_sums(share.flatten(0, 1), table, flat).view(output.shape) - share.sum(-1, keepdim=True) * output
+    spread = count.square() * (share.square() * square.clamp(min=0)).sum(-1) - count * mean.square().sum(-1).where(count > 1, 0)
+    variance = spread.clamp(min=0) / (count - 1).clamp(min=1) / count.clamp(min=1)
+    return (variance * (1 - count / plan.left_out.clamp(min=1)).clamp(min=0)).sqrt()

@@ -1,0 +1,365 @@
+"""From a theorem to sizes: how many keys, draws or walks an (eps, delta) promise costs. Pure arithmetic.
+
+Every theorem comes in the form in which the paper prints it and in a corrected form (`docs/departures.md` gives the reasons).
+Where the paper says O(.), the constant that its own proof gives is used, and named below. Logarithms are natural unless
+called lg (base 2). Counts are per query unless the promise says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nearfield.checks import check_fraction, check_positive
+
+GROUP_FAILURE = 1 / 8.36
+"""Probability with which one group of the tight median of means may miss (Chebyshev). It minimises the total number of draws."""
+
+GROUPS_PER_LOG = 1 / (0.5 * math.log(0.5 / GROUP_FAILURE) + 0.5 * math.log(0.5 / (1 - GROUP_FAILURE)))
+"""1 / KL(1/2 || 1/8.36) = 2.3133...: by Chernoff, half of G groups miss with probability at most exp(-G / 2.3133)."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The sizes that one theorem asks for; None where it says nothing about a size."""
+
+    theorem: str
+    form: str
+    k: int | None = None
+    """near keys"""
+    ell: int | None = None
+    """far keys: sampled (`tail`), or looked at by one lazy Gumbel draw, in expectation (`lazy-gumbel`)"""
+    draws: int | None = None
+    """draws from the softmax of one row"""
+    groups: int | None = None
+    group_size: int | None = None
+    walks: int | None = None
+    buffer: int | None = None
+    """far keys that one lazy Gumbel draw must have room for"""
+    promise: str = ""
+    """what these sizes guarantee"""
+    label: str = ""
+    """the paper's label"""
+
+    def takes_everything(self, n: int) -> bool:
+        """Whether near and far keys together are all n keys, so that the estimate is exact and nothing is saved."""
+        return self.k is not None and self.k + (self.ell or 0) >= n
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Checked arguments of `budget`."""
+
+    n: int
+    eps: float
+    delta: float
+    d: int
+    form: str
+    k: int | None
+    draws: int | None
+    spread: float
+
+
+def budget(
+    n: int,
+    eps: float,
+    delta: float,
+    *,
+    d: int = 64,
+    theorem: str = "tail",
+    form: str = "corrected",
+    k: int | None = None,
+    draws: int | None = None,
+    spread: float = 1.0,
+) -> Budget:
+    """The sizes that `theorem` asks for to promise an error eps with probability 1 - delta.
+
+    | theorem | forms | paper |
+    |---|---|---|
+    | `tail` | printed, corrected | thm:simpler_expectation |
+    | `median-of-means` | printed, corrected, tight | thm:approx-attn |
+    | `mean` | corrected | (the paper has only the median) |
+    | `lazy-gumbel` | printed, corrected | lemma:large-gumbel-bound |
+    | `walks` | printed, corrected, dkw, signed | alg:mcmc_alg |
+    | `dq` | printed, corrected | thm:dq_approximation |
+    | `dk` | printed, corrected | thm:dk_approximation |
+
+    Args:
+        n: keys that a query sees.
+        eps, delta: error (its unit is in `Budget.promise`) and failure probability, both in (0, 1).
+        d: columns of the values, for the union bounds.
+        k: `tail` and `lazy-gumbel`: a given number of near keys; the rest is solved for it.
+        draws: `lazy-gumbel`: how many draws the buffer must serve in all; default: every draw of every row of the tight
+            median of means.
+        spread: size of one draw in the unit of eps: its standard deviation (`median-of-means`, and printed `dq` and
+            `dk`) or its range (`mean`).
+
+    >>> budget(131072, 0.05, 0.01).k
+    23123
+    """
+    check_positive("n", n)
+    check_positive("d", d)
+    check_fraction("eps", eps)
+    check_fraction("delta", delta)
+    if theorem not in FORMS:
+        raise ValueError(f"theorem must be one of {', '.join(FORMS)}; got {theorem!r}")
+    if form not in FORMS[theorem]:
+        raise ValueError(f"form must be one of {', '.join(FORMS[theorem])} for theorem {theorem!r}; got {form!r}")
+    if k is not None:
+        check_positive("k", k)
+        if theorem not in ("tail", "lazy-gumbel"):
+            raise ValueError(f"k is solved for or unused by theorem {theorem!r}; got k={k!r}")
+        k = min(k, n)
+    if draws is not None:
+        check_positive("draws", draws)
+        if theorem != "lazy-gumbel":
+            raise ValueError(f"draws is only read by theorem 'lazy-gumbel'; got draws={draws!r} for {theorem!r}")
+    if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 < spread < math.inf:
+        raise ValueError(f"spread must be a positive finite number, got {spread!r}")
+    return _SOLVERS[theorem](_Question(n, eps, delta, d, form, k, draws, spread))
+
+
+def every_budget(n: int, eps: float, delta: float, d: int = 64) -> list[Budget]:
+    """`budget` for every theorem in every form, in the order of the paper."""
+    return [budget(n, eps, delta, d=d, theorem=theorem, form=form) for theorem, forms in FORMS.items() for form in forms]
+
+
+def _median_of_means(ask: _Question) -> Budget:
+    """thm:approx-attn. delta' = delta / (n d); one set of draws serves all d columns, the union bound needs no independence.
+
+    printed: C eps^-2 log(n) ln(2 / delta') with C = 4 * 8: groups that miss with probability 1/4 (Chebyshev), and
+    Hoeffding over the groups. The paper's proof bounds Var / O^2 by B / O and writes log n for it, which needs V >= 0 and
+    O >= B / log n. At n = 1 this is 0 draws.
+    corrected: 8 ln(1 / delta') groups of 4 sigma^2 / eps^2, in units of an additive error.
+    tight: Chernoff instead of Hoeffding and the best split between group size and number of groups, which must be odd.
+    """
+    log_union = math.log(ask.n * ask.d / ask.delta)
+    if ask.form == "printed":
+        groups = _ceil(8 * (log_union + math.log(2)))
+        size = _ceil(4 * math.log(ask.n) / ask.eps**2)
+        promise = "|O^ - O| <= eps O for all n d entries, if V >= 0 and O >= max V / ln n"
+    else:
+        groups, size = _groups(log_union, ask.eps / ask.spread, tight=ask.form == "tight")
+        promise = "|O^ - O| <= eps (sum_k P_ik V_kj^2)^(1/2) for all n d entries"
+    sizes = {"draws": groups * size, "groups": groups, "group_size": size}
+    return Budget("median-of-means", ask.form, **sizes, promise=promise, label="thm:approx-attn")
+
+
+def _mean(ask: _Question) -> Budget:
+    """Hoeffding for the plain mean: range^2 ln(2 n d / delta) / (2 eps^2)."""
+    draws = _ceil(math.log(2 * ask.n * ask.d / ask.delta) / (2 * (ask.eps / ask.spread) ** 2))
+    promise = "|O^ - O| <= eps range(V_:j) for all n d entries"
+    return Budget("mean", ask.form, draws=draws, groups=1, group_size=draws, promise=promise, label="thm:approx-attn")
+
+
+def _lazy_gumbel(ask: _Question) -> Budget:
+    """lemma:large-gumbel-bound with k = ceil(sqrt n).
+
+    printed: E[m] <= n / k. corrected: E[m] = (n-k) e^U / (e^U + Z_S) <= (n-k) / (k+1) for a true top k. m is nearly geometric:
+    P(m >= t) = prod_{i<t} (n-k-i) / (n-i) at the bound, so (1 + E[m]) ln(draws / delta) slots hold every one of the draws.
+    """
+    k = ask.k or _sqrt_ceil(ask.n)
+    if ask.form == "printed":
+        ell, slots = math.ceil(ask.n / k), None
+        promise = "a draw is exact and looks at n/k far keys at most, in expectation"
+    else:
+        expected = (ask.n - k) / (k + 1)
+        draws = ask.draws or ask.n * math.prod(_groups(math.log(ask.n * ask.d / ask.delta), ask.eps, tight=True))
+        ell = math.ceil(expected)
+        # For one or two draws the geometric tail would be too short: m is bounded, and nearly uniform when k is small.
+        slots = min(ask.n - k, _ceil((1 + expected) * max(3.0, math.log(draws / ask.delta))))
+        promise = f"a draw is exact and looks at (n-k)/(k+1) far keys at most, in expectation; {draws:,} draws all fit the buffer"
+    return Budget("lazy-gumbel", ask.form, k=k, ell=ell, buffer=slots, promise=promise, label="lemma:large-gumbel-bound")
+
+
+def tail_condition(n: int, eps: float, delta: float, k: int, ell: int, form: str = "corrected") -> bool:
+    """Whether k near keys and ell sampled ones meet the conditions of thm:simpler_expectation.
+
+    printed: k^2 ell >= 8 n^2 eps^-2 ln(4/delta) and k ell >= 2 n eps^-2 ln(2/delta).
+    corrected: k ell >= 2 (1 + 2 eps/3) (n-k) eps^-2 ln(4/delta), by Bernstein on w(V - O); the k^2 ell condition is not needed.
+    """
+    if form == "printed":
+        squared = 8 * n * n * math.log(4 / delta) / eps**2
+        return k * k * ell >= squared and k * ell >= 2 * n * math.log(2 / delta) / eps**2
+    return k * ell >= 2 * (1 + 2 * eps / 3) * max(0, n - k) * math.log(4 / delta) / eps**2
+
+
+def _tail(ask: _Question) -> Budget:
+    """thm:simpler_expectation: the smallest k = ell that meets the conditions (n^(2/3) printed, n^(1/2) corrected).
+
+    The conditions only get easier with k and with ell, so bisection finds the smallest sizes. Sampling is without replacement:
+    more than the n - k keys that are left cannot be asked for, and taking them all is exact.
+    """
+
+    def enough(k: int, ell: int) -> bool:
+        return tail_condition(ask.n, ask.eps, ask.delta, k, ell, ask.form)
+
+    near = ask.k
+    if near is None:
+        k = ell = _smallest(lambda size: enough(size, size))
+    else:
+        k, ell = near, _smallest(lambda size: enough(near, size))
+    if k + ell >= ask.n:
+        promise = f"exact: it asks for {k:,} near and {ell:,} sampled keys, and there are {ask.n:,}"
+    elif ask.form == "printed":
+        promise = "|O^ - O| = O(eps) for each entry, if |V| <= C"
+    else:
+        promise = "|O^ - O| <= eps/(1-eps) max_k |V_kj - O_ij| for each entry"
+    k = min(k, ask.n)
+    return Budget("tail", ask.form, k=k, ell=min(ell, ask.n - k), promise=promise, label="thm:simpler_expectation")
+
+
+def _walks(ask: _Question) -> Budget:
+    """Algorithm ApproxPosProd, as D^V calls it: d columns lifted to x >= 0 and the row sums s, n entries each.
+
+    printed: 2 lg(n) / eps^2 with lg the logarithm to base 2 (0 walks at n = 1). corrected: Hoeffding for n (d+1) entries,
+    ln(2n(d+1)/delta) / (2 eps^2). dkw: the Dvoretzky-Kiefer-Wolfowitz inequality at eps/2, 2 ln(2(d+1)/delta) / eps^2; better
+    only for very large n. signed: walks that carry the sign of x need no lift and no s, but their terms lie between -||x||_1
+    and ||x||_1, which is twice as wide: 2 ln(2nd/delta) / eps^2.
+    """
+    if ask.form == "printed":
+        count = _printed_walks(ask)
+        promise = "|x^ - P^T x| <= eps ||x||_1 for x >= 0, with probability 1 - 1/n"
+    elif ask.form == "signed":
+        count = _ceil(2 * math.log(2 * ask.n * ask.d / ask.delta) / ask.eps**2)
+        promise = "|x^ - P^T x| <= eps ||x||_1 for x of any sign, for all n entries of d columns"
+    else:
+        if ask.form == "dkw":
+            count = _ceil(2 * math.log(2 * (ask.d + 1) / ask.delta) / ask.eps**2)
+        else:
+            count = _ceil(math.log(2 * ask.n * (ask.d + 1) / ask.delta) / (2 * ask.eps**2))
+        promise = "|x^ - P^T x| <= eps ||x||_1 for x >= 0, for all n entries of d columns and of s"
+    return Budget("walks", ask.form, walks=count, promise=promise, label="alg:mcmc_alg")
+
+
+def _dq(ask: _Question) -> Budget:
+    """thm:dq_approximation. D^Q_ij = Cov_{D_i}(D^P_i, K_j).
+
+    printed: E1, E2, E3 estimated apart, each by its own median of means at (eps, delta/3) for every one of n d entries, with the
+    constant C = 4 * 8; `draws` counts all three, for one entry.
+    corrected: the sample covariance of one set of N draws per row, shared by the columns. With t = (ln(2/delta') / (2N))^(1/2),
+    delta' = delta / (n(2d+1)), Hoeffding for the means of D^P, of K_j and of their centred product (whose range is at most the
+    product of the ranges) gives an error of at most (t + t^2) N/(N-1) + 1/(4(N-1)) in units of the two ranges.
+    """
+    k = _sqrt_ceil(ask.n)
+    if ask.form == "printed":
+        log_union = math.log(2 * 3 * ask.n * ask.d / ask.delta)
+        groups, size = _groups(log_union, ask.eps / ask.spread)
+        return Budget(
+            "dq",
+            ask.form,
+            k=k,
+            draws=3 * groups * size,
+            groups=groups,
+            group_size=size,
+            promise="|D^Q^ - D^Q| <= eps (1 + eps + |E2| + |E3|) for all n d entries, eps in units of sd(D^P K), sd(K), sd(D^P)",
+            label="thm:dq_approximation",
+        )
+    log_union = math.log(2 * ask.n * (2 * ask.d + 1) / ask.delta)
+
+    def enough(draws: int) -> bool:
+        deviation = math.sqrt(log_union / (2 * draws))
+        return draws > 1 and (deviation + deviation**2) * draws / (draws - 1) + 0.25 / (draws - 1) <= ask.eps
+
+    draws = _smallest(enough)
+    return Budget(
+        "dq",
+        ask.form,
+        k=k,
+        draws=draws,
+        groups=1,
+        group_size=draws,
+        promise="|D^Q^ - D^Q| <= eps range(D^P_i) range(K_:j) for all n d entries",
+        label="thm:dq_approximation",
+    )
+
+
+def _dk(ask: _Question) -> Budget:
+    """thm:dk_approximation.
+
+    printed: `walks` = 2 lg(n) / eps^2 for *each* of n d entries of A, as many again for each column of B and for s; `draws` by
+    median of means for each entry of X^.
+    corrected: `walks` from each row k, shared by all columns: a walk k -> i adds (D^P_ki - <D^O_k, O_k>) Q_kj / walks to every
+    entry of row i. A term of entry (i, j) is either 0 or at most c_kj / walks, c_kj = |Q_kj| max_i |D^P_ki - <D^O_k, O_k>|, so
+    Hoeffding bounds the error by eps (sum_k c_kj^2)^(1/2), about sqrt(n) times less than the printed eps n M.
+    """
+    if ask.form == "printed":
+        groups, size = _groups(math.log(2 * ask.n * ask.d / ask.delta), ask.eps / ask.spread)
+        return Budget(
+            "dk",
+            ask.form,
+            k=_sqrt_ceil(ask.n),
+            draws=groups * size,
+            groups=groups,
+            group_size=size,
+            walks=_printed_walks(ask),
+            promise="|D^K^ - D^K| = O(eps n (M + M^X)) for all n d entries; the walks are for each entry",
+            label="thm:dk_approximation",
+        )
+    return Budget(
+        "dk",
+        ask.form,
+        k=_sqrt_ceil(ask.n),
+        walks=_ceil(math.log(2 * ask.n * ask.d / ask.delta) / (2 * ask.eps**2)),
+        promise="|D^K^ - D^K| <= eps (sum_k c_kj^2)^(1/2) for all n d entries; the walks are for each row",
+        label="thm:dk_approximation",
+    )
+
+
+FORMS: dict[str, tuple[str, ...]] = {
+    "median-of-means": ("printed", "corrected", "tight"),
+    "mean": ("corrected",),
+    "lazy-gumbel": ("printed", "corrected"),
+    "tail": ("printed", "corrected"),
+    "walks": ("printed", "corrected", "dkw", "signed"),
+    "dq": ("printed", "corrected"),
+    "dk": ("printed", "corrected"),
+}
+"""The forms in which each theorem can be asked for."""
+
+_SOLVERS: dict[str, Callable[[_Question], Budget]] = {
+    "median-of-means": _median_of_means,
+    "mean": _mean,
+    "lazy-gumbel": _lazy_gumbel,
+    "tail": _tail,
+    "walks": _walks,
+    "dq": _dq,
+    "dk": _dk,
+}
+
+
+def _groups(log_union: float, eps: float, tight: bool = False) -> tuple[int, int]:
+    """Number and size of the groups of a median of means whose failure probability is exp(-log_union), in units of one sd."""
+    if not tight:
+        return max(1, _ceil(8 * log_union)), _ceil(4 / eps**2)
+    groups = max(1, _ceil(GROUPS_PER_LOG * log_union))
+    return groups + 1 - groups % 2, _ceil(1 / (GROUP_FAILURE * eps**2))
+
+
+def _printed_walks(ask: _Question) -> int:
+    return _ceil(2 * math.log2(ask.n) / ask.eps**2)
+
+
+def _sqrt_ceil(n: int) -> int:
+    return math.isqrt(n - 1) + 1
+
+
+def _ceil(x: float) -> int:
+    """The ceiling, forgiving the rounding of a quotient that should have been an integer."""
+    return math.ceil(x * (1 - 4e-16))
+
+
+def _smallest(enough: Callable[[int], bool]) -> int:
+    """The smallest positive size that is enough, for a condition that becomes true somewhere and stays so."""
+    high = 1
+    while not enough(high):
+        high *= 2
+    low = high // 2 + 1
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high

@@ -1,0 +1,155 @@
+"""Attention from draws of the softmax: the paper's kNN attention (Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nearfield.checks import check_fraction, check_index, check_positive
+from nearfield.chunks import row_blocks
+from nearfield.kernels import backends
+from nearfield.knn.index.base import Index, build_index, default_k
+from nearfield.knn.index.exact import ExactIndex
+from nearfield.paper.budgets import budget
+from nearfield.paper.gradients import with_gradient
+from nearfield.paper.lazy import prepare
+from nearfield.paper.walks import RandomWalk
+from nearfield.problem import Call, Gradient, Problem, Rows
+from nearfield.results import Outcome
+from nearfield.sampling import hashed_uniform
+
+
+@dataclass(frozen=True)
+class LazyGumbel:
+    """Draws from every row's softmax by lazy Gumbel sampling, combined by median of means (paper, Algorithms 1 and 2).
+
+    With the default number of draws, with probability 1 - delta every entry of the output is within
+
+        eps (sum_j P_ij V_jc^2)^(1/2)   (estimator="median")      or      eps (max_j V_jc - min_j V_jc)   (estimator="mean").
+
+    The paper's multiplicative guarantee needs V >= 0 and entries bounded away from zero; this one needs nothing.
+
+    Args:
+        eps, delta: the promise above.
+        k: near keys per row; None: ceil(sqrt(Lk)).
+        index: what finds them. Draws are exact for every index that can bound the keys it leaves out (`ExactIndex`,
+            `KMeansIndex`); otherwise `info["certified"]` is False.
+        estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
+        draws: overrides the number of draws per row.
+        certify: False uses the paper's cutoff, which trusts the index to have found the true top k.
+
+    The draws are shared by all columns. Cost: the search, plus O(draws * (log k + E[m] * dim)) per row with E[m] <= n/k. The
+    gradient is `gradients.RandomWalk`, because draws have none of their own.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 256, 16).unbind(0)
+        >>> est = nearfield.estimate(q, k, v, method=LazyGumbel(eps=0.3, delta=0.1), audit=59)
+    """
+
+    eps: float = 0.1
+    delta: float = 0.1
+    k: int | None = None
+    index: Index = field(default_factory=ExactIndex)
+    estimator: Literal["median", "mean"] = "median"
+    draws: int | None = None
+    certify: bool = True
+
+    any_mask = False
+
+    def __post_init__(self) -> None:
+        check_fraction("eps", self.eps)
+        check_fraction("delta", self.delta)
+        check_positive("k", self.k, optional=True)
+        check_positive("draws", self.draws, optional=True)
+        check_index("index", self.index)
+        if self.estimator not in ("median", "mean"):
+            raise ValueError(f"estimator must be 'median' or 'mean', got {self.estimator!r}")
+
+    def run(self, problem: Problem, call: Call) -> Outcome:
+        rows = problem.rows
+        k = default_k(self.k, rows.length)
+        groups, size = self._sizes(rows)
+        with torch.no_grad():
+            outcome = self._estimate(problem, rows.detach(), k, groups, size, call)
+        if call.gradient is not None or not torch.is_grad_enabled():
+            return outcome
+        if problem.dropout_p and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
+            raise ValueError("LazyGumbel cannot be differentiated with dropout; use TopK or Exact, or dropout_p=0")
+        own: Gradient = RandomWalk(index=self.index, k=self.k)
+        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds)
+        return replace(outcome, output=problem.by_head(output))
+
+    def is_async(self, problem: Problem, backend: str) -> bool:
+        return False
+
+    def _sizes(self, rows: Rows) -> tuple[int, int]:
+        """Groups and draws per group."""
+        if self.estimator == "mean":
+            asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="mean")
+            return 1, self.draws or asked.draws or 1
+        asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="median-of-means", form="tight")
+        groups = asked.groups or 1
+        if self.draws is None:
+            return groups, asked.group_size or 1
+        groups = min(groups, self.draws)
+        groups -= 1 - groups % 2  # odd, so that the median is one of the means
+        return groups, self.draws // groups
+
+    def _estimate(self, problem: Problem, rows: Rows, k: int, groups: int, size: int, call: Call) -> Outcome:
+        batch, count = rows.visible.shape
+        draws = groups * size
+        output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
+        lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
+        backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
+        built = build_index(self.index, rows.keys)
+        kernel = backends.pair_kernels(call.backend, rows.keys.device)
+        table = rows.values.flatten(0, 1)
+        certified, evaluated, dense, looked_at, expected = True, 0, 0, 0, 0.0
+        for block in row_blocks((batch, count), 40 * max(draws, k, built.groups)):
+            part = rows.at(block)
+            lazy = prepare(part, built, k, self.certify, call.backend)
+            drawn = lazy.draw_each(draws, call.seeds.generator(block.start))
+            certified &= lazy.certified
+            evaluated += int(drawn.evaluated.sum())
+            dense += int(lazy.dense.sum())
+            looked_at += int(torch.where(lazy.dense, part.visible.reshape(-1), part.visible.reshape(-1).clamp(max=k)).sum())
+            expected += float(lazy.expected_evaluations().sum())
+
+            place = drawn.place.view(-1, size)
+            weights = rows.values.new_full(place.shape, 1.0 / size)
+            if problem.dropout_p:
+                row = lazy.seen // part.visible.shape[1] * count + block.start + lazy.seen % part.visible.shape[1]
+                keep = hashed_uniform(call.seeds.base, row[:, None], drawn.ids) >= problem.dropout_p
+                weights = weights * keep.view(weights.shape) / (1 - problem.dropout_p)
+            means = kernel.pair_sums(weights, table, place).view(len(lazy.seen), groups, -1)
+            output[:, block] = lazy.spread(means.median(1).values)
+            # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
+            log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
+            lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
+            if call.diagnostics and not problem.dropout_p:
+                stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
+        info = {
+            "keys_per_query": (looked_at + evaluated) / max(1, rows.count),
+            "k": k,
+            "draws": draws,
+            "groups": groups,
+            "certified": certified,
+            "evaluated_per_draw": evaluated / max(1, rows.count * draws),
+            "expected_per_draw": expected / max(1, rows.count),
+            "dense_rows": dense,
+            "backend": backend,
+        }
+        return Outcome(
+            problem.by_head(output), problem.by_head(lse), None if problem.dropout_p else problem.by_head(stderr), info
+        )
+
+
+def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:
+    """Standard error of the mean of the draws, as a norm; sqrt(pi/2) larger for a median of several groups."""
+    square = table.square().sum(-1)[place].mean(-1)
+    variance = (square - means.mean(1).square().sum(-1)).clamp(min=0) / max(1, place.shape[1] - 1)
+    return variance.sqrt() * (math.sqrt(math.pi / 2) if means.shape[1] > 1 else 1.0)

@@ -1,0 +1,75 @@
+"""What comes back: from a method, from a gradient, and from a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method returns."""
+
+    output: Tensor
+    """`[batch, heads, length, value_dim]`, in any dtype: the caller casts it to that of the inputs"""
+    lse: Tensor | None = None
+    """`[batch, heads, length]`: log of the softmax normaliser; needed if `Call.diagnostics` is set"""
+    stderr: Tensor | None = None
+    """`[batch, heads, length]`: estimated standard error of a row; None where the method has none"""
+    info: dict[str, Any] = field(default_factory=dict)
+    """how it was made: what `Estimate.info` shows"""
+
+
+class Gradients(NamedTuple):
+    """Gradients of a loss with respect to the three inputs of attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Rows recomputed exactly, and what they say about all rows.
+
+    With `confidence`, at most a fraction `1 - quantile` of all rows has an error above `additive` (or `relative`). This
+    holds for any data and any method, because the audited rows are chosen at random after the estimate was made. It
+    bounds the share of bad rows, not every single row.
+    """
+
+    rows: int
+    """how many rows were recomputed"""
+    quantile: float
+    confidence: float
+    additive: float
+    """largest audited ||estimate - exact||, in units of the rms norm of the values"""
+    relative: float
+    """largest audited ||estimate - exact|| / ||exact||"""
+    additive_errors: Tensor
+    """`[rows]`"""
+    relative_errors: Tensor
+    """`[rows]`"""
+
+    def __str__(self) -> str:
+        return (
+            f"with confidence {self.confidence:.0%}, {self.quantile:.1%} of the rows are within {self.additive:.3g} "
+            f"of exact attention (in units of the rms value norm; relative {self.relative:.3g})"
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The result of `nearfield.estimate`."""
+
+    output: Tensor
+    """`[..., length, value_dim]`, what `attention` returns"""
+    lse: Tensor
+    """`[..., length]`, log of the (estimated) softmax normaliser; float32, or float64 for float64 inputs"""
+    stderr: Tensor | None = None
+    """`[..., length]`, estimated standard error of a row, as a norm over the columns; None where the method has none.
+    An estimate of the error, not a bound."""
+    audit: Audit | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    """how the estimate was made: method, keys per query, and what the method has to say"""

@@ -1,0 +1,166 @@
+"""The benchmarks run in their quick form, write nothing then, and what they compute on the way is right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nearfield as nf
+from nearfield.synthetic import make
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+WRITTEN = (*BENCHMARKS.glob("results/*.json"), *(BENCHMARKS.parent / "docs" / "figures").glob("*.png"))
+
+
+def run(script: str, *arguments: str) -> str:
+    """What a benchmark prints; it leaves every result and figure as it was."""
+    before = {path: path.stat().st_mtime_ns for path in WRITTEN}
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in WRITTEN}
+    assert "written" not in result.stdout
+    return result.stdout
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def test_every_section_of_the_cells_benchmark_runs() -> None:
+    shown = run("bench_cells.py", "--quick")
+    titles = (
+        "forward, no mask",
+        "forward and backward, causal",
+        "time ~ n^",
+        "paper (M3",
+        "as many keys",
+        "against F.scaled_dot",
+    )
+    for title in (*titles, "Auto(eps=0.05): honoured", "clustered, no mask; 200 rows"):
+        assert title in shown, title
+
+
+def test_the_benchmark_on_real_inputs_runs_on_saved_ones(tmp_path: Path) -> None:
+    for layer in range(2):
+        query, key, value = make("local", 1, 2, 2048, 16, kv_heads=1, seed=layer)
+        torch.save({"q": query, "k": key, "v": value}, tmp_path / f"layer_{layer:02}.pt")
+    shown = run("bench_real.py", "--captured", str(tmp_path), "--rows", "8", "--quick")
+    assert "relative error, all layers, 2,048 tokens" in shown
+    assert "without layer 0" in shown
+    assert "routed per group" in shown
+
+
+def test_real_inputs_are_asked_for_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    real = load("bench_real", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["bench_real.py", "--model", str(tmp_path)])
+    real.main()
+    assert "make smollm2" in capsys.readouterr().out
+
+
+def test_the_dense_cells_of_the_benchmark_are_the_librarys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    real = load("bench_real", monkeypatch)
+    layers = [(layer, *make("local", 1, 4, 4096, 16, kv_heads=2, seed=layer)) for layer in (0, 3)]
+    results = real.measure(layers, rows=4)
+    library, dense = results["settings"][0], results["routing"]["per head"]
+    assert (library["cell_size"], library["probes"]) == (results["routing"]["cell_size"], results["routing"]["probes"])
+    assert dense["all_layers"] == pytest.approx(library["all_layers"], rel=1e-3)
+    assert dense["without_layer_0"] == pytest.approx(library["without_layer_0"], rel=1e-3)
+    load("real_plot", monkeypatch).plot(results, tmp_path)
+    assert (tmp_path / "cells_real.png").stat().st_size > 10_000
+
+
+def test_the_dense_cells_of_the_benchmark_open_as_many_keys_as_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = load("bench_real", monkeypatch)
+    query, key, value = make("local", 1, 1, 4096, 16)
+    past = 4096 - real.SEGMENT
+    (group,) = real.groups(query, key, value, torch.arange(past, 4096))
+    for cell_size, probes in real.SETTINGS:
+        method = nf.Cells(cell_size=cell_size, probes=probes, segment=real.SEGMENT, sinks=real.SINKS)
+        read = [
+            rows * nf.estimate(query[:, :, :rows], key, value, is_causal=True, method=method).info["keys_per_query"]
+            for rows in (past, 4096)
+        ]
+        # What the rows of the last segment read, less their own segment and the sinks.
+        opened = (read[1] - read[0]) / real.SEGMENT - (real.SEGMENT + 1) / 2 - real.SINKS
+        assert float(real.routed(group, cell_size, probes)[1]) == pytest.approx(opened, rel=1e-4)
+
+
+def test_audit_of_the_benchmarks_agrees_with_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = load("errors", monkeypatch)
+    query, key, value = make("sharp", 1, 4, 96, 16, kv_heads=2)
+    found = nf.estimate(query, key, value, is_causal=True, enable_gqa=True, method=nf.TopK(8), audit=4 * 96)
+    mine, additive = errors.of_random_rows(found.output, query, key, value, rows=4 * 96, seed=0, is_causal=True)
+    assert mine == pytest.approx(errors.of_audit(found.audit), rel=1e-3)
+    assert float(additive.max()) == pytest.approx(found.audit.additive, rel=1e-3)
+    head = query[:, :1], key[:, :1], value[:, :1]
+    found = nf.estimate(*head, method=nf.TopK(8), audit=96)
+    all_rows = errors.of_all_rows(found.output, F.scaled_dot_product_attention(*head), head[2])
+    assert all_rows == pytest.approx(errors.of_audit(found.audit), rel=1e-3)
+
+
+def test_sections_are_merged_with_their_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = load("record", monkeypatch)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    record.merge("some", "first", {"seconds": [1.5, 2e-7, -3]})
+    path = record.merge("some", "second", {"n": 4})
+    assert record.read_sections("some") == {"first": {"seconds": [1.5, 2e-7, -3]}, "second": {"n": 4}}
+    assert '"seconds": [1.5, 2e-07, -3]' in path.read_text()
+    assert all("torch" in section["environment"] for section in json.loads(path.read_text()).values())
+
+
+def test_peak_memory_counts_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, record = load("cells_speed", monkeypatch), load("record", monkeypatch)
+    for task in (speed.forward_task, speed.training_task):
+        assert pickle.loads(pickle.dumps(task)) is task  # it travels to a fresh process
+    needed = record._peak_of(lambda n: lambda: torch.ones(n, 1 << 18), 64)
+    assert 60 < needed < 80
+
+
+def test_peak_allocated_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load("record", monkeypatch)
+
+    def call() -> torch.Tensor:
+        first = torch.ones(1 << 18)  # 1 MB
+        second = torch.cat([first, first])  # 2 MB
+        del first
+        return second[:4] + 1
+
+    assert record.peak_allocated(call) == pytest.approx(3.0, abs=0.01)
+
+
+def test_crossover_and_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, record = load("cells_speed", monkeypatch), load("record", monkeypatch)
+    rows = [{"n": n, "sdpa_over_cells": n / 3000} for n in (1024, 2048, 4096, 8192)]
+    assert speed.crossover(rows) == pytest.approx(3000)
+    assert speed.crossover(rows[2:]) is None
+    assert record.exponent([10, 20, 40], [7 * n**1.5 for n in (10, 20, 40)]) == pytest.approx(1.5)
+
+
+def test_the_picture_is_drawn_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    off = {"mean_relative": 0.01, "p95_relative": 0.03}
+    rows = [
+        {"n": n, "seconds": {"sdpa": [n * n / 1e7], "cells": [n / 1e3]}, "sdpa_over_cells": n / 1e4, "errors": off}
+        for n in (4096, 8192, 16_384, 65_536)
+    ]
+    long = [{"n": n, "seconds": [n / 1e3], "errors": off} for n in (65_536, 2**20)]
+    times = {"rows": rows, "crossover": 1e4}
+    sections = {"forward": times, "training": times, "scaling": {"rows": long, "exponent": 1.0}}
+    load("cells_plot", monkeypatch).plot(sections, tmp_path)
+    assert (tmp_path / "cells.png").stat().st_size > 10_000

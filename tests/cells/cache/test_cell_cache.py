@@ -1,0 +1,504 @@
+"""The cell store: all opened is exact attention, few opened is the engine with one span per segment; and taking things back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import nearfield
+from nearfield.cells import sizes as cells_sizes
+from nearfield.cells.cache import attend as cache_attend
+from nearfield.cells.cache.attend import CellTables, Routed, by_head, route
+from nearfield.cells.cache.state import Held
+from nearfield.cells.cache.store import CellStore
+from nearfield.cells.torch.head import group_keys
+from nearfield.hf.stored import StoredKeys
+
+BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 150, 16, 12
+STEPS = (37, 1, 1, 30, 9, 1, 71)
+SIZES = {"segment": 16, "cell_size": 4, "sinks": 5, "window": 0}
+ALL = nearfield.Cells(probes=10**6, **SIZES)
+FEW = nearfield.Cells(probes=3, **SIZES)
+
+
+def inputs(dtype: torch.dtype = torch.float32, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((HEADS * GROUP, DIM), (HEADS, DIM), (HEADS, VALUE_DIM))
+    query, key, value = (torch.randn(BATCH, heads, length, dim, generator=generator) for heads, dim in shapes)
+    return (2 * query).to(dtype), key.to(dtype), value.to(dtype)
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, counts: Tensor | None = None) -> Tensor:
+    seen = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool).tril()[-query.shape[2] :]
+    seen = seen[None, None] if counts is None else seen & counts[:, None, None]
+    return F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True).nan_to_num(0.0)
+
+
+def run(store: CellStore, data: tuple[Tensor, Tensor, Tensor], steps: Sequence[int] = STEPS, start: int = 0) -> Tensor:
+    """Append and attend in steps of so many keys."""
+    query, key, value = data
+    outputs = []
+    for step in steps:
+        part = slice(start, start + step)
+        store.append(key[:, :, part], value[:, :, part])
+        outputs.append(store.attend(query[:, :, part]))
+        start += step
+    return torch.cat(outputs, 2)
+
+
+def held(store: CellStore) -> Held:
+    assert store.held is not None
+    return store.held
+
+
+# Attending.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 20, None])
+def test_all_opened_is_exact(dtype: torch.dtype, window: int | None) -> None:
+    data = inputs(dtype)
+    output = run(CellStore(nearfield.Cells(probes=10**6, **SIZES | {"window": window})), data)
+    truth = exact(*(x.double() for x in data))
+    plain = (exact(*data) - truth).abs().max()
+    assert output.dtype == dtype
+    assert (output - truth).abs().max() <= 2 * plain + (1e-14 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("method", [FEW, nearfield.Cells(probes=2, segment=32, cell_size=8, sinks=0, window=32)])
+@pytest.mark.parametrize("steps", [STEPS, (LENGTH,), (1,) * LENGTH], ids=["mixed", "at once", "one by one"])
+def test_few_opened_is_the_engine_with_a_span_per_segment(
+    method: nearfield.Cells, steps: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One query head for each head of keys: in the engine every query opens cells of its own, and here a group does.
+    query, key, value = inputs(torch.float64)
+    data = query[:, ::GROUP], key, value
+    output = run(CellStore(method), data, steps)
+    monkeypatch.setattr(cells_sizes, "MOST_HEIGHTS", 1)
+    theirs = nearfield.attention(*data, is_causal=True, method=method, backend="reference")
+    assert (output - theirs).abs().max() < 1e-12
+    assert (output - exact(*data)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_at_once_are_rows_one_by_one(dtype: torch.dtype) -> None:
+    """Also where a group opens cells together, and the open end is longer than what stands for it in their choice."""
+    data = inputs(dtype, length=400)
+    method = nearfield.Cells(probes=3, segment=100, cell_size=5, sinks=4, window=8)
+    first = run(CellStore(method), data, (1,) * 400)
+    for steps in ((400,), (150, 1, 249)):
+        torch.testing.assert_close(run(CellStore(method), data, steps), first)
+
+
+def test_the_latest_keys_stand_for_the_open_end_where_cells_are_chosen() -> None:
+    """What two queries have in an open end of 90 keys: all of it counts in their attention, the latest 64 in their choice."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 1, 1, 190, DIM, generator=generator, dtype=torch.float64)
+    query = torch.randn(1, 2, 1, DIM, generator=generator, dtype=torch.float64)
+    opened = []
+    for place in (100, 120, 130, 189):
+        own = key.clone()
+        own[0, 0, place] = 8 * query[0, 0, 0]  # the first query has nearly all its weight there
+        store = CellStore(nearfield.Cells(probes=3, segment=100, cell_size=5, sinks=0, window=0))
+        store.append(own, value)
+        store.close()
+        queries = by_head(query, 1, 1.0)
+        near = (queries @ own[0].transpose(1, 2))[..., 100:]
+        for seen, name in ((near[..., -64:].logsumexp(2), "latest"), (near.logsumexp(2), "all")):
+            opened.append((place, name, set(route(held(store).tables, queries, 1, 3, seen).opened[0].tolist())))
+        spied = spy_on_routes(store, query)
+        assert torch.allclose(spied, near[..., -64:].logsumexp(2))
+    by_place = {(place, name): cells for place, name, cells in opened}
+    assert by_place[100, "latest"] != by_place[100, "all"]
+    assert by_place[130, "latest"] == by_place[130, "all"]
+
+
+def spy_on_routes(store: CellStore, query: Tensor) -> Tensor:
+    """What the choice of cells is told of keys that are read anyway."""
+    told: list[Tensor] = []
+
+    def spy(tables: CellTables, queries: Tensor, rows: int, probes: int, near: Tensor) -> Routed:
+        told.append(near)
+        return route(tables, queries, rows, probes, near)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_attend, "route", spy)
+        store.attend(query, 1.0)
+    return told[0]
+
+
+def test_one_step_by_hand() -> None:
+    """Cells that two query heads open together: those where one of them may have most of its weights."""
+    query, key, value = inputs(torch.float64)
+    store = CellStore(FEW)
+    store.append(key[:, :, :40], value[:, :, :40])
+    entry, head = 1, 1
+    output = store.attend(query[:, :, 39:40], scale=0.3)[entry, GROUP * head : GROUP * head + GROUP, 0]
+    q, k, v = 0.3 * query[entry, GROUP * head : GROUP * head + GROUP, 39], key[entry, head, :40], value[entry, head, :40]
+    members, means, scores, masses = [], [], [], []
+    deviations = torch.zeros(VALUE_DIM, DIM, dtype=torch.float64)
+    for first in (0, 16):
+        cell_of = group_keys(k[None, first : first + 16], 4, 0, nearfield.KMeans())[0][0]
+        for cell in range(4):
+            own = (cell_of == cell).nonzero()[:, 0] + first
+            own = own[own >= 5]
+            if len(own) == 0:
+                continue
+            mu, mean = k[own].mean(0), v[own].mean(0)
+            u = (q.square() * (k[own] - mu).square().mean(0)).sum(1)
+            members.append(own)
+            means.append(mean)
+            scores.append(q @ mu + 1.5 * u.sqrt())
+            masses.append(len(own) * (q @ mu).exp() * (1 + u / 4) ** 2)
+            deviations += (v[own] - mean).T @ (k[own] - mu)
+    pooled = sum(len(own) for own in members)
+    assert pooled == 32 - 5
+    near = torch.cat([torch.arange(5), torch.arange(32, 40)])
+    all_of_it = (q @ k[near].T).exp().sum(1) + sum(masses)
+    share = [float((score.exp() / all_of_it).max()) for score in scores]
+    order = sorted(range(len(share)), key=lambda cell: -share[cell])
+    near = torch.cat([near, *(members[cell] for cell in order[:3])])
+    mass = (q @ k[near].T).exp()
+    numerator, total = mass @ v[near], mass.sum(1, keepdim=True)
+    for cell in order[3:]:
+        weight = masses[cell][:, None]
+        numerator, total = numerator + weight * (means[cell] + q @ (deviations / pooled).T), total + weight
+    assert torch.allclose(output, numerator / total, rtol=1e-10)
+    apart = [sorted(range(len(share)), key=lambda cell: -float(scores[cell][i]))[:3] for i in range(GROUP)]
+    assert set(apart[0]) != set(apart[1])  # else there would be nothing to agree on
+
+
+def test_reads_only_what_it_opens() -> None:
+    query, key, value = inputs()
+    store = CellStore(FEW)
+    store.append(key, value)
+    first = store.attend(query[:, :, -1:])
+    held(store).values.filled[:, :, : store.closed] = torch.nan
+    changed = store.attend(query[:, :, -1:])
+    assert changed.isnan().any()  # an opened cell
+    # With the opened keys put back, all else may be anything: it is not read.
+    store = CellStore(nearfield.Cells(probes=1, segment=16, cell_size=4, sinks=0, window=0))
+    store.append(key, value)
+    first = store.attend(query[:1].expand(2, -1, -1, -1)[:, :, -1:])
+    own = held(store)
+    read = torch.zeros(BATCH, HEADS, LENGTH, dtype=torch.bool)
+    read[:, :, store.closed :] = True
+    calls = []
+    gather = own.gather
+
+    def recorded(place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        calls.append(place)
+        return gather(place, dtype)
+
+    own.gather = recorded  # type: ignore[method-assign]
+    store.attend(query[:1].expand(2, -1, -1, -1)[:, :, -1:])
+    for place in calls:
+        read.view(BATCH * HEADS, -1).scatter_(1, place, True)
+    assert read.sum() <= BATCH * HEADS * (GROUP * 8 * 4 + LENGTH - store.closed)
+    for buffer in (own.keys, own.values):
+        buffer.filled.masked_fill_(~read[..., None], torch.nan)
+    assert torch.equal(store.attend(query[:1].expand(2, -1, -1, -1)[:, :, -1:]), first)
+
+
+@pytest.mark.parametrize("different", [1, 3])
+def test_empty_cells(different: int) -> None:
+    query, key, value = inputs()
+    key = key[:, :, torch.arange(LENGTH) % different]  # fewer keys than cells
+    store = CellStore(ALL)
+    assert torch.allclose(run(store, (query, key, value)), exact(query, key, value), atol=1e-5)
+    sizes = held(store).tables.size.filled
+    assert (sizes == 0).any()
+    assert (sizes[:, :, :4].sum(2) == 16 - 5).all()
+    assert run(CellStore(FEW), (query, 1e4 * key, value)).isfinite().all()
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = inputs(torch.float64)
+    whole = run(CellStore(FEW), data)
+    monkeypatch.setattr("nearfield.cells.cache.store.BLOCK_BYTES", 1)
+    assert torch.allclose(run(CellStore(FEW), data), whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+def test_kernels_serve_the_latest_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They see all keys that are there. Rows before it are served one by one as well, where blocks are small."""
+    pytest.importorskip("triton")
+    query, key, value = inputs()
+    outputs = []
+    for runs in (False, True):
+        store = CellStore(FEW)
+        store.append(key[:, :, :-rows], value[:, :, :-rows])
+        store.close()
+        store.append(key[:, :, -rows:], value[:, :, -rows:])
+        monkeypatch.setattr("nearfield.cells.cache.store.BLOCK_BYTES", 1)
+        monkeypatch.setattr("nearfield.kernels.backends.runs_triton", lambda device, runs=runs: runs)
+        outputs.append(store.attend(query[:, :, -rows:]))  # a part of all queries
+    torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("partition", [nearfield.Blocks(), nearfield.HashBuckets()])
+def test_other_partitions(partition: nearfield.Blocks | nearfield.HashBuckets) -> None:
+    data = inputs()
+    output = run(CellStore(nearfield.Cells(probes=10**6, partition=partition, **SIZES)), data)
+    assert torch.allclose(output, exact(*data), atol=1e-5)
+
+
+def test_default_sizes() -> None:
+    store = CellStore()
+    _, key, value = inputs(length=3100)
+    store.append(key, value)
+    store.close()
+    assert (store.length, store.closed, store.cells, store.probes) == (3100, 3072, 192, 20)
+
+
+def test_closed_cells_never_change() -> None:
+    data = inputs()
+    store = CellStore(FEW)
+    run(store, data, (40,))
+    tables = copy.deepcopy(held(store).tables)
+    keys = held(store).keys.filled[:, :, : store.closed].clone()
+    assert len(tables) == 8
+    run(store, inputs(seed=1), (1, 1, 50), start=40)
+    assert len(held(store).tables) == 20
+    for name in ("start", "size", "centroid", "variance", "value"):
+        assert torch.equal(getattr(held(store).tables, name).filled[:, :, :8], getattr(tables, name).filled)
+    assert torch.equal(held(store).keys.filled[:, :, :32], keys)
+
+
+def test_later_keys_change_no_earlier_row() -> None:
+    query, key, value = inputs()
+    before = run(CellStore(FEW), (query, key, value), (LENGTH,))
+    key, value = key.clone(), value.clone()
+    key[:, :, 70:], value[:, :, 70:] = 9.0, 100.0
+    assert torch.equal(run(CellStore(FEW), (query, key, value), (LENGTH,))[:, :, :70], before[:, :, :70])
+    value[:, :, 70:] = torch.nan
+    after = run(CellStore(FEW), (query, key, value), (LENGTH,))
+    assert torch.allclose(after[:, :, :70], before[:, :, :70], atol=1e-6)
+    assert after[:, :, 70:].isnan().all()
+
+
+# Padding.
+
+
+def padding(length: int = LENGTH) -> Tensor:
+    """Left padding: two segments and a bit in the first entry, none in the second."""
+    counts = torch.ones(BATCH, length, dtype=torch.bool)
+    counts[0, :35] = False
+    return counts
+
+
+def run_padded(method: nearfield.Cells, data: tuple[Tensor, Tensor, Tensor], steps: Sequence[int] = (60, 1, 39, 50)) -> Tensor:
+    counts = padding()
+    store, outputs, start = CellStore(method), [], 0
+    for step in steps:
+        part = slice(start, start + step)
+        start += step
+        store.append(data[1][:, :, part], data[2][:, :, part])
+        store.mark(counts[:, :start])
+        outputs.append(store.attend(data[0][:, :, part]))
+    return torch.cat(outputs, 2)
+
+
+def test_padding_with_all_opened_is_exact() -> None:
+    data = inputs()
+    assert torch.allclose(run_padded(ALL, data), exact(*data, padding()), atol=1e-5)
+
+
+def test_padding_may_be_anything() -> None:
+    query, key, value = inputs()
+    clean = run_padded(FEW, (query, key, value))
+    key, value = key.clone(), value.clone()
+    key[0, :, :35], value[0, :, :35] = 1e4, torch.nan
+    assert torch.equal(run_padded(FEW, (query, key, value)), clean)
+    alone = run(CellStore(FEW), tuple(x[1:] for x in (query, key, value)), (60, 1, 39, 50))  # type: ignore[arg-type]
+    assert torch.allclose(clean[1:], alone, atol=1e-5)
+
+
+def test_padding_of_whole_segments_is_as_if_it_were_not_there() -> None:
+    data = inputs()
+    counts = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    counts[0, :32] = False
+    store = CellStore(FEW)
+    store.append(data[1], data[2], counts)
+    padded = store.attend(data[0][:, :, -1:])[0]
+    alone = run(CellStore(FEW), tuple(x[:1, :, 32:] for x in data), (LENGTH - 32,))  # type: ignore[arg-type]
+    assert torch.allclose(padded, alone[0, :, -1:], atol=1e-5)
+    assert held(store).sinks.tolist() == [[32, 33, 34, 35, 36], [0, 1, 2, 3, 4]]
+
+
+def test_a_segment_with_padding_has_fewer_cells() -> None:
+    _, key, value = inputs()
+    counts = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    counts[0, :8] = False
+    store = CellStore(nearfield.Cells(probes=3, **SIZES | {"sinks": 0}))
+    store.append(key, value, counts)
+    store.close()
+    used = held(store).tables.size.filled[:, :, :4]
+    assert ((used > 0).sum(2) == torch.tensor([[2], [4]])).all()
+    assert (used.sum(2) == torch.tensor([[8.0], [16.0]])).all()
+
+
+def test_marks_stay_as_they_are() -> None:
+    query, key, value = inputs()
+    store = CellStore(FEW)
+    store.append(key, value, padding())
+    store.attend(query[:, :, -1:])
+    store.mark(padding())
+    with pytest.raises(ValueError, match="no sliding window"):
+        store.mark(None)
+    other = CellStore(FEW)
+    other.append(key, value)
+    other.attend(query[:, :, -1:])
+    with pytest.raises(ValueError, match="no sliding window"):
+        other.mark(padding())
+    with pytest.raises(ValueError, match=r"counts must be \(2, 150\)"):
+        store.mark(padding(20))
+
+
+# Taking things back, and batches.
+
+
+@pytest.mark.parametrize("kept", [0, 3, 16, 31, 32, 33, 90, 96])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [0, 16])
+def test_crop_is_as_if_nothing_had_come(kept: int, padded: bool, window: int) -> None:
+    query, key, value = inputs(torch.float64)
+    method = nearfield.Cells(probes=3, **SIZES | {"window": window})
+    counts = padding() if padded else torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    stores = [CellStore(method), CellStore(method)]
+    stores[0].append(key[:, :, :kept], value[:, :, :kept], counts[:, :kept])
+    if kept:
+        stores[0].attend(query[:, :, :kept])
+    stores[1].append(key[:, :, :kept], value[:, :, :kept], counts[:, :kept])
+    more = inputs(torch.float64, seed=1)
+    stores[1].append(more[1][:, :, : 97 - kept], more[2][:, :, : 97 - kept])
+    stores[1].close()
+    assert stores[1].closed == 96 - window
+    stores[1].crop(kept)
+    assert stores[1].length == kept
+    outputs = []
+    for store in stores:
+        rows = 20 if kept > 35 or not padded else 40
+        part = slice(kept, kept + rows)
+        store.append(key[:, :, part], value[:, :, part], counts[:, part])
+        outputs.append(store.attend(query[:, :, part]))
+        assert torch.equal(store.keys, key[:, :, : part.stop] * counts[:, None, : part.stop, None])  # type: ignore[arg-type]
+    assert torch.allclose(*outputs, rtol=1e-10)
+    assert torch.equal(held(stores[0]).sinks, held(stores[1]).sinks)
+    assert torch.allclose(held(stores[0]).tables.pooled, held(stores[1]).tables.pooled)
+
+
+def test_select_and_repeat() -> None:
+    data = inputs()
+    store = CellStore(FEW)
+    run(store, data, (60,))
+    store.repeat(2)
+    store.select(torch.tensor([3, 0, 2]))
+    picked = [1, 0, 1]
+    ours = run(store, tuple(x[picked] for x in data), (1, 30, 1), start=60)  # type: ignore[arg-type]
+    other = CellStore(FEW)
+    run(other, data, (60,))
+    assert torch.allclose(ours, run(other, data, (1, 30, 1), start=60)[picked], atol=1e-6)
+    store.select(torch.tensor([False, True, False]))
+    assert store.keys is not None
+    assert torch.equal(store.keys, data[1][:1, :, :92])
+
+
+def test_memory_grows_by_a_quarter_at_a_time() -> None:
+    _, key, value = inputs(length=400)
+    store = CellStore(FEW)
+    places = set()
+    for i in range(400):
+        store.append(key[:, :, i : i + 1], value[:, :, i : i + 1])
+        store.close()
+        places.add(held(store).keys.room.data_ptr())
+    assert len(places) < 35
+    sizes = store.nbytes
+    assert sizes["keys"] <= 1.25 * key.nbytes
+    assert sizes["values"] <= 1.25 * value.nbytes
+    # 3 numbers per cell, and 2 dim + value_dim, in float32, for 4 keys each; and the covariance.
+    most = 1.3 * BATCH * HEADS * 100 * (12 + 8 * DIM + 4 * VALUE_DIM) + BATCH * HEADS * 4 * DIM * VALUE_DIM
+    assert sizes["moments"] <= most
+    assert sizes["order"] <= 1.3 * 4 * BATCH * HEADS * 400
+
+
+# What is known of the error.
+
+
+def test_audit_by_hand() -> None:
+    query, key, value = inputs()
+    store = CellStore(FEW, audit=True)
+    store.append(key, value, padding())
+    output = store.attend(query[:, :, -3:])
+    (error,) = store.errors
+    truth = exact(query[:, :, -3:], key, value, padding())
+    off = (output - truth).norm(dim=-1)
+    square = (value.square().sum(-1) * padding()[:, None]).sum(-1) / padding().sum(-1)[:, None]
+    norm = square.sqrt().repeat_interleave(GROUP, 1)[..., None]
+    assert error.first == LENGTH - 3
+    assert "relative error" in str(error)
+    assert torch.allclose(error.relative, off / truth.norm(dim=-1), rtol=1e-3)
+    assert torch.allclose(error.additive, off / norm, rtol=1e-3)
+    store.audit = False
+    store.attend(query[:, :, -1:])
+    assert len(store.errors) == 1
+
+
+# What cannot be had.
+
+
+def test_bad_methods() -> None:
+    with pytest.raises(TypeError, match=r"attends by Cells\(...\), got Exact"):
+        CellStore(nearfield.Exact())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no samples"):
+        CellStore(nearfield.Cells(samples=4))
+    with pytest.raises(ValueError, match="has no branching"):
+        CellStore(nearfield.Cells(branching=4))
+
+
+def test_bad_inputs() -> None:
+    query, key, value = inputs()
+    store = CellStore(FEW)
+    with pytest.raises(ValueError, match="nothing is stored yet"):
+        store.attend(query)
+    with pytest.raises(ValueError, match=r"got \(2, 2, 150, 16\) and \(2, 2, 10, 12\)"):
+        store.append(key, value[:, :, :10])
+    with pytest.raises(TypeError, match="one floating dtype"):
+        store.append(key, value.double())
+    with pytest.raises(ValueError, match="no gradients"):
+        store.append(key.clone().requires_grad_(), value)
+    with pytest.raises(ValueError, match=r"counts must be boolean and \[2, 150\]"):
+        store.append(key, value, torch.ones(2, 150))
+    store.append(key, value)
+    with pytest.raises(TypeError, match=r"key is torch.float64 on cpu, and what is stored is torch.float32"):
+        store.append(key.double(), value.double())
+    with pytest.raises(ValueError, match=r"key must be \[2, 2, new, 16\]"):
+        store.append(key[:1], value[:1])
+    with pytest.raises(ValueError, match="a multiple of 2"):
+        store.attend(query[:, :3])
+    with pytest.raises(ValueError, match="151 queries for 150 keys"):
+        store.attend(torch.cat([query, query[:, :, :1]], 2))
+    with pytest.raises(ValueError, match="between 0 and 150"):
+        store.crop(151)
+    store.close()
+    with pytest.raises(ValueError, match="position 140 comes after the segment it belongs to was closed"):
+        store.attend(query[:, :, 140:])
+
+
+def test_handles_are_no_numbers() -> None:
+    _, key, value = inputs()
+    store = CellStore(FEW)
+    store.append(key, value)
+    handle = StoredKeys(store, key[:, :, -1:])
+    assert (handle.shape, handle.dtype, handle.device, handle.dim(), handle.size(2)) == (key.shape, key.dtype, key.device, 4, 150)
+    assert "StoredKeys(shape=(2, 2, 150, 16)" in repr(handle)
+    for use in (lambda: handle + 1, lambda: handle[:, :1], lambda: handle.transpose(1, 2), lambda: F.softmax(handle, -1)):
+        with pytest.raises(RuntimeError, match="set_attn_implementation"):
+            use()
+    with pytest.raises(RuntimeError, match="set_attn_implementation"):
+        torch.ops.aten.mm(handle, key)

@@ -1,0 +1,322 @@
+"""The kernels of the cells engine in Triton, held to the reference: under Triton's interpreter on a CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from by_hand import seeded
+from torch import Tensor
+
+from nearfield.cells import reference as cells_reference
+from nearfield.cells.far_field import ROUTE_SPREADS
+from nearfield.cells.reference import CellPlan
+from nearfield.cells.sizes import CellSettings
+from nearfield.cells.spans import closed_keys
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`length` queries per member of the group; keys that rows see: all, or (with a segment) up to their own position."""
+
+    entries: int = 1
+    group: int = 1
+    length: int = 40
+    keys: int = 40
+    dim: int = 16
+    value_dim: int = 16
+    segment: int = 0
+    window: int = 0
+    sinks: int = 3
+    cell_size: int = 4
+    probes: int = 3
+    heights: int = 1
+    padding: int = 0
+    """keys at the end that no row sees; with a mask the first rows see nothing"""
+
+    @property
+    def settings(self) -> CellSettings:
+        return CellSettings(self.group, self.segment, self.window, self.sinks, self.cell_size, 0, self.probes, 0, 0, self.heights)
+
+    def visible(self) -> Tensor:
+        if not self.segment:
+            return torch.full((self.entries, self.group * self.length), self.keys - self.padding, device=DEVICE)
+        position = torch.arange(self.length, device=DEVICE) + 1 + self.keys - self.length - self.padding
+        return position.clamp(min=0).repeat(self.entries, self.group)
+
+
+CASES = {
+    "plain": Case(),
+    "no-sinks": Case(sinks=0, cell_size=7),
+    "groups-padding-odd-dims": Case(
+        entries=2, group=2, length=33, keys=83, dim=24, value_dim=20, cell_size=5, probes=4, padding=7
+    ),
+    "all-opened": Case(probes=20),
+    "cells-of-one": Case(cell_size=1, length=20, keys=20),
+    "one-key": Case(length=5, keys=1),
+    "only-sinks": Case(length=5, keys=9, sinks=50),
+    "nothing-visible": Case(length=5, keys=9, padding=9),
+    "causal": Case(length=70, keys=70, segment=16, heights=3),
+    "causal-groups-window-padding": Case(
+        entries=2, group=2, length=60, keys=60, value_dim=32, segment=8, window=1, cell_size=2, heights=3, padding=11
+    ),
+    "causal-capped-heights": Case(group=2, length=30, keys=90, segment=8, heights=2),
+    "causal-short": Case(length=10, keys=10, segment=16, heights=1),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Inputs, what the kernels made of them, and what the reference does with the same plan."""
+
+    case: Case
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    upstream: Tensor
+    output: Tensor
+    lse: Tensor
+    cell_of: Tensor
+    opened: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.case.dim**-0.5
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        from nearfield.cells.triton.backward import backward
+
+        inputs = (self.upstream, self.queries, self.keys, self.values, self.case.visible(), self.output, self.lse)
+        return backward(*inputs, self.cell_of, self.opened, self.case.settings, self.scale)
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Output, log-normaliser and gradients by the reference, computed in `dtype`."""
+        from nearfield.cells.triton.layout import layout_of
+
+        case, visible = self.case, self.case.visible()
+        cells = layout_of(case.keys, case.settings, DEVICE).cells
+        outputs, ends, grads = [], [], []
+        for entry in range(case.entries):
+            rows = len(visible[entry])
+            none = torch.empty(rows, 0, device=DEVICE)
+            cell_of, opened = self.cell_of[entry].long(), self.opened[entry].long()
+            plan = CellPlan(cell_of, cell_of[:, :0], opened, none.long(), none.long(), none.to(dtype))
+            inputs = [x[entry].to(dtype).requires_grad_() for x in (self.queries, self.keys, self.values)]
+            closed = closed_keys(visible[entry], case.settings)
+            output, lse = cells_reference.attend(
+                inputs[0] * self.scale, *inputs[1:], visible[entry], closed, case.segment, plan, (cells, 0)
+            )
+            outputs.append(output.detach())
+            ends.append(lse.detach())
+            grads.append(torch.autograd.grad(output, inputs, self.upstream[entry].to(dtype)))
+        return torch.stack(outputs), torch.stack(ends), tuple(torch.stack(x) for x in zip(*grads, strict=True))
+
+
+def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: float = 1.5, alike: bool = False) -> Run:
+    from nearfield.cells.triton import forward as triton_forward
+    from nearfield.cells.triton import memory as triton_memory
+
+    generator = seeded(seed)
+    rows, settings = case.group * case.length, case.settings
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    queries, keys = stretch * normal(case.entries, rows, case.dim), normal(case.entries, case.keys, case.dim)
+    values, upstream = normal(case.entries, case.keys, case.value_dim), normal(case.entries, rows, case.value_dim)
+    if alike:
+        keys = keys[:, :1].expand_as(keys).contiguous()
+    # Poisoned: every entry has to be written.
+    output = torch.full((case.entries, rows, case.value_dim), torch.nan, device=DEVICE, dtype=dtype)
+    lse = torch.full((case.entries, rows), torch.nan, device=DEVICE)
+    cell_of = torch.full((case.entries, case.heights, case.keys), -77, dtype=torch.int32, device=DEVICE)
+    opened = torch.full((case.entries, rows, settings.probes), -77, dtype=torch.int32, device=DEVICE)
+    plan = settings, case.dim**-0.5, 3, 0
+    triton_forward.forward(queries, keys, values, case.visible(), *plan, output, lse, cell_of, opened, triton_memory.BEYOND)
+    return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_kernels_compute_what_the_reference_says(case: Case) -> None:
+    found = run(case)
+    output, lse, grads = found.expected()
+    torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
+    for mine, true in zip(found.gradients(), grads, strict=True):
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
+
+
+def routing_scores(found: Run) -> list[dict[int, float]]:
+    """q.mu + 1.5 sd of every cell that has members and that a row of the first entry sees."""
+    from nearfield.cells.triton.layout import layout_of
+
+    case, visible = found.case, found.case.visible()
+    layout = layout_of(case.keys, case.settings, DEVICE)
+    cell_of = found.cell_of[0].flatten().long()
+    every = found.keys[0].double().repeat(case.heights, 1)
+    closed = (closed_keys(visible, case.settings)[0] // case.segment) if case.segment else torch.ones_like(visible[0])
+    members = [every[cell_of == cell] for cell in range(layout.cells)]
+    scores: list[dict[int, float]] = []
+    for row in range(case.length):
+        seen = [span.number for span in layout.spans.seen(int(closed[row]))]
+        query = found.queries[0, row].double() * found.scale
+        scores.append({})
+        for cell, own in enumerate(members):
+            if len(own) and int(layout.span_of[cell]) in seen:
+                spread = (query.square() * own.var(0, correction=0)).sum().sqrt()
+                scores[row][cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
+    return scores
+
+
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_the_best_cells_are_opened(name: str) -> None:
+    """Of what a row sees, by q.mu + 1.5 sd."""
+    found = run(replace(CASES[name], cell_size=2, probes=4))
+    for row, scores in enumerate(routing_scores(found)):
+        best = sorted(scores, key=lambda cell, scores=scores: -scores[cell])
+        opened = [cell for cell in found.opened[0, row].tolist() if cell >= 0]
+        assert len(opened) == len(set(opened)) == min(found.case.probes, len(best))
+        # A score is told up to its last ten binary digits.
+        assert not opened or min(scores[cell] for cell in opened) >= scores[best[len(opened) - 1]] - 1e-2
+
+
+@pytest.mark.parametrize("probes", [6, 40])
+@pytest.mark.parametrize("segment", [0, 48])
+def test_of_many_cells_nearly_all_of_the_best_are_opened(segment: int, probes: int) -> None:
+    """Several tiles of cells. One of the best is missed only where two (for many probes four) better ones share its column."""
+    found = run(Case(length=60, keys=330, segment=segment, cell_size=2, probes=probes, heights=3 if segment else 1))
+    scores = routing_scores(found)
+    wanted = hit = 0
+    for row in range(60):
+        best = sorted(scores[row], key=lambda cell, row=row: -scores[row][cell])[:probes]
+        opened = [cell for cell in found.opened[0, row].tolist() if cell >= 0]
+        assert len(opened) == len(set(opened)) == len(best)
+        assert set(opened) <= set(scores[row])
+        wanted, hit = wanted + len(best), hit + len(set(best) & set(opened))
+    assert hit >= 0.97 * wanted
+
+
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_of_equal_scores_some_are_opened(name: str) -> None:
+    """A zero query has equal scores everywhere, and every key weighs the same."""
+    found = run(replace(CASES[name], cell_size=2, probes=2), stretch=0.0)
+    output, lse, grads = found.expected()
+    assert int((found.opened >= 0).sum(-1).max()) == found.case.settings.probes
+    torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(output[0, -1], found.values[0].double().mean(0), atol=1e-9, rtol=1e-9)
+    for mine, true in zip(found.gradients(), grads, strict=True):
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
+
+
+GRID: list[Any] = [
+    pytest.param(dtype, dim, segment, id=f"{str(dtype)[6:]}-{dim}-{'causal' if segment else 'plain'}")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for dim in (16, 40, 64, 128, 256)
+    for segment in (0, 128)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "dim", "segment"), GRID)
+def test_every_dtype_and_dimension(dtype: torch.dtype, dim: int, segment: int) -> None:
+    """Off by no more than twice what plain torch in the same dtype is off by."""
+    case = Case(2, 2, 300, 417, dim, dim, segment, 1 if segment else 0, 16, 16, 8, 3 if segment else 1, padding=9)
+    found = run(case, dtype)
+    output, _, grads = found.expected()
+    plain, _, plain_grads = found.expected(dtype)
+    floor = 2e-6 if dtype == torch.float32 else 0.0
+    assert off(found.output, output) <= 2 * off(plain, output) + floor
+    for mine, eager, true in zip(found.gradients(), plain_grads, grads, strict=True):
+        assert off(mine, true) <= 2 * off(eager, true) + floor
+
+
+@pytest.mark.gpu
+def test_deterministic_when_asked() -> None:
+    found = run(Case(2, 2, 600, 900, 64, 64, 128, 1, 16, 16, 8, 3, padding=50))
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = found.gradients(), found.gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("segment", [0, 64])
+def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
+    """By what k-means makes small: squared deviations from the mean of a cell, over all spans."""
+    from nearfield.cells.partition.kmeans import KMeans
+    from nearfield.cells.triton.layout import layout_of
+
+    case = Case(length=256, keys=256, segment=segment, sinks=0, cell_size=8, heights=3 if segment else 1)
+    found = run(case)
+    layout = layout_of(case.keys, case.settings, DEVICE)
+    edges = layout.spans.edges(layout.per_segment)
+
+    def inside(keys: Tensor, cell_of: Tensor) -> float:
+        return sum(float((own - own.mean(0)).square().sum()) for own in (keys[cell_of == cell] for cell in cell_of.unique()))
+
+    mine = reference = 0.0
+    for span in layout.spans.all:
+        where = slice(span.first * layout.segment, (span.first + span.segments) * layout.segment)
+        own = found.keys[0, where]
+        mine += inside(own, found.cell_of[0, span.height, where])
+        reference += inside(own, KMeans(iterations=3).build(own[None], edges[span.number + 1] - edges[span.number])[0])
+    assert mine <= 1.04 * reference
+
+
+@pytest.mark.parametrize("name", ["plain", "causal"])
+def test_keys_that_are_alike_do_not_share_one_cell(name: str) -> None:
+    from nearfield.cells.triton.layout import layout_of
+
+    case = replace(CASES[name], length=300, keys=300, cell_size=4, sinks=0, segment=64 if CASES[name].segment else 0)
+    found = run(case, alike=True)
+    layout = layout_of(case.keys, case.settings, DEVICE)
+    sizes = torch.bincount(found.cell_of[found.cell_of >= 0].flatten().long(), minlength=layout.cells)
+    assert int(sizes.max()) <= 9 * case.cell_size  # eight times the mean, and what the host had
+    output, lse, _ = found.expected()
+    torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "groups-padding-odd-dims", "causal-groups-window-padding", "nothing-visible"])
+def test_exact_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an audit compares with."""
+    from nearfield.kernels import exact_rows, reference
+
+    monkeypatch.setattr(exact_rows, "SHARES", 3)
+    case = CASES[name]
+    found = run(case)
+    visible = case.visible()
+    entry = torch.arange(case.entries, device=DEVICE).repeat_interleave(visible.shape[1])
+    row = torch.arange(visible.shape[1], device=DEVICE).repeat(case.entries)
+    rows = exact_rows.exact_rows(found.queries, found.keys, found.values, visible, entry, row, -0.7)
+    inputs = (x.double() for x in (-0.7 * found.queries, found.keys, found.values))
+    expected, _ = reference.exact_attention(*inputs, visible)
+    torch.testing.assert_close(rows.double(), expected.flatten(0, 1), atol=5e-6, rtol=5e-6)
+
+
+def test_more_heads_than_a_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nearfield.cells.triton import backward as triton_backward
+    from nearfield.cells.triton import forward as triton_forward
+    from nearfield.cells.triton import memory as triton_memory
+
+    case = replace(CASES["causal"], entries=3, length=20, keys=20)
+    together = run(case)
+    grads = together.gradients()
+    for module in (triton_memory, triton_forward, triton_backward):
+        monkeypatch.setattr(module, "MOST_ENTRIES", 2)
+    apart = run(case)
+    assert torch.equal(apart.output, together.output)
+    for mine, expected in zip(apart.gradients(), grads, strict=True):
+        torch.testing.assert_close(mine, expected)

@@ -1,0 +1,144 @@
+"""Methods by layer from a file: what is written is read again, what is wrong is named with its place, and layers obey."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_models import model, pair, tokens
+
+import nearfield as nf
+from nearfield import hf
+from nearfield.app.evaluate.settings import PastTopK
+from nearfield.hf.config import LayerConfig, describe, read_config, write_config
+
+HEAD = {"format": "nearfield-layers", "version": 1}
+EXACT = {"method": "Exact"}
+
+
+def one_layer(**method: Any) -> dict[str, Any]:
+    return {**HEAD, "layers": {"0": method}}
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    methods: dict[int | str, Any] = {
+        0: nf.Cells(16, 18, segment=1024, partition=nf.KMeans(iterations=2)),
+        3: nf.TopK(64, tail=8, index=nf.KMeansIndex()),
+        11: nf.Auto(eps=0.05),
+        "default": nf.Exact(),
+    }
+    write_config(tmp_path / "config.json", LayerConfig(methods, 12), {"model": "some", "tokens": 8192})
+    again = read_config(tmp_path / "config.json")
+    assert again == LayerConfig(methods, 12)
+    assert read_config(json.loads((tmp_path / "config.json").read_text())) == again
+    lines = (tmp_path / "config.json").read_text().splitlines()
+    assert '    "0": {"method": "Cells", "cell_size": 16, "probes": 18, "samples": 0, "sinks": 16, "partition"' in "\n".join(
+        lines
+    )
+    assert sum(line.strip().startswith(('"0"', '"3"', '"11"')) for line in lines) == 3
+
+
+WITH_FAISS = nf.TopK(8, index=nf.FaissIndex("Flat"))
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.Auto(), nf.Cells(), nf.TopK(), nf.LazyGumbel(), WITH_FAISS])
+def test_every_method_can_be_written(method: Any, tmp_path: Path) -> None:
+    write_config(tmp_path / "config.json", LayerConfig({"default": method}))
+    assert read_config(tmp_path / "config.json").methods == {"default": method}
+
+
+def test_what_is_no_method_of_the_library_cannot_be_written() -> None:
+    with pytest.raises(TypeError, match="only Exact, TopK, LazyGumbel, Cells, Auto can be written"):
+        describe(PastTopK(4))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "nearfield eval MODEL TEXT"),
+        ({"format": "other"}, '"format": "nearfield-layers"'),
+        ({"format": "nearfield-layers"}, "version None, and this nearfield reads version 1; write it again"),
+        ({**HEAD, "version": 2}, "version 2, and this nearfield reads version 1"),
+        ({**HEAD, "layer": {}}, "'layer', did you mean 'layers'"),
+        ({**HEAD, "layers": []}, "must be an object from numbers of layers"),
+        ({**HEAD, "layers": {"first": EXACT}}, "numbers of layers as names, such as \"0\"; got 'first'"),
+        ({**HEAD, "layers": {"-1": EXACT}}, "got '-1'"),
+        ({**HEAD, "num_hidden_layers": 2, "layers": {"2": EXACT}}, "no layer 2 in a model of 2"),
+        ({**HEAD, "num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({**HEAD, "layers": {"1": EXACT, "01": EXACT}}, "layer 1 is there twice"),
+        ({**HEAD, "layers": {"0": "Exact"}}, "config, layer 0 must be an object such as"),
+        ({**HEAD, "default": {"probes": 4}}, 'config, default must be an object such as {"method": "Exact"}'),
+        (one_layer(method="Cell"), "layer 0: method must be one of Exact, .*'Cell', did you mean 'Cells'"),
+        (one_layer(method="Cells", probs=4), "layer 0, Cells takes cell_size, .*'probs', did you mean 'probes'"),
+        (one_layer(method="Cells", probes=-4), "layer 0, Cells: probes must be a positive integer or None, got -4"),
+        (one_layer(method="Cells", probes=4.5), "got 4.5"),
+        (one_layer(method="Cells", partition={"name": "KMean"}), "partition: name must be one of KMeans, "),
+        (one_layer(method="TopK", index={"name": "Blocks"}), "layer 0, index: name must be one of ExactIndex, "),
+        (one_layer(method="Exact", k=3), "takes no arguments; got 'k'"),
+    ],
+)
+def test_what_is_wrong_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf.register(config=config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "cannot be read: .*line 1.*nearfield eval"),
+        (b"\xff\xfe", "cannot be read: .*utf-8"),
+        (b'{"format": "nearfield-layers", "version": 1, "layers": {"0": {}, "0": {}}}', "'0' is there twice"),
+        (b"[]", "must be an object"),
+    ],
+)
+def test_files_that_cannot_be_read(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        hf.register(config=path)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not a file; `nearfield eval"):
+        hf.register(config=str(tmp_path / "config.json"))
+    with pytest.raises(TypeError, match="config must be a path or a dictionary, got 3"):
+        hf.register(config=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give one of them"):
+        hf.register(method=nf.Exact(), config=HEAD)
+
+
+@torch.no_grad()
+def test_layers_do_as_the_file_says(tmp_path: Path) -> None:
+    methods: dict[int | str, Any] = {1: nf.TopK(2), "default": nf.Exact()}
+    write_config(tmp_path / "config.json", LayerConfig(methods, 2))
+    hf.register("nearfield-by-hand", methods)
+    hf.register("nearfield-config", config=tmp_path / "config.json")
+    ids = tokens(1, 40)
+    plain, ours = pair("llama", "nearfield-config")
+    logits = ours(ids).logits
+    ours.set_attn_implementation("nearfield-by-hand")
+    assert torch.equal(ours(ids).logits, logits)
+    assert (logits - plain(ids).logits).abs().max() > 1e-2
+
+
+def test_layers_that_are_not_named_get_the_default() -> None:
+    hf.register("nearfield-nothing", config=HEAD)
+    plain, ours = pair("llama", "nearfield-nothing")
+    torch.testing.assert_close(ours(tokens(1, 20)).logits, plain(tokens(1, 20)).logits)
+
+
+def test_a_config_is_for_one_model() -> None:
+    hf.register("nearfield-three", config={**HEAD, "num_hidden_layers": 3})
+    net = model("llama")
+    net.set_attn_implementation("nearfield-three")
+    with pytest.raises(ValueError, match="for a model of 3 layers, and this one has 2; make one for it"):
+        net(tokens(1, 20))
