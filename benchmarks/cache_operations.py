@@ -130,10 +130,10 @@ class Trial:
         """Of one batch entry, as memories have one; the store goes on with it."""
         entry = self.draw.randrange(len(self.lists.rows))
         self._take([entry], torch.tensor([entry]))
-        held = self.store.held
-        assert held is not None
+        state = self.store.state
+        assert state is not None
         tokens, reading = torch.tensor(self.lists.rows), Reading("running", len(self.lists))
-        bounds, layers = torch.tensor(held.bounds), [memory._kept(held)]
+        bounds, layers = torch.tensor(state.bounds), [memory._kept(state)]
         contents = Contents(tokens, self.method, reading, fingerprint(self.model), "float32", bounds, layers)
         nf.hf.Memory(contents).save(self.path)
         self.saved = self.lists.taken([0])

@@ -100,7 +100,7 @@ class Reads:
         self.stores = [layer.store for layer in cache.layers]
         self.places: list[list[Tensor]] = [[] for _ in self.stores]
         for store, places in zip(self.stores, self.places, strict=True):
-            store.held.gather = self._recorded(store.held.gather, places)
+            store.state.gather = self._recorded(store.state.gather, places)
 
     @staticmethod
     def _recorded(gather: Any, places: list[Tensor]) -> Any:
@@ -114,18 +114,18 @@ class Reads:
         """Means over heads of keys and layers; what moments have in bytes is that of all of them together."""
         found = []
         for store, places in zip(self.stores, self.places, strict=True):
-            held = store.held
-            del held.gather
+            state = store.state
+            del state.gather
             # Place 0 fills up where a query head has opened fewer keys than another one: it is a sink, and not in a cell.
             opened = [head[head > 0] for place in places for head in place]
-            near = store.length - store.closed + held.settings.sinks
+            near = store.length - store.closed + state.settings.sinks
             found.append(
                 {
                     "exact_rows": store.length,
                     "rows": near + statistics.fmean(len(head.unique()) for head in opened) if opened else store.length,
                     "rows_by_query_head": near + statistics.fmean(map(len, opened)) if opened else store.length,
-                    "bytes_of_a_row": (held.keys.room.shape[3] + held.values.room.shape[3]) * held.keys.room.itemsize,
-                    "bytes_of_moments": store.cells * sum(_width(x) for x in vars(held.tables).values()),
+                    "bytes_of_a_row": (state.keys.storage.shape[3] + state.values.storage.shape[3]) * state.keys.storage.itemsize,
+                    "bytes_of_moments": store.cells * sum(_width(x) for x in vars(state.tables).values()),
                 }
             )
         return {name: statistics.fmean(one[name] for one in found) for name in found[0]}

@@ -54,8 +54,8 @@ def answer(net: Any, text: Tensor, cache: Any, seed: int = 2, **options: Any) ->
 def everything(memory: hf.Memory) -> list[Tensor]:
     """All numbers of a memory."""
     layers = [layer for layer in memory.cache().layers if isinstance(layer, CellLayer)]
-    held = [layer.store.held for layer in layers if layer.store.held is not None]
-    assert len(held) == len(layers) > 0
-    tables = [getattr(one.tables, name) for one in held for name in ("start", "size", "void", "centroid", "variance", "value")]
-    parts = [x for one in held for x in (one.keys.filled, one.values.filled, one.order.filled, one.sinks)]
+    state = [layer.store.state for layer in layers if layer.store.state is not None]
+    assert len(state) == len(layers) > 0
+    tables = [getattr(one.tables, name) for one in state for name in ("start", "size", "void", "centroid", "variance", "value")]
+    parts = [x for one in state for x in (one.keys.filled, one.values.filled, one.order.filled, one.sinks)]
     return [memory.tokens, *parts, *(x.filled for x in tables)]

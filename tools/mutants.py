@@ -1,6 +1,6 @@
 """Break the package in known ways, one at a time, and see that the tests notice.
 
-Each mutant is a textual change, listed in `catalogue/`. It is made in a temporary copy of the package, and the tests that should
+Each mutant is a textual change in a named place, listed in `catalogue/`. It is made in a temporary copy of the package, and the tests that should
 notice are run there until the first failure. A mutant that no test notices has survived; that is an error of the test suite, and
 the exit status is 1.
 
@@ -56,7 +56,7 @@ def copy_to(folder: Path) -> None:
             shutil.copy(source, folder / name)
 
 
-def run_tests(folder: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     """Exit status, and the first failed test (or the end of the output where there is none)."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     options = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no")
@@ -83,21 +83,21 @@ def attempt(mutant: Mutant) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         copy_to(folder)
-        target = folder / "nearfield" / mutant.file
+        target = folder / "nearfield" / mutant.where().file
         target.write_text(mutant.apply(target.read_text()))
-        status, noticed_by = run_tests(folder, mutant.tests)
+        status, noticed_by = run_tests(folder, mutant.arguments())
     return Verdict(mutant, status, noticed_by, time.perf_counter() - start)
 
 
 def unbroken(mutants: tuple[Mutant, ...]) -> Verdict:
     """The same tests on the package as it is: a test that always fails kills nothing."""
-    tests = {test for mutant in mutants for test in mutant.tests}
+    tests = {test for mutant in mutants for test in mutant.arguments()}
     # A file given as a whole covers its tests given by name.
     tests = {test for test in tests if "::" not in test or test.split("::")[0] not in tests}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         copy_to(Path(name))
-        status, said = run_tests(Path(name), tuple(sorted(tests)))
+        status, said = run_tests(Path(name), sorted(tests))
     return Verdict(Mutant("(none)", "", "", "", tuple(tests)), status, said, time.perf_counter() - start)
 
 
@@ -108,8 +108,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=150)
     mutants = tuple(mutant for mutant in MUTANTS if arguments.only in mutant.name)
-    for mutant in mutants:
-        mutant.apply((ROOT / "nearfield" / mutant.file).read_text())
+    for mutant in mutants:  # before anything runs: all of them can be made
+        mutant.apply((ROOT / "nearfield" / mutant.where().file).read_text())
+        mutant.arguments()
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     verdicts = []
@@ -125,7 +126,7 @@ def main() -> int:
                 verdicts.append(verdict)
                 progress.update(task, advance=1, description=verdict.mutant.name)
 
-    table = Table("mutant", "file", "verdict", Column("noticed by", overflow="fold"), "seconds")
+    table = Table("mutant", "place", "verdict", Column("noticed by", overflow="fold"), "seconds")
     for verdict in verdicts:
         if verdict.killed:
             word = "[green]killed"
@@ -133,7 +134,7 @@ def main() -> int:
             word = "[red]survived"
         else:
             word = f"[red]tests did not run (status {verdict.status})"
-        table.add_row(verdict.mutant.name, verdict.mutant.file, word, escape(verdict.noticed_by), f"{verdict.seconds:.0f}")
+        table.add_row(verdict.mutant.name, verdict.mutant.place, word, escape(verdict.noticed_by), f"{verdict.seconds:.0f}")
     console.print(table)
     killed = sum(verdict.killed for verdict in verdicts)
     console.print(f"{killed} of {len(verdicts)} killed")

@@ -167,7 +167,9 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
     plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values()))
     closed = closed_keys(head.visible, head.sizes)
     keys, values = keys.to(head.compute), values.to(head.compute)
-    return reference.attend(scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep)
+    return reference.reference_attention(
+        scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep
+    )
 
 
 def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ class CellPlan:
     """`[rows, samples]`: log of F / (l g_c), what one drawn key counts for"""
 
 
-def attend(
+def reference_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -95,9 +95,9 @@ class Memory:
             raise ValueError(f"a memory needs full attention in all layers, and this model has a {other.pop()}")
         reading = plan_reading(model.config.get_text_config(), text.shape[1], method.sinks, positions, chunk)
         read_text(model, text.to(model.device), cache, reading, progress)
-        held = [layer.store.held for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.held]
-        bounds = torch.tensor(held[0].bounds)
-        contents = Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, [_kept(x) for x in held])
+        state = [layer.store.state for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.state]
+        bounds = torch.tensor(state[0].bounds)
+        contents = Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, [_kept(x) for x in state])
         return Memory(contents, model)
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class Memory:
         cache = CellCache(self.method, audit=audit)
         for kept in self._contents.layers:
             layer = CellLayer(self.method, audit)
-            layer.store.held = _held({name: x.to(device) for name, x in kept.items()}, self._contents.bounds, layer)
+            layer.store.state = _held({name: x.to(device) for name, x in kept.items()}, self._contents.bounds, layer)
             cache.layers.append(layer)
         return cache
 
@@ -183,13 +183,13 @@ def _one_answer(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _kept(held: CacheState) -> dict[str, Tensor]:
+def _kept(state: CacheState) -> dict[str, Tensor]:
     """The tensors of a layer, of a cache that nobody uses any more."""
-    found = {"keys": held.keys.filled, "values": held.values.filled, "order": held.order.filled, "sinks": held.sinks}
+    found = {"keys": state.keys.filled, "values": state.values.filled, "order": state.order.filled, "sinks": state.sinks}
     # On a GPU some are in bfloat16; a file is for all devices, and tables take them in as they keep them.
-    moments = {name: getattr(held.tables, name).filled for name in MOMENTS}
-    found |= {name: x.to(held.tables.cross.dtype) if x.is_floating_point() else x for name, x in moments.items()}
-    found |= {"cross": held.tables.cross, "pooled": held.tables.pooled}
+    moments = {name: getattr(state.tables, name).filled for name in MOMENTS}
+    found |= {name: x.to(state.tables.cross.dtype) if x.is_floating_point() else x for name, x in moments.items()}
+    found |= {"cross": state.tables.cross, "pooled": state.tables.pooled}
     return {name: x.contiguous() for name, x in found.items()}
 
 
@@ -197,14 +197,14 @@ def _held(kept: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> CacheSta
     """What a store holds after it has read the text: closed segments stay where they are."""
     keys, values = kept["keys"], kept["values"]
     closed = kept["order"].shape[2]
-    held = CacheState(keys, values, layer.store.sizes, layer.store.method.partition, base=closed)
-    held.keys.append(keys[:, :, closed:])
-    held.values.append(values[:, :, closed:])
-    held.order.append(kept["order"])
+    state = CacheState(keys, values, layer.store.sizes, layer.store.method.partition, base=closed)
+    state.keys.append(keys[:, :, closed:])
+    state.values.append(values[:, :, closed:])
+    state.order.append(kept["order"])
     for name in MOMENTS:
-        getattr(held.tables, name).append(kept[name])
-    held.tables.cross, held.tables.pooled = kept["cross"].clone(), kept["pooled"].clone()
-    held.sinks = kept["sinks"].clone()
-    held.bounds = bounds.tolist()
-    held.mark(None)
-    return held
+        getattr(state.tables, name).append(kept[name])
+    state.tables.cross, state.tables.pooled = kept["cross"].clone(), kept["pooled"].clone()
+    state.sinks = kept["sinks"].clone()
+    state.bounds = bounds.tolist()
+    state.mark(None)
+    return state

@@ -30,7 +30,7 @@ from nearfield.app.evaluate import measure, report
 from nearfield.app.evaluate.measure import attending, compared, measure_errors, measure_sensitivity, token_losses
 from nearfield.app.evaluate.models import load_model
 from nearfield.app.evaluate.run import Evaluation, Shown, evaluate
-from nearfield.app.evaluate.settings import Geometry, Ladder, PastTopK, Setting, Trial, choose, usual_segment
+from nearfield.app.evaluate.settings import Geometry, Ladder, PastTopK, Setting, Trial, choose_budgets, usual_segment
 from nearfield.hf.config import LayerConfig
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -288,7 +288,7 @@ def test_the_choice_is_measured_and_near_the_best(scale: float) -> None:
         asked.append(rungs)
         return scale * ladder.mixture(rungs).predicted ** 1.5
 
-    chosen, trials = choose(ladder, 0.4, verify)
+    chosen, trials = choose_budgets(ladder, 0.4, verify)
     assert chosen.excess <= 0.4
     assert len(asked) == len(trials) - 1 <= 7
     tried = trials[1:]
@@ -300,10 +300,10 @@ def test_the_choice_is_measured_and_near_the_best(scale: float) -> None:
 
 def test_exact_where_nothing_else_does_and_alike_where_that_is_cheaper() -> None:
     ladder = random_ladder(1)
-    chosen, _ = choose(ladder, 0.004, lambda rungs: 1.0)
+    chosen, _ = choose_budgets(ladder, 0.004, lambda rungs: 1.0)
     assert chosen.mixture.rungs == (-1,) * 4
     alike = Trial(ladder.mixture((1,) * 4), 0.003)
-    assert choose(ladder, 0.004, lambda rungs: 1.0, [alike])[0] is alike
+    assert choose_budgets(ladder, 0.004, lambda rungs: 1.0, [alike])[0] is alike
 
 
 # The command.

@@ -121,10 +121,10 @@ def test_a_difference_is_noticed(operations: Any, tmp_path: Path) -> None:
     while trial.store.closed == 0:
         trial.append()
     trial.check()
-    held = trial.store.held
-    held.order.filled[:, :, [6, 7]] = held.order.filled[:, :, [7, 6]]
+    state = trial.store.state
+    state.order.filled[:, :, [6, 7]] = state.order.filled[:, :, [7, 6]]
     with pytest.raises(AssertionError, match="others than in the lists"):
         trial.check()
-    held.tables.start.filled[:] = 0
+    state.tables.start.filled[:] = 0
     with pytest.raises(AssertionError, match="is off by"):
         trial.append()

@@ -1,25 +1,98 @@
-"""One way to break the package."""
+"""One way to break the package, named by the place in the code that it breaks and not by a file."""
 
 from __future__ import annotations
 
+import ast
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nearfield"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Lines `[start, stop)` of a file below `nearfield/`."""
+
+    file: str
+    start: int
+    stop: int
+
+
+@functools.cache
+def places() -> dict[str, list[Place]]:
+    """Every function, class, method and constant of the package by its name: `masses`, `Spans.seen`, `ROUTE_SPREADS`."""
+    found: dict[str, list[Place]] = {}
+
+    def note(name: str, node: ast.stmt, file: str) -> None:
+        first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+        found.setdefault(name, []).append(Place(file, first - 1, node.end_lineno or node.lineno))
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = str(path.relative_to(PACKAGE))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for name in (x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)):
+                    note(name, node, file)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                note(node.name, node, file)
+                for inner in ast.iter_child_nodes(node) if isinstance(node, ast.ClassDef) else ():
+                    if isinstance(inner, ast.FunctionDef):
+                        note(f"{node.name}.{inner.name}", inner, file)
+    return found
+
+
+@functools.cache
+def test_files() -> dict[str, str]:
+    """The file of every test, and every file of tests by its own name, below `tests/`."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        file = str(path.relative_to(ROOT / "tests"))
+        found[path.name] = file
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found[node.name] = f"{file}::{node.name}" if node.name not in found else found[node.name]
+    return found
 
 
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    file: str
-    """below `nearfield/`"""
+    place: str
+    """a function, class, method or constant, wherever it is defined: `masses`, `Spans.seen`; where several modules have one of
+    that name, with the end of the module's name before it: `triton.near:near_dq`"""
     old: str
-    """must occur exactly once"""
+    """must occur exactly once there"""
     new: str
     tests: tuple[str, ...]
-    """what should notice: arguments of pytest, below `tests/`"""
+    """what should notice: names of tests or of files of tests, wherever they are"""
+
+    def where(self) -> Place:
+        module, _, name = self.place.rpartition(":")
+        ending = module.replace(".", "/") + ".py"
+        found = [x for x in places().get(name, []) if not module or f"/{x.file}".endswith(f"/{ending}")]
+        if len(found) != 1:
+            files = ", ".join(x.file for x in found) or "no file"
+            raise SystemExit(f"mutant {self.name!r}: the place {self.place!r} is in {files}")
+        return found[0]
 
     def apply(self, source: str) -> str:
-        count = source.count(self.old)
-        if count != 1:
+        """The source of the file with the change made in the place."""
+        place = self.where()
+        lines = source.splitlines(keepends=True)
+        text = "".join(lines[place.start : place.stop])
+        if text.count(self.old) != 1:
             raise SystemExit(
-                f"mutant {self.name!r}: the text to replace occurs {count} times in nearfield/{self.file}:\n{self.old}"
+                f"mutant {self.name!r}: the text to replace occurs {text.count(self.old)} times in {self.place} "
+                f"(nearfield/{place.file}):\n{self.old}"
             )
-        return source.replace(self.old, self.new)
+        return "".join([*lines[: place.start], text.replace(self.old, self.new), *lines[place.stop :]])
+
+    def arguments(self) -> list[str]:
+        """What pytest is told."""
+        unknown = [test for test in self.tests if test.partition("[")[0] not in test_files()]
+        if unknown:
+            raise SystemExit(f"mutant {self.name!r}: there is no test {', '.join(unknown)}")
+        return [test_files()[name] + "".join(rest) for name, *rest in (test.partition("[") for test in self.tests)]

@@ -1,4 +1,4 @@
-"""`nearfield eval`: measure, choose, and hand over."""
+"""`nearfield eval`: measure, choose_budgets, and hand over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ from nearfield.app.evaluate.measure import (
     token_losses,
 )
 from nearfield.app.evaluate.models import layer_count, longest_context
-from nearfield.app.evaluate.settings import BUDGETS, LADDER, TRIALS, Geometry, Ladder, Setting, Trial, choose, usual_segment
+from nearfield.app.evaluate.settings import (
+    BUDGETS,
+    LADDER,
+    TRIALS,
+    Geometry,
+    Ladder,
+    Setting,
+    Trial,
+    choose_budgets,
+    usual_segment,
+)
 from nearfield.exact import Exact
 from nearfield.hf.config import LayerConfig
 from nearfield.problem import Method
@@ -225,7 +235,7 @@ def _recommend(
             alike = (rung,) * layers
             done[alike] = one
             known.append(Trial(costs.mixture(alike), one.excess))
-    chosen, trials = choose(costs, tolerance, verify, known)
+    chosen, trials = choose_budgets(costs, tolerance, verify, known)
     rungs = chosen.mixture.rungs
     final = replace(done[rungs], setting=Setting("by layer", methods(rungs)), errors=None, keys=chosen.mixture.keys)
     return Recommendation(tolerance, LayerConfig(methods(rungs), layers), chosen, final, trials, list(ladder), weights)

@@ -260,7 +260,7 @@ class Ladder:
         return (more - effect) / (keys - fewer) if keys > fewer else float("inf")
 
 
-def choose(
+def choose_budgets(
     ladder: Ladder,
     tolerance: float,
     verify: Callable[[tuple[int, ...]], float],

@@ -28,7 +28,7 @@ class Buffer:
         reader: torch.device | None = None,
     ) -> None:
         """Empty but for the first `offset` rows of `base`, and wide as `like` `[batch, heads, any, ...]`."""
-        self.room = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
+        self.storage = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
         self.base = base if offset else None
         self.offset = self.length = offset
         self.reader = reader
@@ -40,63 +40,63 @@ class Buffer:
         # A copy of pinned memory is not pinned.
         self.__dict__.update(state)
         if self.reader is not None and torch.cuda.is_available():
-            self.room = self.room.pin_memory()
+            self.storage = self.storage.pin_memory()
         if self.away is not None and self.offset:
-            self.base = self.away.room
+            self.base = self.away.storage
 
     def append(self, more: Tensor) -> None:
-        held = self.length - self.offset
-        needed = held + more.shape[2]
-        if needed > self.room.shape[2]:
-            self.reserve(more.shape[2] if not held else int(needed * GROWTH) - held)
-        self.room[:, :, held:needed] = more
+        own = self.length - self.offset
+        needed = own + more.shape[2]
+        if needed > self.storage.shape[2]:
+            self.reserve(more.shape[2] if not own else int(needed * GROWTH) - own)
+        self.storage[:, :, own:needed] = more
         self.length += more.shape[2]
 
     def reserve(self, more: int) -> None:
         """Have room for so many more."""
-        held = self.length - self.offset
-        if held + more > self.room.shape[2]:
-            self._move(held + more)
+        own = self.length - self.offset
+        if own + more > self.storage.shape[2]:
+            self._move(own + more)
 
     def _move(self, size: int) -> None:
-        room = self._empty(size)
-        held = self.length - self.offset
-        room[:, :, :held] = self.room[:, :, :held]
+        storage = self._empty(size)
+        own = self.length - self.offset
+        storage[:, :, :own] = self.storage[:, :, :own]
         self._give_up()
-        self.room = room
+        self.storage = storage
 
     def _empty(self, size: int, batch: int | None = None) -> Tensor:
-        """Another room."""
-        batch = len(self.room) if batch is None else batch
-        shape = (batch, self.room.shape[1], size, *self.room.shape[3:])
-        return self.room.new_empty(shape, pin_memory=self.reader is not None)
+        """Another storage."""
+        batch = len(self.storage) if batch is None else batch
+        shape = (batch, self.storage.shape[1], size, *self.storage.shape[3:])
+        return self.storage.new_empty(shape, pin_memory=self.reader is not None)
 
     def _give_up(self) -> None:
-        """This room: whoever is given pinned memory next does not wait for kernels that are reading it."""
-        if self.reader is not None and self.room.numel():
+        """This storage: whoever is given pinned memory next does not wait for kernels that are reading it."""
+        if self.reader is not None and self.storage.numel():
             torch.cuda.synchronize(self.reader)
 
-    def room_from(self, place: int, size: int) -> Tensor:
-        """Another room with the rows from this place on, for `size` in all. Those before it are in memory of the CPU then, too.
+    def storage_from(self, place: int, size: int) -> Tensor:
+        """Another storage with the rows from this place on, for `size` in all. Those before it are in memory of the CPU then, too.
 
         For `split`. Before that nothing has changed, whatever fails here.
         """
         if self.away is None:
-            self.away = Buffer(self.room[:, :, :0].cpu(), reader=self.room.device if self.room.is_cuda else None)
+            self.away = Buffer(self.storage[:, :, :0].cpu(), reader=self.storage.device if self.storage.is_cuda else None)
         self.away.length = self.offset
         if place > self.offset:
             self.away.append(self.part(slice(self.offset, place)))
-        room = self._empty(max(size, self.length - place))
+        storage = self._empty(max(size, self.length - place))
         middle = max(place, self.offset)
         if place < middle:
-            room[:, :, : middle - place] = self.at(slice(place, middle))
-        room[:, :, middle - place : self.length - place] = self.part(slice(middle, self.length))
-        return room
+            storage[:, :, : middle - place] = self.at(slice(place, middle))
+        storage[:, :, middle - place : self.length - place] = self.part(slice(middle, self.length))
+        return storage
 
-    def split(self, place: int, room: Tensor) -> None:
-        """Rows before this place are those that were put away, and the others are in `room_from(place, ...)`."""
+    def split(self, place: int, storage: Tensor) -> None:
+        """Rows before this place are those that were put away, and the others are in `storage_from(place, ...)`."""
         assert self.away is not None
-        self.room, self.away.length = room, place
+        self.storage, self.away.length = storage, place
         self._begin_at(place)
 
     def cut(self, length: int) -> None:
@@ -107,23 +107,23 @@ class Buffer:
 
     def _begin_at(self, place: int) -> None:
         assert self.away is not None
-        self.offset, self.base = place, self.away.room if place else None
+        self.offset, self.base = place, self.away.storage if place else None
 
     def at(self, places: slice) -> Tensor:
         """`[batch, heads, places, ...]` on the device, all from before or all after `offset`; a copy where they were put away."""
         if places.start >= self.offset:
             return self.part(places)
         assert self.base is not None
-        return self.base[:, :, places].to(self.room.device)
+        return self.base[:, :, places].to(self.storage.device)
 
     def part(self, places: slice) -> Tensor:
         """`[batch, heads, places, ...]` after the base, not a copy"""
-        return self.room[:, :, places.start - self.offset : places.stop - self.offset]
+        return self.storage[:, :, places.start - self.offset : places.stop - self.offset]
 
     @property
     def filled(self) -> Tensor:
         """`[batch, heads, length, ...]`, not a copy where there is no base"""
-        own = self.room[:, :, : self.length - self.offset]
+        own = self.storage[:, :, : self.length - self.offset]
         if self.base is None:
             return own
         shared = self.base[:, :, : self.offset].to(own.device)
@@ -132,7 +132,7 @@ class Buffer:
     @property
     def heads(self) -> Tensor:
         """`[batch * heads, length, ...]`, likewise"""
-        return self.filled.flatten(0, 1) if self.base is not None else self.room.flatten(0, 1)[:, : self.length]
+        return self.filled.flatten(0, 1) if self.base is not None else self.storage.flatten(0, 1)[:, : self.length]
 
     def rows(self, place: Tensor) -> Tensor:
         """Those at some places of each head `[batch * heads, any]`: `[batch * heads, any, ...]`.
@@ -141,28 +141,28 @@ class Buffer:
         """
         head = torch.arange(len(place), device=place.device)[:, None]
         if self.base is None:
-            return _rows(self.room, place + head * self.room.shape[2])
+            return _rows(self.storage, place + head * self.storage.shape[2])
         batch, heads, rows = self.base.shape[:3]
         number = place.clamp(max=self.offset - 1) + head % (batch * heads) * rows
         shared = _rows(self.base, number.to(self.base.device)).to(place.device, non_blocking=True)
-        if self.room.shape[2] == 0:
+        if self.storage.shape[2] == 0:
             return shared
-        own = _rows(self.room, (place - self.offset).clamp(min=0) + head * self.room.shape[2])
+        own = _rows(self.storage, (place - self.offset).clamp(min=0) + head * self.storage.shape[2])
         return torch.where((place < self.offset)[..., None], shared, own)
 
     def select(self, entries: Tensor) -> None:
-        room = torch.index_select(self.room, 0, entries, out=self._empty(self.room.shape[2], len(entries)))
+        storage = torch.index_select(self.storage, 0, entries, out=self._empty(self.storage.shape[2], len(entries)))
         self._give_up()
-        self.room = room
+        self.storage = storage
         if self.away is not None:
             self.away.select(entries.cpu())
-            self.base = self.away.room if self.offset else None
+            self.base = self.away.storage if self.offset else None
 
     @property
     def nbytes(self) -> int:
         """Without the base."""
-        return self.room.nbytes
+        return self.storage.nbytes
 
 
-def _rows(room: Tensor, number: Tensor) -> Tensor:
-    return room.flatten(0, 2).index_select(0, number.view(-1)).unflatten(0, number.shape)
+def _rows(storage: Tensor, number: Tensor) -> Tensor:
+    return storage.flatten(0, 2).index_select(0, number.view(-1)).unflatten(0, number.shape)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.attend import RECENT
+from nearfield.cells.cache.attention import RECENT
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.far_field import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS
 from nearfield.cells.triton.decode import gather, look, select, unite
@@ -55,13 +55,13 @@ def tiles_for(dim: int, dtype: torch.dtype) -> Tiles:
     return TILES._replace(**smaller)
 
 
-def unsupported(held: CacheState, query: Tensor, probes: int) -> str | None:
+def unsupported(state: CacheState, query: Tensor, probes: int) -> str | None:
     """What the kernels cannot serve of a query `[batch, heads, rows, dim]` to these keys; None: they serve it."""
-    cells, group = len(held.tables), query.shape[1] // held.heads
-    if held.sizes.most_open(held.closed) > MOST_PROGRAMS * LEAST_TILE:
+    cells, group = len(state.tables), query.shape[1] // state.heads
+    if state.sizes.most_open(state.closed) > MOST_PROGRAMS * LEAST_TILE:
         return f"segments of more than {MOST_PROGRAMS * LEAST_TILE} keys"
     compared = next_power_of_2(group) * max(_candidates(cells, probes), cells // GRAIN)
-    return unsupported_step(query, held.keys.room, held.values.room, cells, compared, MOST_COMPARED)
+    return unsupported_step(query, state.keys.storage, state.values.storage, cells, compared, MOST_COMPARED)
 
 
 def _candidates(cells: int, probes: int) -> int:
@@ -69,17 +69,17 @@ def _candidates(cells: int, probes: int) -> int:
     return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
 
-def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_near: int) -> Tensor:
+def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_near: int) -> Tensor:
     """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]`, of the latest key.
 
     `most_near`: how many keys outside of closed segments there may be; a graph that is captured serves all numbers up to it.
     """
     entries, group, dim = queries.shape
-    keys, values, tables = held.keys, held.values, held.tables
-    value_dim, cells = values.room.shape[3], len(tables)
+    keys, values, tables = state.keys, state.values, state.tables
+    value_dim, cells = values.storage.shape[3], len(tables)
     probes = min(probes, cells)
     tiles = tiles_for(max(dim, value_dim), queries.dtype)
-    open_end = held.length - held.closed
+    open_end = state.length - state.closed
     if keys.offset != values.offset:
         raise RuntimeError(f"keys from {keys.offset} on are here, and values from {values.offset} on: the store is broken")
     if open_end > most_near:
@@ -88,7 +88,7 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
     near = cdiv(most_near if is_captured else open_end, tiles.near * tiles.near_tiles)
     most_cells = tiles.cells * cdiv(cells, tiles.cells)
     far = cdiv(most_cells, tiles.far)
-    readers = min(probes * cdiv(held.closed, tiles.opened * max(1, cells)), MOST_PROGRAMS)
+    readers = min(probes * cdiv(state.closed, tiles.opened * max(1, cells)), MOST_PROGRAMS)
     part_count = near + 1 + far + readers
     device = queries.device
     parts = torch.empty(entries * group, part_count, value_dim, device=device)
@@ -100,28 +100,28 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
     late_lse = torch.empty(entries * group, device=device)
     grain_top = torch.empty(entries * group, max(1, most_cells // GRAIN), device=device)
     output = queries.new_empty(entries, group, value_dim)
-    bases = [buffer.room if buffer.base is None else buffer.base for buffer in (keys, values)]
+    bases = [buffer.storage if buffer.base is None else buffer.base for buffer in (keys, values)]
     strides = [x.stride(i) if len(x) > 1 or i else 0 for x in bases for i in (0, 1)]
-    sizes = (held.heads, group, dim, value_dim, keys.room.stride(1), values.room.stride(1), *strides, keys.offset)
-    cell_entry, mean_entry = tables.size.room.stride(1), tables.value.room.stride(1)
-    kind = {"IP": precision(tables.value.room.dtype), "HAS_BASE": keys.base is not None}
-    padding = held.sinks if held.counts is None else held.counts.view(torch.int8)
-    padding_entry = 0 if held.counts is None else held.counts.stride(0)
+    sizes = (state.heads, group, dim, value_dim, keys.storage.stride(1), values.storage.stride(1), *strides, keys.offset)
+    cell_entry, mean_entry = tables.size.storage.stride(1), tables.value.storage.stride(1)
+    kind = {"IP": precision(tables.value.storage.dtype), "HAS_BASE": keys.base is not None}
+    padding = state.sinks if state.counts is None else state.counts.view(torch.int8)
+    padding_entry = 0 if state.counts is None else state.counts.stride(0)
     shape = {"BR": max(16, next_power_of_2(group)), "BD": padded(dim), "BV": padded(value_dim)}
     early = HAS_EARLY and queries.is_cuda
     overlapped = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
     look[(entries, cell_tiles + 2)](
         queries,
-        keys.room,
-        values.room,
+        keys.storage,
+        values.storage,
         *bases,
-        held.sinks,
+        state.sinks,
         padding,
-        tables.centroid.room,
-        tables.variance.room,
-        tables.log_exists.room,
-        tables.size.room,
-        held.count,
+        tables.centroid.storage,
+        tables.variance.storage,
+        tables.log_exists.storage,
+        tables.size.storage,
+        state.count,
         parts,
         part_lse,
         scores,
@@ -132,10 +132,10 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
         *sizes,
         cell_tiles,
         padding_entry,
-        held.sizes.sinks,
+        state.sizes.sinks,
         cell_entry,
-        tables.centroid.room.stride(1),
-        held.closed,
+        tables.centroid.storage.stride(1),
+        state.closed,
         cells,
         most_cells,
         part_count,
@@ -144,11 +144,11 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
         BL=RECENT,
         BC=tiles.cells,
         **shape,
-        BS=max(16, next_power_of_2(held.sizes.sinks)),
+        BS=max(16, next_power_of_2(state.sizes.sinks)),
         BG=members,
         GRAIN=GRAIN,
         **kind,
-        HAS_COUNTS=held.counts is not None,
+        HAS_COUNTS=state.counts is not None,
         SPREADS=ROUTE_SPREADS,
         MOST_SQ=MOST_SQUARE,
         MOST_SPREAD=MOST_SPREAD,
@@ -167,16 +167,16 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
         grain_list,
         opened,
         queries,
-        keys.room,
-        values.room,
+        keys.storage,
+        values.storage,
         padding,
-        held.count,
+        state.count,
         parts,
         part_lse,
         *sizes[:6],
         keys.offset,
         padding_entry,
-        held.closed,
+        state.closed,
         most_cells,
         part_count,
         near,
@@ -194,7 +194,7 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
         BN=next_power_of_2(most_cells // GRAIN),
         BP=candidates // GRAIN,
         HAS_CELLS=cells > 0,
-        HAS_COUNTS=held.counts is not None,
+        HAS_COUNTS=state.counts is not None,
         IP=kind["IP"],
         **overlapped,
         num_warps=max(tiles.warps, min(16, candidates * members // COMPARED)),
@@ -202,12 +202,12 @@ def decode(held: CacheState, queries: Tensor, scale: float, probes: int, most_ne
     if cells:
         gather[(entries, readers + far)](
             queries,
-            keys.room,
-            values.room,
+            keys.storage,
+            values.storage,
             *bases,
-            tables.value.room,
-            tables.start.room,
-            tables.size.room,
+            tables.value.storage,
+            tables.start.storage,
+            tables.size.storage,
             masses,
             opened,
             parts,

@@ -30,20 +30,20 @@ class StepGraph:
             self._capture(check_step(store, query))
 
     def __call__(self) -> Tensor:
-        held = check_step(self.store, self.inputs[2])
-        with backends.device_guard(held.sinks.device):
-            if held.length >= self.store.sizes.next_close(held.closed) or read_of(held) != self._read:
-                self._capture(held)
-            held.count  # noqa: B018 (tells the device)
+        state = check_step(self.store, self.inputs[2])
+        with backends.device_guard(state.sinks.device):
+            if state.length >= self.store.sizes.next_close(state.closed) or read_of(state) != self._read:
+                self._capture(state)
+            state.count  # noqa: B018 (tells the device)
             self._graph.replay()
-        held.replayed()
+        state.replayed()
         return self.output
 
-    def _capture(self, held: CacheState) -> None:
+    def _capture(self, state: CacheState) -> None:
         store, (key, value, query) = self.store, self.inputs
         length = store.length
         store.close()
-        store.reserve(store.sizes.next_close(held.closed) - length)
+        store.reserve(store.sizes.next_close(state.closed) - length)
         # Once as it is, so that everything is compiled and the numbers on the device are those of now.
         side = torch.cuda.Stream(key.device)
         side.wait_stream(torch.cuda.current_stream(key.device))
@@ -51,32 +51,40 @@ class StepGraph:
             store.append(key, value)
             store.attend(query, self.scale)
             store.crop(length)
-            held.count  # noqa: B018 (tells the device)
+            state.count  # noqa: B018 (tells the device)
         torch.cuda.current_stream(key.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             store.append(key, value)
             self.output = store.attend(query, self.scale)
-        held.replayed(-1)  # captured, and not run
-        self._read = read_of(held)
+        state.replayed(-1)  # captured, and not run
+        self._read = read_of(state)
 
 
 def check_step(store: CellStore, query: Tensor) -> CacheState:
     """What a store holds, if a graph can go on with it."""
     from nearfield.cells.cache import decode
 
-    held = store.held
-    if held is None or held.counts is not None or store.audit:
+    state = store.state
+    if state is None or state.counts is not None or store.audit:
         raise ValueError("a graph goes on with a store that has keys, without padding and without audit")
-    missing = decode.unsupported(held, query, store.probes)
+    missing = decode.unsupported(state, query, store.probes)
     if missing is not None:
         raise ValueError(f"the Triton kernels do not serve {missing}; call store.append and store.attend instead")
-    return held
+    return state
 
 
-def read_of(held: CacheState) -> list[Any]:
+def read_of(state: CacheState) -> list[Any]:
     """What a step reads, and where: a graph is as good as that stays the same."""
-    tables = held.tables
-    tensors = [held.keys.room, held.values.room, held.keys.base, held.values.base, held.sinks, tables.cross, tables.pooled]
-    tensors += [getattr(tables, name).room for name in MOMENTS]
-    return [tuple(held.bounds), *((x.data_ptr(), x.shape) for x in tensors if x is not None)]
+    tables = state.tables
+    tensors = [
+        state.keys.storage,
+        state.values.storage,
+        state.keys.base,
+        state.values.base,
+        state.sinks,
+        tables.cross,
+        tables.pooled,
+    ]
+    tensors += [getattr(tables, name).storage for name in MOMENTS]
+    return [tuple(state.bounds), *((x.data_ptr(), x.shape) for x in tensors if x is not None)]

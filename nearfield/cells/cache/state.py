@@ -66,7 +66,7 @@ class CacheState:
 
     @property
     def heads(self) -> int:
-        return self.keys.room.shape[1]
+        return self.keys.storage.shape[1]
 
     @property
     def all_count(self) -> Tensor:
@@ -90,9 +90,9 @@ class CacheState:
             raise RuntimeError("a graph appends one key at a time, without padding, to a store that has been asked before")
         place = self._count.long() - self.keys.offset
         for buffer, more in ((self.keys, key), (self.values, value)):
-            if buffer.length - buffer.offset >= buffer.room.shape[2]:
+            if buffer.length - buffer.offset >= buffer.storage.shape[2]:
                 raise RuntimeError("a graph cannot make room for more keys; call store.reserve(keys) before it is captured")
-            buffer.room.index_copy_(2, place, more)
+            buffer.storage.index_copy_(2, place, more)
             buffer.length += 1
 
     def replayed(self, steps: int = 1) -> None:
@@ -168,7 +168,7 @@ class CacheState:
         Of keys and values, or, if memory runs out, of neither: whoever reads both counts on that.
         """
         buffers = self.keys, self.values
-        rooms = [buffer.room_from(place, self.sizes.most_open(place)) for buffer in buffers]
+        rooms = [buffer.storage_from(place, self.sizes.most_open(place)) for buffer in buffers]
         for buffer, room in zip(buffers, rooms, strict=True):
             buffer.split(place, room)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.attend import attend, by_head
+from nearfield.cells.cache.attention import by_head, cached_attention
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes, default_cache_probes
@@ -34,15 +34,15 @@ class StepError:
         )
 
 
-def step_error(held: CacheState, queries: Tensor, output: Tensor, first: int) -> StepError:
+def step_error(state: CacheState, queries: Tensor, output: Tensor, first: int) -> StepError:
     """The error of `output` `[batch, query heads, rows, dim]` for queries (times scale) `[batch * heads, group * rows, dim]`."""
     batch, query_heads, rows, _ = output.shape
-    group = query_heads // held.heads
-    keys, values = (held.in_order(x).flatten(0, 1) for x in (held.keys, held.values))
-    hidden = held.hidden(slice(0, held.length), first, rows, group)
+    group = query_heads // state.heads
+    keys, values = (state.in_order(x).flatten(0, 1) for x in (state.keys, state.values))
+    hidden = state.hidden(slice(0, state.length), first, rows, group)
     exact = _exact(queries, keys, values, hidden).view_as(output)
-    norm = rms_norm(values, None if held.counts is None else held.counts.repeat_interleave(held.heads, 0))
-    norm = norm.view(batch, held.heads, 1).repeat_interleave(group, 1)
+    norm = rms_norm(values, None if state.counts is None else state.counts.repeat_interleave(state.heads, 0))
+    norm = norm.view(batch, state.heads, 1).repeat_interleave(group, 1)
     off = (output.to(exact.dtype) - exact).norm(dim=-1)
     return StepError(first, off / exact.norm(dim=-1).clamp(min=torch.finfo(off.dtype).tiny), off / norm)
 
@@ -97,23 +97,23 @@ class CellStore:
         self.sizes = CacheSizes.of(self.method.segment, self.method.cell_size, self.method.window, self.method.sinks)
         self.errors: list[StepError] = []
         """of the calls of `attend` while `audit` was set"""
-        self.held: CacheState | None = None
+        self.state: CacheState | None = None
         """None before the first key"""
 
     @property
     def length(self) -> int:
         """How many keys are stored."""
-        return 0 if self.held is None else self.held.length
+        return 0 if self.state is None else self.state.length
 
     @property
     def closed(self) -> int:
         """How many of them are in closed segments."""
-        return 0 if self.held is None else self.held.closed
+        return 0 if self.state is None else self.state.closed
 
     @property
     def cells(self) -> int:
         """How many cells a query scores, per head."""
-        return 0 if self.held is None else len(self.held.tables)
+        return 0 if self.state is None else len(self.state.tables)
 
     @property
     def probes(self) -> int:
@@ -123,11 +123,11 @@ class CellStore:
     @property
     def keys(self) -> Tensor | None:
         """`[batch, heads, length, dim]` in the order in which they came: a copy, for looking at."""
-        return None if self.held is None else self.held.in_order(self.held.keys)
+        return None if self.state is None else self.state.in_order(self.state.keys)
 
     @property
     def values(self) -> Tensor | None:
-        return None if self.held is None else self.held.in_order(self.held.values)
+        return None if self.state is None else self.state.in_order(self.state.values)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -135,83 +135,83 @@ class CellStore:
 
         And "offloaded": keys and values in memory of the CPU, which are not counted again.
         """
-        held = self.held
-        if held is None:
+        state = self.state
+        if state is None:
             return {}
-        parts = {name: getattr(held, name).nbytes for name in ("keys", "values", "order")}
-        away = {"offloaded": sum(x.away.nbytes for x in (held.keys, held.values) if x.away)} if self.offload else {}
-        return {**parts, "moments": held.tables.nbytes, **away}
+        parts = {name: getattr(state, name).nbytes for name in ("keys", "values", "order")}
+        away = {"offloaded": sum(x.away.nbytes for x in (state.keys, state.values) if x.away)} if self.offload else {}
+        return {**parts, "moments": state.tables.nbytes, **away}
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys `[batch, heads, new, dim]` and values; `counts` `[batch, new]` is False for padding."""
         _check_new(key, value, counts)
         key, value = key.detach(), value.detach()
-        if self.held is None:
-            self.held = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload)
-        _check_alike(self.held, key, value)
-        self.held.append(key, value, counts)
+        if self.state is None:
+            self.state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload)
+        _check_alike(self.state, key, value)
+        self.state.append(key, value, counts)
         if counts is not None:
-            self.mark(self.held.counts)
+            self.mark(self.state.counts)
 
     def reserve(self, keys: int) -> None:
         """Have room for so many more keys, so that appending them moves nothing."""
-        held = self._there()
-        held.keys.reserve(keys)
-        held.values.reserve(keys)
+        state = self._there()
+        state.keys.reserve(keys)
+        state.values.reserve(keys)
 
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys count, `[batch, length]`; None: all. Of those that were attended to none may change."""
-        held = self._there()
+        state = self._there()
         # A copy: the kernels count on whole rows, and a mask may be changed by who made it.
-        counts = None if counts is None or bool(counts.all()) else counts.to(held.sinks.device, copy=True).contiguous()
-        if counts is not None and counts.shape != held.all_count.shape:
-            raise ValueError(f"counts must be {tuple(held.all_count.shape)}, got {tuple(counts.shape)}")
-        if counts is not None or held.counts is not None:
-            before, now = (held.all_count if x is None else x for x in (held.counts, counts))
-            if not torch.equal(before[:, : held.marked], now[:, : held.marked]):
+        counts = None if counts is None or bool(counts.all()) else counts.to(state.sinks.device, copy=True).contiguous()
+        if counts is not None and counts.shape != state.all_count.shape:
+            raise ValueError(f"counts must be {tuple(state.all_count.shape)}, got {tuple(counts.shape)}")
+        if counts is not None or state.counts is not None:
+            before, now = (state.all_count if x is None else x for x in (state.counts, counts))
+            if not torch.equal(before[:, : state.marked], now[:, : state.marked]):
                 raise ValueError(
                     "the mask hides keys that it showed before, or shows some that were hidden: a cell cache knows padding, "
                     "which stays as it is, and no sliding window; give CellCache the config of the model, or use DynamicCache"
                 )
-        held.mark(counts)
+        state.mark(counts)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` keys. A closed segment that the next key would find open is opened again."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be between 0 and {self.length}, the number of stored keys, got {length}")
-        if self.held is not None:
+        if self.state is not None:
             most = self._most_closed(length)
-            if max(bound for bound in self.held.bounds if bound <= most) < self.held.remembered:
-                raise ValueError(f"cannot go back to {length} keys: the first {self.held.remembered} belong to a memory")
-            self.held.back_to(most, length)
+            if max(bound for bound in self.state.bounds if bound <= most) < self.state.remembered:
+                raise ValueError(f"cannot go back to {length} keys: the first {self.state.remembered} belong to a memory")
+            self.state.back_to(most, length)
 
     def select(self, entries: Tensor) -> None:
         """Keep these batch entries, in this order; one may be taken several times."""
-        if self.held is None:
+        if self.state is None:
             return
-        entries = torch.as_tensor(entries, device=self.held.sinks.device)
+        entries = torch.as_tensor(entries, device=self.state.sinks.device)
         entries = entries.nonzero()[:, 0] if entries.dtype == torch.bool else entries
-        if not torch.equal(entries, torch.arange(len(self.held.sinks), device=entries.device)):
-            self.held.select(entries)
+        if not torch.equal(entries, torch.arange(len(self.state.sinks), device=entries.device)):
+            self.state.select(entries)
 
     def repeat(self, times: int) -> None:
         """Every batch entry several times, one after the other."""
-        if self.held is not None:
-            device = self.held.sinks.device
-            self.select(torch.arange(len(self.held.sinks), device=device).repeat_interleave(times))
+        if self.state is not None:
+            device = self.state.sinks.device
+            self.select(torch.arange(len(self.state.sinks), device=device).repeat_interleave(times))
 
     def close(self) -> None:
         """Close all segments that the next key does not read one by one. `attend` does so by itself."""
-        held = self._there()
-        self._close_before(held, self.length)
-        held.put_away()
+        state = self._there()
+        self._close_before(state, self.length)
+        state.put_away()
 
     @torch.no_grad()
-    def _close_before(self, held: CacheState, position: int) -> None:
+    def _close_before(self, state: CacheState, position: int) -> None:
         """All segments that a query at this position sees through cells."""
-        while (end := self.sizes.next_end(held.closed, position)) > held.closed:
-            with torch.autocast(held.sinks.device.type, enabled=False):
-                held.close(end)
+        while (end := self.sizes.next_end(state.closed, position)) > state.closed:
+            with torch.autocast(state.sinks.device.type, enabled=False):
+                state.close(end)
 
     def _most_closed(self, position: int) -> int:
         """How many keys a query at this position may see through cells."""
@@ -220,60 +220,60 @@ class CellStore:
     @torch.no_grad()
     def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
         """Attention of the queries `[batch, heads, rows, dim]` of the latest `rows` keys, each to its own and all before it."""
-        held = self._there()
-        _check_query(held, query)
-        rows, first = query.shape[2], held.length - query.shape[2]
-        held.mark(held.counts)
+        state = self._there()
+        _check_query(state, query)
+        rows, first = query.shape[2], state.length - query.shape[2]
+        state.mark(state.counts)
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        output = query.new_empty((*query.shape[:3], held.values.room.shape[3]))
-        if rows and held.closed > self._most_closed(first):
+        output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
+        if rows and state.closed > self._most_closed(first):
             raise ValueError(
                 f"the query at position {first} comes after the segment it belongs to was closed; attend right after appending "
                 "its key"
             )
         start = 0
         while start < rows:
-            self._close_before(held, first + start)
-            stop = min(rows, self.sizes.next_close(held.closed) - first)
-            step = self._rows_at_a_time(held, query.shape[0] * query.shape[1])
+            self._close_before(state, first + start)
+            stop = min(rows, self.sizes.next_close(state.closed) - first)
+            step = self._rows_at_a_time(state, query.shape[0] * query.shape[1])
             # A weight of zero times a value that is not finite would be NaN in rows that do not see it: then row by row.
-            if stop - start > 1 and not bool(held.values.part(slice(held.closed, first + stop)).isfinite().all()):
+            if stop - start > 1 and not bool(state.values.part(slice(state.closed, first + stop)).isfinite().all()):
                 step = 1
             for row in range(start, stop, step):
                 block = slice(row, min(row + step, stop))
                 with torch.autocast(query.device.type, enabled=False):
-                    found = self._attend(held, query[:, :, block], first + row, scale)
+                    found = self._attend(state, query[:, :, block], first + row, scale)
                 output[:, :, block] = found.view(output[:, :, block].shape)
             start = stop
-        held.put_away()
+        state.put_away()
         if rows and self.audit:
             with torch.autocast(query.device.type, enabled=False):
-                self.errors.append(step_error(held, by_head(query, held.heads, scale), output, first))
+                self.errors.append(step_error(state, by_head(query, state.heads, scale), output, first))
         return output
 
-    def _attend(self, held: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
+    def _attend(self, state: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
         """Of rows from position `first` on, which see the same closed segments."""
         if backends.runs_triton(query.device):
             from nearfield.cells.cache import decode
 
             # The kernels see all keys that are there: they are for the latest row.
-            if first + 1 == held.length and decode.unsupported(held, query, self.probes) is None:
+            if first + 1 == state.length and decode.unsupported(state, query, self.probes) is None:
                 # A copy where the queries are a part of a larger tensor: the kernels count on whole rows.
-                rows = query.reshape(-1, query.shape[1] // held.heads, query.shape[3]).contiguous()
+                rows = query.reshape(-1, query.shape[1] // state.heads, query.shape[3]).contiguous()
                 with backends.device_guard(query.device):
-                    return decode.decode(held, rows, scale, self.probes, self.sizes.most_open(held.closed))
-        return attend(held, by_head(query, held.heads, scale), first, query.shape[2], self.probes)
+                    return decode.decode(state, rows, scale, self.probes, self.sizes.most_open(state.closed))
+        return cached_attention(state, by_head(query, state.heads, scale), first, query.shape[2], self.probes)
 
-    def _rows_at_a_time(self, held: CacheState, heads: int) -> int:
+    def _rows_at_a_time(self, state: CacheState, heads: int) -> int:
         """How many positions, so that score tables and gathered keys stay within bounds."""
-        near = min(held.closed, 2 * self.probes * held.closed // max(1, self.cells))
-        columns = held.keys.room.shape[3] + held.values.room.shape[3]
-        return max(1, BLOCK_BYTES // (heads * (16 * (self.cells + held.length - held.closed + near) + 8 * near * columns)))
+        near = min(state.closed, 2 * self.probes * state.closed // max(1, self.cells))
+        columns = state.keys.storage.shape[3] + state.values.storage.shape[3]
+        return max(1, BLOCK_BYTES // (heads * (16 * (self.cells + state.length - state.closed + near) + 8 * near * columns)))
 
     def _there(self) -> CacheState:
-        if self.held is None:
+        if self.state is None:
             raise ValueError("nothing is stored yet; append keys and values first")
-        return self.held
+        return self.state
 
 
 def check_method(method: object) -> None:
@@ -302,8 +302,8 @@ def _check_new(key: Tensor, value: Tensor, counts: Tensor | None) -> None:
         )
 
 
-def _check_alike(held: CacheState, key: Tensor, value: Tensor) -> None:
-    for name, given, there in (("key", key, held.keys.room), ("value", value, held.values.room)):
+def _check_alike(state: CacheState, key: Tensor, value: Tensor) -> None:
+    for name, given, there in (("key", key, state.keys.storage), ("value", value, state.values.storage)):
         if given.dtype != there.dtype or given.device != there.device:
             raise TypeError(f"{name} is {given.dtype} on {given.device}, and what is stored is {there.dtype} on {there.device}")
         if (*given.shape[:2], given.shape[3]) != (*there.shape[:2], there.shape[3]):
@@ -313,11 +313,11 @@ def _check_alike(held: CacheState, key: Tensor, value: Tensor) -> None:
             )
 
 
-def _check_query(held: CacheState, query: Tensor) -> None:
-    batch, heads, _, dim = held.keys.room.shape
+def _check_query(state: CacheState, query: Tensor) -> None:
+    batch, heads, _, dim = state.keys.storage.shape
     if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
         raise ValueError(
             f"query must be [{batch}, a multiple of {heads}, rows, {dim}] for the stored keys, got {tuple(query.shape)}"
         )
-    if query.shape[2] > held.length:
-        raise ValueError(f"there are {query.shape[2]} queries for {held.length} keys; append the keys of the queries first")
+    if query.shape[2] > state.length:
+        raise ValueError(f"there are {query.shape[2]} queries for {state.length} keys; append the keys of the queries first")

@@ -168,7 +168,7 @@ def _local(part: BackwardBlock, sums: Sums) -> None:
     for run in local_runs(part.block):
         keys, values = head.members(run.own)
         keep = head.keep(part.block.rows[run.rows].view(run.shape), run.own)
-        query_grad, key_grad, value_grad = dense.attend_backward(
+        query_grad, key_grad, value_grad = dense.dense_attention_backward(
             part.grad[run.rows].view(run.shape),
             part.block.scaled(run.rows).view(run.shape),
             keys,

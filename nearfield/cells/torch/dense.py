@@ -12,7 +12,7 @@ LARGE = 1e5
 """Logits beyond this are rounded to more than a few hundredths."""
 
 
-def attend(
+def dense_attention(
     queries: Tensor, keys: Tensor, values: Tensor, causal: bool = False, keep: Tensor | None = None, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of `[group, rows, dim]` queries (times scale) over `[keys, dim]`: output `[group, rows, value_dim]`, lse.
@@ -27,7 +27,7 @@ def attend(
     return (weight if keep is None else weight * keep) @ values, lse
 
 
-def attend_backward(
+def dense_attention_backward(
     output_grad: Tensor,
     queries: Tensor,
     keys: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearfield.cells.far_field import largest_first, masses, moments, open_best
 from nearfield.cells.reference import CellPlan
-from nearfield.cells.torch.dense import LARGE, attend
+from nearfield.cells.torch.dense import LARGE, dense_attention
 from nearfield.cells.torch.draws import ClosedCells, Draws
 from nearfield.cells.torch.head import Head, Partial, RowBlock, local_runs
 from nearfield.cells.torch.tiles import Stack, products, rows_of_a_tile, stacks
@@ -46,7 +46,7 @@ def local(head: Head, block: RowBlock, total: Partial) -> None:
     for run in local_runs(block):
         keys, values = head.members(run.own)
         keep = head.keep(block.rows[run.rows].view(run.shape), run.own)
-        output, lse = attend(block.scaled(run.rows).view(run.shape), keys, values, run.causal, keep, run.seen)
+        output, lse = dense_attention(block.scaled(run.rows).view(run.shape), keys, values, run.causal, keep, run.seen)
         total.add(run.rows, output.flatten(0, 1), lse.reshape(-1))
 
 

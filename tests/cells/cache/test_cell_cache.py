@@ -12,8 +12,8 @@ from torch import Tensor
 
 import nearfield
 from nearfield.cells import sizes as cells_sizes
-from nearfield.cells.cache import attend as cache_attend
-from nearfield.cells.cache.attend import CellTables, Routed, by_head, route
+from nearfield.cells.cache import attention as cache_attention
+from nearfield.cells.cache.attention import CellTables, Routed, by_head, route
 from nearfield.cells.cache.state import Held
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.torch.head import group_keys
@@ -51,9 +51,9 @@ def run(store: CellStore, data: tuple[Tensor, Tensor, Tensor], steps: Sequence[i
     return torch.cat(outputs, 2)
 
 
-def held(store: CellStore) -> Held:
-    assert store.held is not None
-    return store.held
+def state(store: CellStore) -> Held:
+    assert store.state is not None
+    return store.state
 
 
 # Attending.
@@ -110,7 +110,7 @@ def test_the_latest_keys_stand_for_the_open_end_where_cells_are_chosen() -> None
         queries = by_head(query, 1, 1.0)
         near = (queries @ own[0].transpose(1, 2))[..., 100:]
         for seen, name in ((near[..., -64:].logsumexp(2), "latest"), (near.logsumexp(2), "all")):
-            opened.append((place, name, set(route(held(store).tables, queries, 1, 3, seen).opened[0].tolist())))
+            opened.append((place, name, set(route(state(store).tables, queries, 1, 3, seen).opened[0].tolist())))
         spied = spy_on_routes(store, query)
         assert torch.allclose(spied, near[..., -64:].logsumexp(2))
     by_place = {(place, name): cells for place, name, cells in opened}
@@ -127,7 +127,7 @@ def spy_on_routes(store: CellStore, query: Tensor) -> Tensor:
         return route(tables, queries, rows, probes, near)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_attend, "route", spy)
+        patch.setattr(cache_attention, "route", spy)
         store.attend(query, 1.0)
     return told[0]
 
@@ -178,14 +178,14 @@ def test_reads_only_what_it_opens() -> None:
     store = CellStore(FEW)
     store.append(key, value)
     first = store.attend(query[:, :, -1:])
-    held(store).values.filled[:, :, : store.closed] = torch.nan
+    state(store).values.filled[:, :, : store.closed] = torch.nan
     changed = store.attend(query[:, :, -1:])
     assert changed.isnan().any()  # an opened cell
     # With the opened keys put back, all else may be anything: it is not read.
     store = CellStore(nearfield.Cells(probes=1, segment=16, cell_size=4, sinks=0, window=0))
     store.append(key, value)
     first = store.attend(query[:1].expand(2, -1, -1, -1)[:, :, -1:])
-    own = held(store)
+    own = state(store)
     read = torch.zeros(BATCH, HEADS, LENGTH, dtype=torch.bool)
     read[:, :, store.closed :] = True
     calls = []
@@ -211,7 +211,7 @@ def test_empty_cells(different: int) -> None:
     key = key[:, :, torch.arange(LENGTH) % different]  # fewer keys than cells
     store = CellStore(ALL)
     assert torch.allclose(run(store, (query, key, value)), exact(query, key, value), atol=1e-5)
-    sizes = held(store).tables.size.filled
+    sizes = state(store).tables.size.filled
     assert (sizes == 0).any()
     assert (sizes[:, :, :4].sum(2) == 16 - 5).all()
     assert run(CellStore(FEW), (query, 1e4 * key, value)).isfinite().all()
@@ -260,14 +260,14 @@ def test_closed_cells_never_change() -> None:
     data = inputs()
     store = CellStore(FEW)
     run(store, data, (40,))
-    tables = copy.deepcopy(held(store).tables)
-    keys = held(store).keys.filled[:, :, : store.closed].clone()
+    tables = copy.deepcopy(state(store).tables)
+    keys = state(store).keys.filled[:, :, : store.closed].clone()
     assert len(tables) == 8
     run(store, inputs(seed=1), (1, 1, 50), start=40)
-    assert len(held(store).tables) == 20
+    assert len(state(store).tables) == 20
     for name in ("start", "size", "centroid", "variance", "value"):
-        assert torch.equal(getattr(held(store).tables, name).filled[:, :, :8], getattr(tables, name).filled)
-    assert torch.equal(held(store).keys.filled[:, :, :32], keys)
+        assert torch.equal(getattr(state(store).tables, name).filled[:, :, :8], getattr(tables, name).filled)
+    assert torch.equal(state(store).keys.filled[:, :, :32], keys)
 
 
 def test_later_keys_change_no_earlier_row() -> None:
@@ -328,7 +328,7 @@ def test_padding_of_whole_segments_is_as_if_it_were_not_there() -> None:
     padded = store.attend(data[0][:, :, -1:])[0]
     alone = run(CellStore(FEW), tuple(x[:1, :, 32:] for x in data), (LENGTH - 32,))  # type: ignore[arg-type]
     assert torch.allclose(padded, alone[0, :, -1:], atol=1e-5)
-    assert held(store).sinks.tolist() == [[32, 33, 34, 35, 36], [0, 1, 2, 3, 4]]
+    assert state(store).sinks.tolist() == [[32, 33, 34, 35, 36], [0, 1, 2, 3, 4]]
 
 
 def test_a_segment_with_padding_has_fewer_cells() -> None:
@@ -338,7 +338,7 @@ def test_a_segment_with_padding_has_fewer_cells() -> None:
     store = CellStore(nearfield.Cells(probes=3, **SIZES | {"sinks": 0}))
     store.append(key, value, counts)
     store.close()
-    used = held(store).tables.size.filled[:, :, :4]
+    used = state(store).tables.size.filled[:, :, :4]
     assert ((used > 0).sum(2) == torch.tensor([[2], [4]])).all()
     assert (used.sum(2) == torch.tensor([[8.0], [16.0]])).all()
 
@@ -389,8 +389,8 @@ def test_crop_is_as_if_nothing_had_come(kept: int, padded: bool, window: int) ->
         outputs.append(store.attend(query[:, :, part]))
         assert torch.equal(store.keys, key[:, :, : part.stop] * counts[:, None, : part.stop, None])  # type: ignore[arg-type]
     assert torch.allclose(*outputs, rtol=1e-10)
-    assert torch.equal(held(stores[0]).sinks, held(stores[1]).sinks)
-    assert torch.allclose(held(stores[0]).tables.pooled, held(stores[1]).tables.pooled)
+    assert torch.equal(state(stores[0]).sinks, state(stores[1]).sinks)
+    assert torch.allclose(state(stores[0]).tables.pooled, state(stores[1]).tables.pooled)
 
 
 def test_select_and_repeat() -> None:
@@ -416,7 +416,7 @@ def test_memory_grows_by_a_quarter_at_a_time() -> None:
     for i in range(400):
         store.append(key[:, :, i : i + 1], value[:, :, i : i + 1])
         store.close()
-        places.add(held(store).keys.room.data_ptr())
+        places.add(state(store).keys.storage.data_ptr())
     assert len(places) < 35
     sizes = store.nbytes
     assert sizes["keys"] <= 1.25 * key.nbytes

@@ -84,13 +84,13 @@ def test_closed_segments_stay_in_the_file(nets: tuple[Any, Any], text: Tensor, s
     _, ours = nets
     cache = hf.Memory.load(saved, ours).cache()
     answer(ours, text, cache)
-    held = cache.layers[0].store.held
-    assert held is not None
-    assert held.keys.offset == 40
-    for buffer in (held.keys, held.values):
+    state = cache.layers[0].store.state
+    assert state is not None
+    assert state.keys.offset == 40
+    for buffer in (state.keys, state.values):
         assert buffer.base is not None
         assert saved.name in mapped_at(buffer.base.data_ptr())
-    assert held.keys.room.shape[2] < 30
+    assert state.keys.storage.shape[2] < 30
     cache.crop(-(cache.get_seq_length() - LENGTH))
     assert torch.equal(answer(ours, text, cache), answer(ours, text, hf.Memory.load(saved, ours).cache()))
     with pytest.raises(ValueError, match="the first 40 belong to a memory"):
@@ -121,13 +121,13 @@ def test_a_text_is_one_segment(
     loaded = hf.Memory.load(tmp_path / "memory", ours)
     wanted = [0, 16, 25, 36] if (chunk, positions) == (20, "running") else [0, 40]
     caches = [one.cache() for one in (memory, loaded)]
-    assert all(layer.store.held.bounds == wanted for cache in caches for layer in cache.layers)
+    assert all(layer.store.state.bounds == wanted for cache in caches for layer in cache.layers)
     assert all(torch.equal(*both) for both in zip(everything(memory), everything(loaded), strict=True))
     assert torch.equal(answer(ours, text, caches[0]), answer(ours, text, caches[1]))
     assert torch.equal(caches[0].layers[1].keys, caches[1].layers[1].keys)
     assert caches[1].layers[0].store.closed > 40  # the answer is in segments of its own
     caches[1].crop(LENGTH)
-    assert caches[1].layers[0].store.held.bounds == wanted
+    assert caches[1].layers[0].store.state.bounds == wanted
     with pytest.raises(ValueError, match=f"the first {wanted[-1]} belong to a memory"):
         caches[1].crop(wanted[-1])
 
@@ -148,11 +148,11 @@ def test_tables_in_bfloat16(text: Tensor, tmp_path: Path, monkeypatch: pytest.Mo
     memory = hf.Memory.read(ours, text, FEW)
     memory.save(tmp_path / "memory")
     loaded = hf.Memory.load(tmp_path / "memory", ours)
-    assert loaded.cache().layers[0].store.held.tables.value.room.dtype == torch.bfloat16
+    assert loaded.cache().layers[0].store.state.tables.value.storage.dtype == torch.bfloat16
     assert all(torch.equal(*both) for both in zip(everything(memory), everything(loaded), strict=True))
     monkeypatch.undo()
     elsewhere = hf.Memory.load(tmp_path / "memory", ours).cache()
-    assert elsewhere.layers[0].store.held.tables.value.room.dtype == torch.float32
+    assert elsewhere.layers[0].store.state.tables.value.storage.dtype == torch.float32
     assert answer(ours, text, elsewhere).shape == (1, LENGTH + 3 + NEW)
 
 
@@ -175,7 +175,7 @@ def test_a_memory_of_a_gpu(tokenizer: Any, tmp_path: Path, positions: str) -> No
 def test_on_another_device(nets: tuple[Any, Any], text: Tensor, saved: Path) -> None:
     loaded = hf.Memory.load(saved, nets[1])
     moved = loaded.to("meta")
-    assert all(layer.store.held.keys.base.device.type == "meta" for layer in moved.cache().layers)
+    assert all(layer.store.state.keys.base.device.type == "meta" for layer in moved.cache().layers)
     assert torch.equal(answer(nets[1], text, loaded.to("cpu").cache()), answer(nets[1], text, loaded.cache()))
     assert str(loaded) == f"Memory(45 tokens, {FEW}, Reading(positions='running', chunk=45, gap=0, sharpness=1.0))"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import nearfield
 from nearfield.cells import sizes as cells_sizes
-from nearfield.cells.cache.attend import attend, by_head
+from nearfield.cells.cache.attention import attend, by_head
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.cache.state import Held
 from nearfield.cells.cache.store import CellStore
@@ -40,9 +40,9 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return 2 * query, key, value
 
 
-def held(store: CellStore) -> Held:
-    assert store.held is not None
-    return store.held
+def state(store: CellStore) -> Held:
+    assert store.state is not None
+    return store.state
 
 
 def assert_alike(store: CellStore, plain: CellStore) -> None:
@@ -50,10 +50,10 @@ def assert_alike(store: CellStore, plain: CellStore) -> None:
     assert (store.length, store.closed, store.cells) == (plain.length, plain.closed, plain.cells)
     assert torch.equal(store.keys, plain.keys)  # type: ignore[arg-type]
     assert torch.equal(store.values, plain.values)  # type: ignore[arg-type]
-    for buffer in (held(store).keys, held(store).values):
+    for buffer in (state(store).keys, state(store).values):
         assert buffer.offset == store.closed
         assert (buffer.base is None) == (store.closed == 0)
-        assert buffer.base is None or buffer.base.shape[0] == buffer.room.shape[0]
+        assert buffer.base is None or buffer.base.shape[0] == buffer.storage.shape[0]
 
 
 @given(data=st.data())
@@ -114,9 +114,9 @@ def test_what_stays_on_the_device(method: nearfield.Cells) -> None:
         for one in (store, plain):
             one.append(key[:, :, i : i + 1], value[:, :, i : i + 1])
         assert torch.equal(store.attend(query[:, :, i : i + 1]), plain.attend(query[:, :, i : i + 1]))
-        places.add(held(store).keys.room.data_ptr())
+        places.add(state(store).keys.storage.data_ptr())
     assert_alike(store, plain)
-    assert len(places) <= len(held(store).bounds) + 1
+    assert len(places) <= len(state(store).bounds) + 1
 
 
 def test_a_step_brings_over_what_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +126,14 @@ def test_a_step_brings_over_what_it_opens(monkeypatch: pytest.MonkeyPatch) -> No
     store.append(key, value)
     store.attend(query[:, :, -1:])
     brought = []
-    rows = held(store).keys.rows
+    rows = state(store).keys.rows
 
     def recorded(place: Tensor) -> Tensor:
         found = rows(place)
         brought.append(found.shape)
         return found
 
-    monkeypatch.setattr(held(store).keys, "rows", recorded)
+    monkeypatch.setattr(state(store).keys, "rows", recorded)
     store.attend(query[:, :, -1:])
     ((heads, most, dim),) = brought
     assert (heads, dim) == (BATCH * HEADS, DIM)
@@ -148,9 +148,9 @@ def test_kernels_read_it_where_it_is() -> None:
     store = CellStore(GIVEN, offload=True)
     store.append(key, value)
     store.close()
-    expected = attend(held(store), by_head(query[:, :, -1:], HEADS, 0.3), LENGTH - 1, 1, store.probes)
+    expected = attend(state(store), by_head(query[:, :, -1:], HEADS, 0.3), LENGTH - 1, 1, store.probes)
     rows = query[:, :, -1:].reshape(BATCH * HEADS, GROUP, DIM).contiguous()
-    found = decode(held(store), rows, 0.3, store.probes, store.settings.most_open(store.closed))
+    found = decode(state(store), rows, 0.3, store.probes, store.settings.most_open(store.closed))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -180,8 +180,8 @@ def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatc
     for one in (store, plain):
         one.append(key[:, :, :before], value[:, :, :before])
         one.close()
-    put_away, values = store.closed, held(store).values
-    room_from = values.room_from
+    put_away, values = store.closed, state(store).values
+    room_from = values.storage_from
 
     def fails(place: int, size: int) -> Tensor:
         if late:
@@ -197,7 +197,7 @@ def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(MemoryError):
             store.attend(last)
         assert store.closed > put_away
-        assert [buffer.offset for buffer in (held(store).keys, values)] == [put_away, put_away]
+        assert [buffer.offset for buffer in (state(store).keys, values)] == [put_away, put_away]
         assert torch.equal(store.keys, plain.keys)  # type: ignore[arg-type]
         assert torch.equal(store.values, plain.values)  # type: ignore[arg-type]
     monkeypatch.undo()
@@ -222,18 +222,18 @@ def test_pinned_memory_is_given_up_when_nobody_reads_it(monkeypatch: pytest.Monk
         return new_empty(like, shape)
 
     monkeypatch.setattr(Tensor, "new_empty", pageable)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append((device, buffer.room.data_ptr())))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append((device, buffer.storage.data_ptr())))
     rows = torch.randn(2, 3, 8, 4)
     buffer.append(rows)
     assert waited == []
-    first = buffer.room.data_ptr()
+    first = buffer.storage.data_ptr()
     buffer.append(rows)
     assert waited == [(there, first)]
-    second = buffer.room.data_ptr()
+    second = buffer.storage.data_ptr()
     buffer.select(torch.tensor([1]))
     assert waited == [(there, first), (there, second)]
     assert torch.equal(buffer.filled, torch.cat([rows, rows], 2)[1:])
-    third = buffer.room.data_ptr()
+    third = buffer.storage.data_ptr()
     buffer.cut(0)
     buffer.reserve(100)
     assert waited[2:] == [(there, third)]
@@ -248,23 +248,23 @@ def test_going_back_brings_back_what_is_kept(method: nearfield.Cells, length: in
     for one in (store, plain):
         one.append(key, value)
         one.close()
-    before, ends = held(store).keys.room.nbytes, held(store).bounds[1:]
+    before, ends = state(store).keys.storage.nbytes, state(store).bounds[1:]
     brought = []
-    at = held(store).keys.at
+    at = state(store).keys.at
 
     def recorded(places: slice) -> Tensor:
         brought.append(places.stop - places.start)
         return at(places)
 
-    monkeypatch.setattr(held(store).keys, "at", recorded)
+    monkeypatch.setattr(state(store).keys, "at", recorded)
     most = max(0, length - store.settings.window)
     for one in (store, plain):
-        held(one).back_to(most, length)
+        state(one).back_to(most, length)
     opened = sum(end > most for end in ends)
     kept = sum(end > most and end - 16 < length for end in ends)
     once = [16] * opened if most >= 16 else []  # to take them out of a sum, unless nothing is left of it
     assert brought == once + [16 * kept] * (kept > 0)
-    assert held(store).keys.room.nbytes == before
+    assert state(store).keys.storage.nbytes == before
     assert_alike(store, plain)
     for one in (store, plain):
         one.append(-key, -value)
@@ -280,10 +280,10 @@ def test_going_back_into_a_prompt(length: int) -> None:
     store = CellStore(GROWS, offload=True)
     store.append(key, value)
     store.close()
-    assert store.held is not None
-    assert len(store.held.bounds) == 2
-    store.held.back_to(max(0, length - 6), length)
-    assert store.held.keys.room.shape[2] == max(length, store.settings.most_open(0))
+    assert store.state is not None
+    assert len(store.state.bounds) == 2
+    store.state.back_to(max(0, length - 6), length)
+    assert store.state.keys.storage.shape[2] == max(length, store.settings.most_open(0))
     assert torch.equal(store.keys, key[:, :, :length])  # type: ignore[arg-type]
 
 
@@ -299,7 +299,7 @@ def test_segments_are_reopened_one_by_one(method: nearfield.Cells, offload: bool
         one.close()
         one.append(key[:, :, 100:], value[:, :, 100:])
         one.close()
-    some, all_at_once = map(held, stores)
+    some, all_at_once = map(state, stores)
     most = some.bounds[1]
     while some.closed > most:
         some.back_to(some.bounds[-2], some.length)
@@ -339,7 +339,7 @@ def test_on_a_gpu(method: nearfield.Cells) -> None:
     for one in (store, plain):
         one.append(key[:, :, :2000], value[:, :, :2000])
         one.close()
-    base = held(store).keys.base
+    base = state(store).keys.base
     assert base is not None
     assert base.is_pinned()
     # Cells of two stores may differ, where sums on a GPU are taken in any order: the same store, with everything brought back.
@@ -348,12 +348,12 @@ def test_on_a_gpu(method: nearfield.Cells) -> None:
         found = store.attend(query[:, :, i : i + 1])
         if i % 50 == 0:
             whole = copy.deepcopy(store)
-            held(whole).split(0)
-            held(whole).offload = False
+            state(whole).split(0)
+            state(whole).offload = False
             torch.testing.assert_close(whole.attend(query[:, :, i : i + 1]), found, atol=1e-2, rtol=1e-2)
     store.select(torch.tensor([1, 0, 1]))
-    assert held(store).keys.base.is_pinned()  # type: ignore[union-attr]
-    assert copy.deepcopy(held(store)).keys.base.is_pinned()  # type: ignore[union-attr]
+    assert state(store).keys.base.is_pinned()  # type: ignore[union-attr]
+    assert copy.deepcopy(state(store)).keys.base.is_pinned()  # type: ignore[union-attr]
     store.crop(700)
     assert torch.equal(store.keys, key[[1, 0, 1], :, :700])  # type: ignore[arg-type]
 

@@ -106,8 +106,8 @@ def filled(method: nearfield.Cells, key: Tensor, value: Tensor) -> CellStore:
 
 
 def bounds(store: CellStore) -> list[int]:
-    assert store.held is not None
-    return store.held.bounds
+    assert store.state is not None
+    return store.state.bounds
 
 
 FEW = nearfield.Cells(probes=2, sinks=5, window=3)

@@ -1,4 +1,4 @@
-"""One step of a cell store by the kernels in Triton, held to the step in torch: interpreted on a CPU, for real on a GPU."""
+"""One step of a cell store by the kernels in Triton, state to the step in torch: interpreted on a CPU, for real on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.cells.cache.attend import attend, by_head
+from nearfield.cells.cache.attention import attend, by_head
 from nearfield.cells.cache.graph import StepGraph
 from nearfield.cells.cache.state import Held
 from nearfield.cells.cache.store import CellStore
@@ -51,18 +51,18 @@ def filled(
 
 def both(store: CellStore, group: int = 2, scale: float = 0.3) -> tuple[Tensor, Tensor]:
     """A step by the kernels, and in torch."""
-    held = the(store)
-    batch, heads, _, dim = held.keys.room.shape
+    state = the(store)
+    batch, heads, _, dim = state.keys.storage.shape
     query = 2 * torch.randn(batch, heads * group, 1, dim, generator=seeded(7)).to(DEVICE)
-    assert serves(held, query, store.probes)
-    expected = attend(held, by_head(query, heads, scale), held.length - 1, 1, store.probes)
-    most_near = store.settings.most_open(held.closed)
-    return decode(held, query.reshape(batch * heads, group, dim), scale, store.probes, most_near), expected
+    assert serves(state, query, store.probes)
+    expected = attend(state, by_head(query, heads, scale), state.length - 1, 1, store.probes)
+    most_near = store.settings.most_open(state.closed)
+    return decode(state, query.reshape(batch * heads, group, dim), scale, store.probes, most_near), expected
 
 
 def the(store: CellStore) -> Held:
-    assert store.held is not None
-    return store.held
+    assert store.state is not None
+    return store.state
 
 
 def assert_alike(found: tuple[Tensor, Tensor]) -> None:
@@ -91,9 +91,9 @@ def test_all_cells_opened_is_exact_attention() -> None:
     store = filled(150, probes=10**6)
     found, expected = both(store)
     assert_alike((found, expected))
-    held = the(store)
+    state = the(store)
     query = 2 * torch.randn(2, 4, 1, 16, generator=seeded(7)).to(DEVICE)
-    keys, values = (held.in_order(x) for x in (held.keys, held.values))
+    keys, values = (state.in_order(x) for x in (state.keys, state.values))
     exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=0.3, enable_gqa=True)
     assert_alike((found, exact.reshape(found.shape)))
 
@@ -106,12 +106,12 @@ def test_padding_is_not_seen() -> None:
 def test_padding_among_the_latest_keys() -> None:
     """A prompt that is padding up to the open end: what is padding there weighs nothing where cells are chosen."""
     store = filled(203, batch=1, heads=1, segment=160)
-    held = the(store)
+    state = the(store)
     counts = torch.ones(1, 203, dtype=torch.bool, device=DEVICE)
     counts[0, 180:195] = False
-    loud = held.keys.part(slice(180, 195))
+    loud = state.keys.part(slice(180, 195))
     found, _ = both(store, 2)
-    held.counts = counts
+    state.counts = counts
     loud.mul_(50.0)  # padding is zero in a store; here it is not, and may not matter either way
     assert_alike(both(store, 2))
     assert not torch.allclose(both(store, 2)[0], found)
@@ -180,46 +180,46 @@ def test_what_a_graph_cannot_go_on_with_is_said() -> None:
 
 def test_more_than_the_kernels_have_room_for_is_not_theirs() -> None:
     store = filled(150)
-    held = the(store)
-    assert serves(held, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 3)
-    assert not serves(held, torch.randn(2, 2 * 65, 1, 16, device=DEVICE), 3)
-    assert not serves(held, torch.randn(2, 4, 2, 16, device=DEVICE), 3)
-    assert not serves(held, torch.randn(2, 4, 1, 16, device=DEVICE, dtype=torch.float64), 3)
-    held.tables.size.length = 1 << 16
-    assert serves(held, torch.randn(2, 2 * 4, 1, 16, device=DEVICE), 256)
-    assert not serves(held, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 256)
+    state = the(store)
+    assert serves(state, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 3)
+    assert not serves(state, torch.randn(2, 2 * 65, 1, 16, device=DEVICE), 3)
+    assert not serves(state, torch.randn(2, 4, 2, 16, device=DEVICE), 3)
+    assert not serves(state, torch.randn(2, 4, 1, 16, device=DEVICE, dtype=torch.float64), 3)
+    state.tables.size.length = 1 << 16
+    assert serves(state, torch.randn(2, 2 * 4, 1, 16, device=DEVICE), 256)
+    assert not serves(state, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 256)
 
 
 def test_a_cell_with_something_that_is_not_finite_stays_closed() -> None:
     store = filled(150)
     tables = the(store).tables
-    tables.void.room[:, :, 3] = -torch.inf
-    tables.centroid.room[:, :, 3] = 0.0
-    tables.value.room[:, :, 3] = 0.0
+    tables.void.storage[:, :, 3] = -torch.inf
+    tables.centroid.storage[:, :, 3] = 0.0
+    tables.value.storage[:, :, 3] = 0.0
     assert_alike(both(store))
 
 
 def test_a_beginning_that_somebody_else_keeps() -> None:
     """A memory: the first keys are in a tensor that all batch entries share, the others in the store."""
     whole = filled(203, batch=1)
-    held = the(whole)
-    base = held.closed - 32
+    state = the(whole)
+    base = state.closed - 32
     expected = both(whole)[1]
-    for buffer in (held.keys, held.values):
+    for buffer in (state.keys, state.values):
         buffer.base = buffer.filled.clone()
-        buffer.room = buffer.room[:, :, base:].contiguous()
+        buffer.storage = buffer.storage[:, :, base:].contiguous()
         buffer.offset = base
     assert_alike((both(whole)[0], expected))
 
 
 def test_the_number_of_keys_is_where_kernels_read_it() -> None:
     store = filled(100)
-    held = the(store)
+    state = the(store)
     for _ in range(3):
-        assert held.count.tolist() == [held.length]
+        assert state.count.tolist() == [state.length]
         store.append(*torch.randn(2, 2, 2, 1, 16).to(DEVICE))
     store.crop(50)
-    assert held.count.tolist() == [50]
+    assert state.count.tolist() == [50]
 
 
 def opened_by(scores: Tensor, lse: Tensor, probes: int) -> tuple[Tensor, Tensor]:
@@ -334,8 +334,8 @@ def test_real_sizes_on_a_card(dim: int, dtype: torch.dtype) -> None:
     store.append(key, value)
     query = 2 * torch.randn(1, 8, 1, dim, device="cuda").to(dtype)
     found = store.attend(query)
-    held = the(store)
-    expected = attend(held, by_head(query, 2, dim**-0.5), 4999, 1, store.probes).view(found.shape)
+    state = the(store)
+    expected = attend(state, by_head(query, 2, dim**-0.5), 4999, 1, store.probes).view(found.shape)
     off = (found.double() - expected.double()).norm() / expected.double().norm()
     assert float(off) < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 

@@ -109,7 +109,7 @@ class Run:
             plan = CellPlan(cell_of, cell_of[:, :0], opened, none.long(), none.long(), none.to(dtype))
             inputs = [x[entry].to(dtype).requires_grad_() for x in (self.queries, self.keys, self.values)]
             closed = closed_keys(visible[entry], case.settings)
-            output, lse = cells_reference.attend(
+            output, lse = cells_reference.reference_attention(
                 inputs[0] * self.scale, *inputs[1:], visible[entry], closed, case.segment, plan, (cells, 0)
             )
             outputs.append(output.detach())
