@@ -1,17 +1,21 @@
-# Every target works on a fresh machine that has Python (3.10 or later; pinned for 3.11), pip and make: the first one sets .venv up.
+# Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
+# versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-all lint format bench report reproduce smollm2 mutants clean
+.PHONY: help install demo plan test test-fast test-all lint format bench report reproduce smollm2 mutants same clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
 REAL := .venv/.installed-real
 JOBS ?= 2
-# One thread per test process: with two processes on two cores, threads would only wait for each other.
+AGAINST ?= HEAD
+# One thread per test process: with two processes on two cores, more threads would only wait for each other. loadgroup keeps
+# tests together that share what their module builds once.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(SINGLE) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-# torch comes first and alone, so that the resolver settles on its plain build before any other package can ask for one.
+# torch comes first and alone, so that the resolver settles on its plain build before other packages ask for another one.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
@@ -25,19 +29,23 @@ $(REAL): $(STAMP)
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP) ## set .venv up
+install: $(STAMP) ## set .venv up for development
 
 demo: $(STAMP) ## every method next to exact attention: a table and demo.png
 	$(BIN)/nearfield demo --out demo.png
 
-plan: $(STAMP) ## the sizes that the theorems ask for
+plan: $(STAMP) ## the sizes that the theorems of the paper ask for
 	$(BIN)/nearfield plan --n 131072 --eps 0.05 --delta 0.01
 
-test: $(STAMP) ## the tests, without those marked slow
-	$(SINGLE) $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+test: $(STAMP) ## all tests but those marked slow
+	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP) ## all the tests
-	$(SINGLE) $(BIN)/python -m pytest -n $(JOBS)
+test-fast: $(STAMP) ## the same for the library alone: no experiments, benchmarks, examples or documentation
+	$(PYTEST) -m "not slow" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \
+		--ignore tests/test_docs.py
+
+test-all: $(STAMP) ## all tests
+	$(PYTEST)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -48,13 +56,13 @@ format: $(STAMP) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## all the benchmarks, more than an hour on two quiet cores; JSON under benchmarks/results, figures under docs/figures
+bench: $(STAMP) ## all benchmarks, more than an hour on two quiet cores; writes benchmarks/results and docs/figures
 	set -e; for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python $$script; done
 
 report: $(STAMP) ## the page about the experiments, built from the committed results: experiments/report.html
 	$(BIN)/python -m experiments report
 
-reproduce: $(STAMP) ## the paper's experiments again, on the GPU too if there is one, and a page about them, in experiments/again; goes on where it was stopped
+reproduce: $(STAMP) ## run the paper's experiments again, also on a GPU if there is one, into experiments/again; resumes where it was stopped
 	$(BIN)/python -m experiments all --time-limit 100 --out experiments/again
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(BIN)/python -m experiments all --device cuda --time-limit 10 --out experiments/again; fi
@@ -63,8 +71,12 @@ reproduce: $(STAMP) ## the paper's experiments again, on the GPU too if there is
 smollm2: $(REAL) ## fetch SmolLM2-135M into models/, for the benchmarks on real queries, keys and values
 	$(BIN)/python benchmarks/fetch_smollm2.py
 
-mutants: $(STAMP) ## break the library in known ways; every break must fail a test
+mutants: $(STAMP) ## break the library in known ways, one at a time; each break must fail a test
 	$(BIN)/python tools/mutants.py
 
-clean: ## remove what can be made again
-	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png
+same: $(STAMP) ## compare results with another commit, bit for bit: make same AGAINST=main
+	$(BIN)/python tools/same_bits.py --against $(AGAINST)
+
+clean: ## remove whatever can be made again
+	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png experiments/report.html
+	find experiments -name '*.svg' -delete

@@ -1,19 +1,19 @@
-"""A key-value cache that retrieves, next to one that reads everything: `hf.CellCache` and `CellStore`.
+"""A key-value cache that is searched, `hf.CellCache` and `CellStore`, next to one that is read whole.
 
 python benchmarks/bench_cache.py --text TEXT                       # results/cache.json
-python benchmarks/bench_cache.py --only steps --text TEXT          # the other sections stay in the file as they are
-python benchmarks/bench_cache.py --quick                           # short texts, few keys; written only with --out
+python benchmarks/bench_cache.py --only steps --text TEXT          # leaves the other sections of the file as they are
+python benchmarks/bench_cache.py --quick                           # short texts, few keys; writes only with --out
 
 steps       8,192 tokens of each --text and of the prose of Python's language reference, the last 2,048 fed one by one: tokens per
-            second, perplexity and what is read of K and V, next to a DynamicCache with SDPA         some 20 minutes a text
+            second, perplexity and how much of K and V is read, next to a DynamicCache with SDPA     about 20 minutes a text
 appends     a million keys appended one by one: the time of a step, and memory beyond the keys       2 minutes
-operations  20 times 2,000 random operations (append, crop, reorder, select, save, load), compared with lists of keys
+operations  20 times 2,000 random operations (append, crop, reorder, select, save, load), checked against lists of keys
                                                                                                      3 minutes
-memory      30 sentences to be found again in 51,200 tokens through hf.Memory                        minutes on a GPU
+memory      30 sentences to find in 51,200 tokens through hf.Memory                                  minutes on a GPU
 decode      one token against 32,768 to 1,048,576 keys on a GPU, next to SDPA                        minutes on a GPU
 
-Times are those of two cores, or of a large GPU. Without a GPU, `memory` and `decode` are left out unless --only names them. The
-model is what `make smollm2` fetches, or a folder that holds nothing but its .gguf file.
+Times are for two cores, or for a large GPU. Without a GPU, `memory` and `decode` run only if --only names them. The model is what
+`make smollm2` fetches, or a folder that holds nothing but its .gguf file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECTIONS = {
     "memory": "cache_memory",
     "decode": "cache_decode",
 }
-"""Each is a function of this name in its own file, with one that shows its results."""
+"""Section and file. The file has a function of that name, and `show_...` for its results."""
 WITH_MODEL, ON_GPU = ("steps", "memory"), ("memory", "decode")
 
 
@@ -50,7 +50,7 @@ def measures(section: str) -> tuple[Callable[..., dict[str, Any]], Callable[[dic
 
 
 def main() -> int:
-    """0; 1 where a store and the lists it is compared with differ."""
+    """Returns 0, or 1 if a store differs from the lists it is checked against."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a causal language model")
     parser.add_argument("--text", type=Path, action="append", default=[], help="an English text; may be repeated")

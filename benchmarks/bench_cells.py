@@ -1,19 +1,19 @@
-"""Cells, the default engine, against SDPA, exact top-k and others; float32 and one head of 64 unless said otherwise.
+"""Cells, the default engine, against SDPA, exact top-k and others; float32 and one head of 64 unless stated otherwise.
 
 python benchmarks/bench_cells.py                            # all sections: results/cells.json, docs/figures/cells.png
-python benchmarks/bench_cells.py --only forward training    # these only; the others stay in the file as they are
+python benchmarks/bench_cells.py --only forward training    # only these; the other sections stay as they are
 python benchmarks/bench_cells.py --quick                    # small sizes, nothing written
 
 forward     SDPA and Cells() at 4,096 to 131,072 keys, no mask, and where they are equally fast     about 3 minutes on two cores
 training    the same, forward and backward, causal, from 8,192 keys on                              5 minutes
 scaling     Cells() alone, 16,384 to 1,048,576 keys: the exponent                                   7 minutes
-million     a million keys and queries, ten heads: time, memory (15 GB in all), error               10 minutes
+million     a million keys and queries, ten heads: time, memory (15 GB in total), error             10 minutes
 accuracy    error at equal numbers of keys: Cells, exact top-k, exact top-k with a drawn tail       2 minutes
 auto        the default method over SDPA at 64 to 131,072 keys: time and memory                     9 minutes
-honoured    what an independent audit says of Auto(eps=0.05), on eight families and real inputs     6 minutes
+honoured    an independent audit of Auto(eps=0.05), on eight families and real inputs               6 minutes
 peers       Faiss, reformer-pytorch (both optional) and TopK with a k-means index: time and error   5 minutes
 
-`honoured` looks at real inputs where there is a model (`make smollm2`) or --captured; --text is what the model reads.
+`honoured` also takes real inputs, if there is a model (`make smollm2`), which reads --text, or --captured.
 """
 
 from __future__ import annotations

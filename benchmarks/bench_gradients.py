@@ -19,9 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.paper.printed import PrintedWalk
-from nearfield.paper.walks import RandomWalk
-from nearfield.results import Gradients
+from nearfield.paper.gradients import Gradients, PrintedWalk, RandomWalk
 
 DIM = 64
 SEEDS = 3
@@ -76,7 +74,7 @@ def run_weighted(n: int, dim: int, k: int) -> dict[str, Any]:
 
 
 WALKS = {256: (8, 32, 128, 512), 1024: (8, 32, 128, 512), 4096: (8, 32, 128), 16_384: (8, 32)}
-"""By n: on flat inputs a draw looks at sqrt(n) keys, so many walks from many rows take their time."""
+"""By n. On flat inputs a draw looks at sqrt(n) keys, so many walks from many rows take long."""
 PRINTED = ((32, 8, 0.5), (32, 8, 0.2), (32, 8, 0.1), (128, 8, 0.2), (256, 8, 0.2))
 
 

@@ -1,7 +1,7 @@
 """How often the (eps, delta) promises fail, over many seeds, next to how often they may.
 
-Every method is run with exactly the sizes that its theorem asks for, on inputs chosen to be hard for it: values of two kinds
-between which the softmax is undecided have the largest variance that the promise allows for.
+Every method runs with exactly the sizes that its theorem asks for, on inputs chosen to be hard for it: values of two kinds,
+between which the softmax is undecided, have the largest variance that the promise allows for.
 
     python benchmarks/bench_guarantees.py             # 1,000 seeds, writes benchmarks/results/guarantees.json
 """
@@ -33,7 +33,7 @@ class Case:
     promise: Tensor
     """`[Lq, columns]`"""
     joint: bool
-    """whether the promise is for all entries at once (then one bad entry is a failure of the whole) or for each by itself"""
+    """whether the promise is for all entries at once (one bad entry breaks it) or for each entry by itself"""
     says: str
 
 
@@ -47,7 +47,7 @@ class Measured:
     seeds: int
     failures: int
     rate: float
-    """failures / seeds; where the promise is per entry, of the worst entry"""
+    """failures / seeds; for a promise per entry, those of the worst entry"""
     largest_error: float
     """in units of the promise, over all seeds and entries"""
 

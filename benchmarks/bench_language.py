@@ -1,19 +1,19 @@
-"""Cells in a whole language model: perplexity, and sentences that have to be found again, next to exact attention and top-k.
+"""Cells in a whole language model: perplexity, and facts to find again in a long text, next to exact attention and top-k.
 
 python benchmarks/bench_language.py --text TEXT                            # results/language.json, docs/figures/language.png
 python benchmarks/bench_language.py --model DIR --text TEXT --out DIR --device cuda --dtype bfloat16
-python benchmarks/bench_language.py --only needle                          # the other section stays in the file as it is
-python benchmarks/bench_language.py --quick                                # short texts, few cases; written only with --out
+python benchmarks/bench_language.py --only needle                          # the other sections stay as they are
+python benchmarks/bench_language.py --quick                                # short texts, few cases; saved only with --out
 
-perplexity  8,192 tokens of each --text and of the prose of Python's language reference, all layers: exact attention, Cells, and
-            the heaviest keys with as many of them (a perfect index), at 4, 7 and 10% of the past; errors of all heads
-needle      50 times: a number that is told (once, or twice in a row) somewhere in 7,000 tokens has to be completed at the end
+perplexity  8,192 tokens of each --text and of the prose of Python's language reference, in all layers: exact attention, Cells,
+            and as many of the heaviest keys (a perfect index), at 4, 7 and 10% of the past; errors of all heads
+needle      50 times: a number, told once or twice in a row somewhere in 7,000 tokens, is to be completed at the end
 prefill     131,072 tokens of all texts, positions extended, bfloat16: time of a forward pass, and perplexity, next to SDPA
 finetune    100 steps of 4,096 tokens, float32 weights, bfloat16 arithmetic: losses, memory and time next to SDPA
 
-In the first two, own segment (1,024) and 16 first keys are exact for all. The model is what `make smollm2` fetches, or a folder
-that holds nothing but its .gguf file. A few minutes on a GPU; hours on two cores, so that without a GPU it takes --device cpu to
-start.
+In the first two sections a row's own segment (1,024 keys) and the first 16 keys are exact for all methods. The model is the one
+that `make smollm2` fetches, or a folder with its .gguf file and no other weights. It takes a few minutes on a GPU and hours on
+two cores, so without a GPU it runs only with --device cpu.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PLACES = (
 
 
 def reference_prose() -> str:
-    """The paragraphs of Python's language reference that are prose: no lists, no grammar, no examples; each of them once."""
+    """The prose of Python's language reference: paragraphs that are no lists, grammar or examples, each once."""
     from pydoc_data.topics import topics
 
     paragraphs = (part for name in sorted(topics) for part in re.split(r"\n\s*\n", topics[name]))
@@ -89,7 +89,7 @@ def perplexity(model: Any, tokenizer: Any, texts: dict[str, str], options: argpa
 
 
 class _Bar:
-    """A line that says what is at work."""
+    """Progress as lines of text."""
 
     def start(self, steps: int) -> None:
         self.done, self.steps = 0, steps
@@ -102,9 +102,9 @@ class _Bar:
 
 
 def needle(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """Whether every token of the number is the model's first choice, given those before: what greedy generation would find.
+    """Whether each token of the number is the model's first choice given those before it, as in greedy generation.
 
-    All in one pass: the question and the number, too, see the past by the method.
+    It takes one pass: the question and the number, too, attend to the past by the method.
     """
     cases = options.cases or (2 if options.quick else CASES)
     tokens = options.tokens or (512 if options.quick else NEEDLE_TOKENS)
@@ -141,9 +141,9 @@ def needle(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.
 def hidden(
     tokenizer: Any, paragraphs: list[Tensor], tokens: int, segment: int, draw: random.Random, needle: str = NEEDLE
 ) -> tuple[Tensor, int, int]:
-    """Ids `[1, about tokens]` that end with a number, of how many tokens that is, and at which position the needle is.
+    """Token ids `[1, tokens]` that end with a number, the number of its tokens, and the position of the needle.
 
-    The needle stands between two paragraphs, anywhere before the segment that the end is in.
+    The needle stands between two paragraphs, anywhere before the last segment.
     """
     words = {"place": draw.choice(PLACES.split()), "number": str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS))}
     sentence = ids_of(tokenizer, needle.format(**words) + "\n\n")[0]
@@ -175,7 +175,7 @@ def show_needle(results: dict[str, Any]) -> Table:
 
 
 def long(measure: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """A section of language_long.py, which is given the tokens of all texts, one after the other."""
+    """A section of language_long.py; it takes the tokens of all texts, one after the other."""
 
     def run(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
         ids = torch.cat([ids_of(tokenizer, text) for text in texts.values()], 1).to(model.device)
@@ -192,9 +192,9 @@ SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 SHOWN: dict[str, Callable[[dict[str, Any]], Table]] = {"needle": show_needle, "prefill": show_prefill, "finetune": show_finetune}
 DTYPES = {"prefill": torch.bfloat16, "finetune": torch.float32}
-"""Of weights; --dtype is for the others."""
+"""Of the weights, in these sections; --dtype is for the others."""
 FEWEST_CHARACTERS = 600_000
-"""That come to 131,072 tokens."""
+"""They make 131,072 tokens."""
 
 
 def main() -> None:
@@ -203,12 +203,12 @@ def main() -> None:
     parser.add_argument("--text", type=Path, action="append", default=[], help="an English text; may be repeated")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help="these sections")
     parser.add_argument("--out", type=Path, help="folder for language.json and language.png")
-    parser.add_argument("--device", help="cpu, cuda, ...; without it a GPU, if there is one")
+    parser.add_argument("--device", help="cpu, cuda, ...; default: a GPU if there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="perplexity and needle")
-    parser.add_argument("--tokens", type=int, help="per text, window or case, instead of what is said above")
+    parser.add_argument("--tokens", type=int, help="per text, window or case, instead of the numbers above")
     parser.add_argument("--cases", type=int, help=f"needles, instead of {CASES}")
-    parser.add_argument("--tolerance", type=float, help="excess of perplexity in per cent: choose a budget per layer as well")
-    parser.add_argument("--quick", action="store_true", help="short texts, few cases, nothing written unless --out says where")
+    parser.add_argument("--tolerance", type=float, help="excess of perplexity in per cent: also choose a budget per layer")
+    parser.add_argument("--quick", action="store_true", help="short texts, few cases, nothing saved without --out")
     options = parser.parse_args()
     if not (options.quick or options.device or torch.cuda.is_available()):
         print("skipped: there is no CUDA device (--device cpu takes hours, --quick a minute)")
@@ -223,9 +223,9 @@ def main() -> None:
     texts = read_texts(options.text)
     long_sections = [section for section in options.only if section in DTYPES]
     if long_sections and not options.quick and sum(map(len, texts.values())) < FEWEST_CHARACTERS:
-        sys.exit(f"{' and '.join(long_sections)} take more text; give some {FEWEST_CHARACTERS:,} characters with --text")
+        sys.exit(f"{' and '.join(long_sections)} need more text; give about {FEWEST_CHARACTERS:,} characters with --text")
     for section in options.only:
-        # Each has a model of its own: two of them change theirs.
+        # A fresh model for each section: two of them change theirs.
         model, tokenizer = load_model(options.model, device, DTYPES.get(section, getattr(torch, options.dtype)))
         results = SECTIONS[section](model, tokenizer, texts, options)
         if section in SHOWN:

@@ -1,4 +1,4 @@
-"""TopK with a k-means index against SDPA at long lengths, one head of 64, no mask: time, error, and the length where it pays.
+"""TopK with a k-means index against SDPA at long lengths, one head of 64, no mask: time, error, and where it is faster.
 
 python benchmarks/bench_long.py            # writes results/long.json
 python benchmarks/bench_long.py --quick    # two small sizes, nothing written

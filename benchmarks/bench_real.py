@@ -1,13 +1,13 @@
 """Cells against exact top-k with as many keys, on queries, keys and values of a real model.
 
 python benchmarks/bench_real.py --text TEXT                    # writes results/real.json and docs/figures/cells_real.png
-python benchmarks/bench_real.py --captured FOLDER [--quick]    # what real.py has saved; quick: two layers, nothing written
+python benchmarks/bench_real.py --captured FOLDER [--quick]    # inputs that real.py has saved; quick: two layers, nothing written
 
-8,192 tokens, causal, all layers and heads; rows from the last segment of 1,024. That segment and the 16 first keys are exact for
+8,192 tokens, causal, all layers and heads; rows from the last segment of 1,024. That segment and the first 16 keys are exact for
 both. Of the past, top-k takes the heaviest keys of each row (a perfect index) and drops the rest, as the paper does; Cells opens
-cells and sees the others through their moments. Errors are relative errors of rows, averaged per head.
+some cells and sums up the others by their moments. Errors are relative errors of rows, averaged per head.
 
-Five minutes on two cores for SmolLM2-135M (`make smollm2`), and two more to run the model; without a model it says so and ends.
+It takes five minutes on two cores for SmolLM2-135M (`make smollm2`), and two more to run the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import nearfield as nf
 
 SEGMENT, SINKS = 1024, 16
 LONGEST = 128
-"""segments that are grouped into cells together at most"""
+"""The most segments that are grouped into cells together."""
 SETTINGS = ((16, 41), (16, 75), (8, 79), (8, 144))
 """(keys per cell, cells opened): on SmolLM2 about 650 and 1,200 keys of the past."""
 ROUTED = SETTINGS[0]
@@ -38,7 +38,7 @@ ROUTED = SETTINGS[0]
 
 @dataclass(frozen=True)
 class Group:
-    """The chosen rows of the query heads that share a key-value head, one head after the other, and exact attention for them."""
+    """The chosen rows of the query heads that share a key-value head, head by head, and their exact attention."""
 
     heads: int
     queries: Tensor
@@ -71,7 +71,7 @@ def groups(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Iter
 
 
 def topk_errors(group: Group, counts: list[int]) -> Tensor:
-    """Of the `counts[h]` heaviest keys of the past in each row of head h; own segment and sinks exact, the rest dropped."""
+    """Errors of attention to the `counts[h]` heaviest past keys in each row of head h; segment and sinks are exact."""
     near = torch.zeros_like(group.logits, dtype=torch.bool)
     near[:, :SINKS] = near[:, group.past :] = True
     heavy = group.logits[:, SINKS : group.past].topk(max(counts), dim=-1).indices
@@ -97,9 +97,8 @@ def cells_of_the_past(group: Group, cell_size: int) -> tuple[Tensor, int]:
 def routed(group: Group, cell_size: int, probes: int, together: bool = False) -> tuple[Tensor, Tensor]:
     """Errors and opened keys per head of the cells engine, written again in plain dense torch.
 
-    The library tells how many keys its rows read on average; which cells a row of a head opens it keeps to itself. A test holds
-    this copy to the library. Cells are chosen for each query head, or `together` for all heads of the group, by the largest
-    score among them.
+    The library says how many keys its rows read on average, but not which cells a row opens. A test compares this copy with the
+    library. Cells are chosen for each query head, or `together` for all heads of the group, by the largest score among them.
     """
     cell, cells = cells_of_the_past(group, cell_size)
     cell = cell[SINKS:]
@@ -169,7 +168,7 @@ def _topk(parts: list[Group], counts: Tensor) -> Tensor:
 
 
 def _summary(rows: list[dict[str, Tensor]], layers: list[int], short: bool = False) -> dict[str, Any]:
-    """Means and worst heads of errors `[layers, heads]`, with and without the first layer, and all of them unless `short`."""
+    """Means and worst heads of errors `[layers, heads]`, with and without the first layer; and all errors unless `short`."""
     cells, topk, keys = (torch.stack([row[name].double() for row in rows]) for name in ("cells", "topk", "keys"))
 
     def compared(cells: Tensor, topk: Tensor) -> dict[str, float]:
@@ -238,10 +237,10 @@ def report(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=real.SMOLLM2, help="folder of a causal language model")
-    parser.add_argument("--text", type=Path, help="what it reads; without it, docstrings of Python's standard library")
-    parser.add_argument("--captured", type=Path, help="folder with what real.py has saved, instead of a model and a text")
+    parser.add_argument("--text", type=Path, help="what it reads; default: docstrings of Python's standard library")
+    parser.add_argument("--captured", type=Path, help="folder with inputs that real.py has saved, instead of a model and a text")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=32, help="rows per head, evenly from the last segment")
+    parser.add_argument("--rows", type=int, default=32, help="rows per head, spread evenly over the last segment")
     parser.add_argument("--quick", action="store_true", help="two layers, nothing written")
     parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
     options = parser.parse_args()

@@ -27,14 +27,14 @@ Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def top_of_all(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The listing leaves its `topk(..., masking=True)` undefined. Kindly read: all scores at once, masked."""
+    """The listing does not define its `topk(..., masking=True)`. A kind reading: all scores at once, masked."""
     scores = query @ key.T
     future = torch.ones(scores.shape, dtype=torch.bool).triu(1)
     return torch.topk(scores.masked_fill(future, -torch.inf), k)
 
 
 def top_by_row(query: Tensor, key: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The other reading, and what an index without a mask per query comes to: each row searches the keys it sees."""
+    """The other reading, and what an index without a mask per query amounts to: each row searches the keys it sees."""
     scores = torch.full((len(query), k), -torch.inf)
     ids = torch.zeros(len(query), k, dtype=torch.long)
     for i in range(len(query)):
@@ -85,7 +85,7 @@ def measure(quick: bool) -> list[dict[str, object]]:
             if n <= 10_000:
                 _, ours, *others = (call() for call in calls.values())
                 for other in others:
-                    # A near tie for the last of the k places may go either way; anything else may not.
+                    # Only a near tie for the last of the k places may be decided differently.
                     differ = (ours - other).abs().amax(-1) > 1e-4
                     assert float(differ.double().mean()) < 1e-3, "one function, three programs"
             seconds = side_by_side(calls, rounds=7 if n <= 4096 else 3 if n <= 10_000 else 2 if n <= 16_384 else 1, warm=False)

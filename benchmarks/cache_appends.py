@@ -1,7 +1,7 @@
-"""Section of bench_cache.py: a million keys, appended one by one, as many as a day has at twelve a second.
+"""Section of bench_cache.py: a million keys, appended one by one: a day's worth at twelve per second.
 
-What a step takes, what is stored beyond the keys, and the longest time that an append had to wait for a segment to be closed. One
-layer with 2 heads of 16 columns, and 4 query heads; keys that drift, as those of a long text do.
+It measures the time of a step, the memory beyond the keys, and the longest append, which closes a segment. One layer with 2 heads
+of 16 columns and 4 query heads; the keys drift, like those of a long text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS, FEWEST = 1 << 20, 1 << 13
 QUICK_KEYS, QUICK_FEWEST = 1 << 12, 1 << 11
 STEPS = 64
 TOPICS, STAY = 256, 0.99
-"""Keys are near one of so many centres, and the next one is near the same, mostly."""
+"""Every key is near one of 256 centres, and the next key mostly near the same one."""
 
 
 def appends(quick: bool) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _stream(count: int, centres: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _append(store: CellStore, row: Tensor) -> float:
-    """Milliseconds, with those of closing a segment where that is due."""
+    """Milliseconds, including those of closing a segment when it is due."""
     start = time.perf_counter()
     store.append(row[..., :DIM], row[..., DIM:])
     store.close()
@@ -69,7 +69,7 @@ def _append(store: CellStore, row: Tensor) -> float:
 
 
 def _steps(store: CellStore, centres: Tensor, generator: torch.Generator) -> dict[str, float]:
-    """Append and attend, some times: the median."""
+    """The median time of "append and attend"."""
     spent = []
     for row in _stream(STEPS, centres, generator).split(1, 2):
         query = 2.0 * row[..., :DIM].repeat_interleave(GROUP, 1)

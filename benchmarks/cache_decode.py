@@ -1,8 +1,8 @@
 """Section of bench_cache.py: one new token against a long cache on a GPU, next to exact attention of the same token.
 
-8 heads of keys, 32 query heads, 128 columns, bfloat16; a prompt that was closed at once, and half a running segment after it.
-Every way is captured in a CUDA graph and replayed, after other data has been read through the cache of the card: a model has
-other layers in between.
+8 heads of keys, 32 query heads, 128 columns, bfloat16; a prompt that was closed as one segment, and half a running segment after
+it. Every way is captured in a CUDA graph. Before each replay other data goes through the GPU's cache, as other layers of a model
+would send theirs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LENGTHS = (32_768, 131_072, 262_144, 1_048_576)
 ROUNDS = 50
 FLUSH_BYTES = 256 << 20
 TOPIC, TOPICAL = 2048, 16
-"""So many tokens in a row are about one topic, which is so many clusters."""
+"""2,048 tokens in a row are about one topic, and a topic is 16 clusters."""
 SETTINGS = {"Cells()": (nf.Cells(), False), "Cells(probes=64)": (nf.Cells(probes=64), False), "offloaded": (nf.Cells(), True)}
-"""By name: the method, and whether keys and values of closed segments are in the memory of the CPU."""
+"""By name: the method, and whether keys and values of closed segments are in CPU memory."""
 FAMILIES = ("topical", "strewn")
 
 Step = Callable[[], Tensor]
@@ -47,9 +47,9 @@ def decode(quick: bool) -> dict[str, Any]:
 
 
 def inputs(length: int, family: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A query per query head, and keys and values in clusters: `strewn` over the whole length, or by topic.
+    """A query per query head, and keys and values in clusters, which are `strewn` over the whole length or come by topic.
 
-    The query heads of a group look for different clusters of one topic; where clusters are strewn, for any.
+    The query heads of a group look for different clusters: of one topic, or any if they are strewn.
     """
     query, key, value = clustered(length, DIM, HEADS)
     if family == "topical":
@@ -114,8 +114,8 @@ def _at(length: int, family: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def _fill(store: CellStore, key: Tensor, value: Tensor) -> None:
-    """A prompt, and what half a segment of steps has appended."""
-    prompt = key.shape[2] - store.settings.length(key.shape[2]) // 2
+    """Store a prompt, and then the keys of half a segment of steps."""
+    prompt = key.shape[2] - store.sizes.length(key.shape[2]) // 2
     store.append(key[:, :, :prompt], value[:, :, :prompt])
     store.close()
     store.append(key[:, :, prompt:], value[:, :, prompt:])
@@ -160,11 +160,11 @@ def exactly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def graphed(call: Step) -> Step | None:
-    """The call as a graph that is replayed; None where a backend refuses. Without a card, the call itself."""
+    """The call as a replayed graph; None if a backend refuses it. Without a GPU, the call itself."""
     if not CUDA:
         return call
     try:
-        with warnings.catch_warnings():  # torch warns once for every reason why a backend cannot be used
+        with warnings.catch_warnings():  # Torch warns of every reason why a backend cannot be used.
             warnings.simplefilter("ignore")
             return captured(call)
     except RuntimeError as error:
@@ -173,7 +173,7 @@ def graphed(call: Step) -> Step | None:
 
 
 def timed(calls: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each, interleaved, each after something else has been read through the cache of the card."""
+    """Milliseconds of each call, interleaved. Before each call other data goes through the GPU's cache."""
     if not CUDA:
         return {name: [wall(call) for _ in range(rounds)] for name, call in calls.items()}
     others = torch.zeros(FLUSH_BYTES // 4, device=DEVICE)

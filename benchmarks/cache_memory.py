@@ -1,8 +1,8 @@
-"""A text of more tokens than the model knows, read once: is a sentence in it found again through `hf.Memory`?
+"""Section of bench_cache.py: does a model find a sentence in a text of more tokens than it knows positions, through `hf.Memory`?
 
-30 times: a sentence with a number is hidden in 51,200 tokens, before the last segment. The model reads the text in chunks whose
-positions start again, the memory goes to a file and comes back, and the model is asked for the number. Next to each case the same
-sentence and question in 1,500 tokens, with exact attention and no memory: what the model can do at all.
+30 times, a sentence with a number is hidden in 51,200 tokens, before the last segment. The model reads the text in chunks whose
+positions restart, the memory is saved and loaded, and the model is asked for the number. The control is the same sentence and
+question in 1,500 tokens, with exact attention and no memory: it shows what the model can do at all.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def memory(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.
     # A question attends to the memory by cells; within a chunk, and in the short text, attention is exact.
     with attending(model, nf.Exact()), tempfile.TemporaryDirectory() as folder:
         for case in each(range(cases), lambda case: f"case {case + 1}"):
-            # The place and the number are drawn first, so that both texts have the same.
+            # `hidden` draws the place and the number first, so that the same seed gives both texts the same ones.
             ids, answer, depth = hidden(tokenizer, paragraphs, tokens, usual_segment(tokens), random.Random(case))
             control, _, _ = hidden(tokenizer, paragraphs, short, usual_segment(short), random.Random(case))
             question = QUESTION.format(place=random.Random(case).choice(PLACES.split()))
             read = ids[:, : -answer - ids_of(tokenizer, question).shape[1]]
             row: dict[str, Any] = {"case": case, "tokens": read.shape[1], "depth": depth}
-            row |= remembered(model, tokenizer, read, question, ids[0, -answer:], method, chunk, Path(folder) / "memory")
+            row |= ask_memory(model, tokenizer, read, question, ids[0, -answer:], method, chunk, Path(folder) / "memory")
             row["control"] = completes(model, control, answer)
             rows.append(row)
     return {
@@ -72,10 +72,10 @@ def memory(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.
     }
 
 
-def remembered(
+def ask_memory(
     model: Any, tokenizer: Any, read: Tensor, question: str, number: Tensor, method: nf.Cells, chunk: int, path: Path
 ) -> dict[str, Any]:
-    """Whether the answer to a question about the text `read` is the number, the size of the file, and seconds."""
+    """Whether the answer to a question about the text `read` is the number; the size of the file; and seconds."""
     seconds = [time.perf_counter()]
     made = hf.Memory.read(model, read.to(model.device), method, positions="restart", chunk=chunk)
     _lap(model, seconds)
@@ -103,7 +103,7 @@ def _lap(model: Any, seconds: list[float]) -> None:
 
 @torch.no_grad()
 def completes(model: Any, ids: Tensor, answer: int) -> bool:
-    """Whether the last `answer` tokens are what greedy generation would say."""
+    """Whether greedy generation would say the last `answer` tokens."""
     logits = model(ids.to(model.device), use_cache=False, logits_to_keep=answer + 1).logits[0, :-1]
     return bool((logits.argmax(-1).cpu() == ids[0, -answer:]).all())
 

@@ -1,7 +1,7 @@
-"""Section of bench_cache.py: random operations on a `CellStore`, next to lists of keys.
+"""Section of bench_cache.py: random operations on a `CellStore`, checked against lists of keys.
 
-20 seeds of 2,000 operations: append, crop, reorder, select, repeat, save and load. After each, keys and values have to be those
-of the lists, bit by bit; after every append, attention with all cells opened has to be exact attention over the lists. Every
+20 seeds of 2,000 operations: append, crop, reorder, select, repeat, save and load. After each of them, keys and values must be
+those of the lists, bit for bit. After every append, attention with all cells opened must be exact attention over the lists. Every
 second store is offloaded.
 """
 
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import nearfield as nf
 from nearfield.cells.cache.store import CellStore
 from nearfield.hf import memory
-from nearfield.hf.memory_file import Contents, fingerprint
-from nearfield.hf.reading import Reading
+from nearfield.hf.memory_file import Contents, Reading, fingerprint
 
 SEEDS, OPERATIONS = 20, 2000
 QUICK_SEEDS, QUICK_OPERATIONS = 1, 60
@@ -40,7 +39,7 @@ METHODS = (
 
 
 class ListOfKeys:
-    """What a store should hold: for every batch entry, a list of numbers of rows of a table of keys."""
+    """What a store should hold: for every batch entry, a list of row numbers in a table of keys."""
 
     def __init__(self, entries: int) -> None:
         self.rows: list[list[int]] = [[] for _ in range(entries)]
@@ -54,12 +53,12 @@ class ListOfKeys:
         return found
 
     def of(self, numbers: Tensor) -> Tensor:
-        """`[entries, heads, length, dim]` of a table `[heads, rows, dim]`."""
+        """The rows `[entries, heads, length, dim]` of a table `[heads, rows, dim]`."""
         return numbers[:, torch.tensor(self.rows, dtype=torch.int64)].transpose(0, 1)
 
 
 class Trial:
-    """A store and its lists, and what may happen to both."""
+    """A store, the lists it is checked against, and the operations on both."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.draw = random.Random(seed)
@@ -79,7 +78,7 @@ class Trial:
         self.append()
 
     def step(self) -> None:
-        """One operation; it may be that there is nothing to do for it."""
+        """One operation, at random. Some find nothing to do."""
         if len(self.lists) > MOST_KEYS:
             self.start()
             return
@@ -100,7 +99,7 @@ class Trial:
         try:
             self.store.crop(kept)
         except ValueError as error:
-            # A store that began with a memory cannot go back into it.
+            # A store that began as a memory cannot be cropped into it.
             if "belong to a memory" not in str(error):
                 raise
             return
@@ -117,8 +116,8 @@ class Trial:
         chosen[entries] = True
         self._take(entries, chosen if self.draw.random() < 0.5 else torch.tensor(entries))
 
-    def _take(self, entries: list[int], told: Tensor) -> None:
-        self.store.select(told)
+    def _take(self, entries: list[int], argument: Tensor) -> None:
+        self.store.select(argument)
         self.lists = self.lists.taken(entries)
 
     def repeat(self) -> None:
@@ -127,13 +126,13 @@ class Trial:
             self.lists = self.lists.taken([entry for entry in range(len(self.lists.rows)) for _ in range(2)])
 
     def save(self) -> None:
-        """Of one batch entry, as memories have one; the store goes on with it."""
+        """Save one batch entry, since memories have one. The store goes on with this entry alone."""
         entry = self.draw.randrange(len(self.lists.rows))
         self._take([entry], torch.tensor([entry]))
         state = self.store.state
         assert state is not None
         tokens, reading = torch.tensor(self.lists.rows), Reading("running", len(self.lists))
-        bounds, layers = torch.tensor(state.bounds), [memory._kept(state)]
+        bounds, layers = torch.tensor(state.bounds), [memory._layer_tensors(state)]
         contents = Contents(tokens, self.method, reading, fingerprint(self.model), "float32", bounds, layers)
         nf.hf.Memory(contents).save(self.path)
         self.saved = self.lists.taken([0])
@@ -144,7 +143,7 @@ class Trial:
             self.lists = self.saved.taken([0])
 
     def attend(self, rows: int) -> None:
-        """The latest rows."""
+        """Compare the latest rows with exact attention."""
         own = slice(len(self.lists) - rows, None)
         query = self.lists.of(self.queries)[:, :, own]
         seen = torch.ones(len(self.lists), len(self.lists), dtype=torch.bool).tril()[own]
@@ -159,11 +158,11 @@ class Trial:
         theirs = len(self.lists), self.lists.of(self.keys), self.lists.of(self.values)
         same = ours[0] == theirs[0] and all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
         if not same:
-            raise AssertionError(f"keys or values are others than in the lists after {dict(self.done)}")
+            raise AssertionError(f"keys or values differ from the lists after {dict(self.done)}")
 
 
 class _Model(nn.Module):
-    """All that a memory wants to know of the model that made it."""
+    """All that a memory needs to know about its model."""
 
     dtype = torch.float32
 
@@ -178,7 +177,7 @@ class _Config:
 
 
 def run_trial(seed: int, operations: int) -> Counter[str]:
-    """Raises where store and lists differ; what was done, how often."""
+    """How often each operation was done. Raises AssertionError if store and lists differ."""
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(seed, Path(folder))
         for _ in range(operations):
@@ -200,7 +199,7 @@ def operations(quick: bool) -> dict[str, Any]:
 
 
 def show_operations(results: dict[str, Any]) -> Table:
-    title = f"{results['operations']:,} random operations, {results['seeds']} seeds, next to lists of keys"
+    title = f"{results['operations']:,} random operations, {results['seeds']} seeds, checked against lists of keys"
     found = table(*results["done"], "seeds that differ", title=title)
     found.add_row(*(f"{count:,}" for count in results["done"].values()), str(len(results["failed"])))
     return found

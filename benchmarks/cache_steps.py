@@ -1,11 +1,11 @@
 """Section of bench_cache.py: a text decoded token by token with a `CellCache`, next to a `DynamicCache` and SDPA.
 
-8,192 tokens of each text: the first 6,144 are read at once, exactly, and each of the others is fed by itself, whatever the model
-would have said. Both caches take a step in turn, so that a slow spell of the machine falls on both.
+8,192 tokens of each text: the first 6,144 are read at once, exactly. The others are fed one by one, whatever the model would have
+said. The caches take turns, so that a slow spell of the machine hits both.
 
-A step reads, for every head of keys: the keys that are in no closed segment and the first ones, those of the opened cells, and
-the moments of all cells. `rows` are those of K and V, each counted once per head of keys, as it is for exact attention;
-`rows_by_query_head` counts a row again for every query head that opens its cell. Moments are counted in bytes.
+For every head of keys, a step reads the open end, the first keys, those of the opened cells, and the moments of all cells. `rows`
+are those of K and V, each counted once per head of keys, as for exact attention; `rows_by_query_head` counts a row again for
+every query head that opens its cell. Moments are counted in bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from transformers import DynamicCache
 
 import nearfield as nf
 from nearfield import hf
+from nearfield.cells.cache.segments import PER_CELL
 
 TOKENS, DECODED = 8192, 2048
 QUICK_TOKENS, QUICK_DECODED = 320, 48
 QUICK_METHOD = nf.Cells(segment=64, probes=4)
 NAME = "nearfield-steps"
 COUNTED = 8
-"""What is read is counted in every so many-th step, which is not timed."""
+"""Every eighth step counts what it reads, and is not timed."""
 
 
 def steps(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def steps(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.N
 
 @torch.no_grad()
 def _decoded(models: tuple[Any, Any], caches: tuple[Any, Any], ids: Tensor, prompt: int) -> dict[str, Any]:
-    """Ours and exact: losses of all tokens after the prompt, seconds of a step, and what ours read."""
+    """Perplexity and speed of our cache and of the exact one after the prompt, and what ours reads."""
     losses: list[list[float]] = [[], []]
     seconds: list[list[float]] = [[], []]
     logits = []
@@ -67,7 +68,7 @@ def _decoded(models: tuple[Any, Any], caches: tuple[Any, Any], ids: Tensor, prom
     for position in each(range(prompt, ids.shape[1]), lambda position: f"steps, token {position:,}"):
         counted = (position - prompt) % COUNTED == COUNTED // 2
         given = ids[:, position : position + 1]
-        # Who begins changes from step to step.
+        # They take turns at going first.
         for which in (0, 1) if position % 2 else (1, 0):
             losses[which].append(float(F.cross_entropy(logits[which].float(), given[0])))
             recorded = Reads(caches[0]) if counted and which == 0 else None
@@ -94,7 +95,7 @@ def _decoded(models: tuple[Any, Any], caches: tuple[Any, Any], ids: Tensor, prom
 
 
 class Reads:
-    """Which rows of K and V the next step reads, layer by layer."""
+    """Records which rows of K and V the next step reads, layer by layer."""
 
     def __init__(self, cache: Any) -> None:
         self.stores = [layer.store for layer in cache.layers]
@@ -111,34 +112,33 @@ class Reads:
         return call
 
     def finish(self) -> dict[str, float]:
-        """Means over heads of keys and layers; what moments have in bytes is that of all of them together."""
+        """Stop recording. Means over heads of keys and layers."""
         found = []
         for store, places in zip(self.stores, self.places, strict=True):
             state = store.state
             del state.gather
-            # Place 0 fills up where a query head has opened fewer keys than another one: it is a sink, and not in a cell.
+            # Place 0 is a filler, where a head has opened fewer keys than another one: it holds a sink and is in no cell.
             opened = [head[head > 0] for place in places for head in place]
-            near = store.length - store.closed + state.settings.sinks
+            near = store.length - store.closed + store.sizes.sinks
             found.append(
                 {
                     "exact_rows": store.length,
                     "rows": near + statistics.fmean(len(head.unique()) for head in opened) if opened else store.length,
                     "rows_by_query_head": near + statistics.fmean(map(len, opened)) if opened else store.length,
                     "bytes_of_a_row": (state.keys.storage.shape[3] + state.values.storage.shape[3]) * state.keys.storage.itemsize,
-                    "bytes_of_moments": store.cells * sum(_width(x) for x in vars(state.tables).values()),
+                    "bytes_of_moments": store.cells * sum(_width(getattr(state.tables, name).storage) for name in PER_CELL),
                 }
             )
         return {name: statistics.fmean(one[name] for one in found) for name in found[0]}
 
 
-def _width(buffer: Any) -> int:
-    """Bytes per cell and head, of tables that are as long as there are cells."""
-    room = getattr(buffer, "room", None)
-    return 0 if room is None else room.itemsize * math.prod(room.shape[3:])
+def _width(storage: Tensor) -> int:
+    """Bytes per cell and head."""
+    return storage.itemsize * math.prod(storage.shape[3:])
 
 
 def _read(reads: list[dict[str, float]]) -> dict[str, float]:
-    """Means over steps, and how many times less it is than with exact attention."""
+    """Means over steps, and how many times more exact attention reads."""
     mean = {name: statistics.fmean(one[name] for one in reads) for name in reads[0]}
     exact, size = mean["exact_rows"], mean["bytes_of_a_row"]
     return {

@@ -1,4 +1,4 @@
-"""Sections of bench_cells.py: how exact Cells is for the keys it opens, next to top-k and to what others have published."""
+"""Sections of bench_cells.py: the error of Cells for the keys it reads, next to top-k and to published packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Contestants = dict[str, tuple[int, Callable[[], Tensor]]]
 
 
 def accuracy(quick: bool) -> dict[str, Any]:
-    """Cells at several budgets against exact top-k with as many keys, dropping the rest or drawing half of the keys from it."""
+    """Cells at several budgets against exact top-k with as many keys, which drops the rest or draws half of its keys from it."""
     n = 1024 if quick else 16_384
     plan = [(family, budget) for family in FAMILIES for budget in (BUDGETS[1:3] if quick else BUDGETS)]
     rows: list[dict[str, Any]] = []
@@ -80,11 +80,11 @@ def show_accuracy(results: dict[str, Any]) -> Table:
 
 
 def peers(quick: bool) -> dict[str, Any]:
-    """Other ways to attend to a few near keys, no mask: seconds (building included) and error, next to the keys they look at.
+    """Other ways to attend to a few near keys, without a mask: seconds (building included), error, and keys read.
 
     reformer-pytorch uses one vector as query and key, normalises keys and hides a row from itself. It gets the keys, times 7, for
-    both, so that the logit of a row's own cluster is near 7, as it is in the inputs of the others; its error is taken against
-    exact attention of that kind. Cells on these inputs stands beside it.
+    both, so that the logit of a row's own cluster is near 7, as in the inputs of the others; its error is against exact attention
+    of that kind. Cells runs on these inputs as well.
     """
     absent = [name for name, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
     for name in absent:
@@ -121,7 +121,7 @@ def _contestants(query: Tensor, key: Tensor, value: Tensor, keys: int, absent: l
     }
     if "faiss-cpu" not in absent:
         lists = round(4 * math.sqrt(n))
-        # 16 lists of n / lists keys are fewer keys than Cells opens; with the other setting half as many again are looked at.
+        # 16 lists hold fewer keys than Cells opens; with the other setting Faiss looks at half as many again.
         for nprobe in (NPROBE, math.ceil(1.5 * keys * lists / n)):
             top = min(keys, round(nprobe * n / lists))
             call = functools.partial(faiss_attention, query, key, value, lists, nprobe, top)
@@ -162,9 +162,9 @@ def show_peers(results: dict[str, Any]) -> Table:
 
 
 def faiss_attention(query: Tensor, key: Tensor, value: Tensor, lists: int, nprobe: int, top: int) -> Tensor:
-    """The `top` keys of largest inner product that an inverted file finds, then softmax over them; one head.
+    """Softmax over the `top` keys of largest inner product that an inverted file finds; one head.
 
-    Faiss's scores are exact inner products already, and values are summed without gathering them.
+    The scores of Faiss are exact inner products, and values are summed without gathering them.
     """
     import faiss
 
@@ -172,7 +172,7 @@ def faiss_attention(query: Tensor, key: Tensor, value: Tensor, lists: int, nprob
     try:
         index = faiss.index_factory(key.shape[-1], f"IVF{lists},Flat", faiss.METRIC_INNER_PRODUCT)
         index.nprobe = nprobe
-        index.cp.min_points_per_centroid = 1  # or it warns that lists are short, as they are meant to be
+        index.cp.min_points_per_centroid = 1  # or Faiss warns that lists are short, which is intended
         points = key[0, 0].numpy()
         index.train(points)
         index.add(points)

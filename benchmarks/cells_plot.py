@@ -1,4 +1,4 @@
-"""The picture of bench_cells.py: time against length for SDPA and Cells, and the error that goes with it."""
+"""The plot of bench_cells.py: time of SDPA and Cells against length, and the error of Cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALO = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.8}
 
 
 def plot(sections: dict[str, Any], folder: Path) -> None:
-    """`cells.png`, from the sections `forward`, `training` and `scaling`: those of them that have been measured."""
+    """`cells.png`, from those of the sections `forward`, `training` and `scaling` that have been measured."""
     import matplotlib
 
     matplotlib.use("Agg")

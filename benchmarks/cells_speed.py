@@ -37,8 +37,8 @@ PAPER = {"n": 100_000, "seconds": 2080, "k": "n^(1/4)", "machine": "M3, 8 GB"}
 
 
 def settings(info: dict[str, Any]) -> dict[str, Any]:
-    """What a call of Cells was told and did, from `Estimate.info`."""
-    names = ("keys_per_query", "cell_size", "probes", "segment", "window", "sinks", "branching", "unfold")
+    """The sizes of a call of Cells and the keys it read, from `Estimate.info`."""
+    names = ("keys_per_query", "cell_size", "probes", "segment", "window", "sinks")
     return {name: info[name] for name in names if name in info}
 
 
@@ -54,7 +54,7 @@ def forward_task(name: str, n: int) -> Callable[[], Tensor]:
 
 
 def training_task(name: str, n: int) -> Callable[[], tuple[Tensor, ...]]:
-    """A causal forward pass and its backward pass: the gradients of query, key and value."""
+    """A causal forward pass and its backward pass to query, key and value."""
     query, key, value = (x.requires_grad_() for x in make(FAMILY, 1, 1, n, DIM))
     upstream = torch.randn(query.shape, generator=torch.Generator().manual_seed(1))
     return lambda: torch.autograd.grad(attend(name, (query, key, value), True), (query, key, value), upstream)
@@ -65,7 +65,7 @@ def rounds_at(n: int) -> int:
 
 
 def crossover(rows: list[dict[str, Any]]) -> float | None:
-    """Where SDPA's time over Cells' passes 1 for the last time, interpolated in logs; None if it does not do so in range."""
+    """The length at which Cells last overtakes SDPA, interpolated in logs; None if it does not in this range."""
     found = None
     for low, high in pairwise(rows):
         a, b = math.log(low["sdpa_over_cells"]), math.log(high["sdpa_over_cells"])
@@ -77,7 +77,7 @@ def crossover(rows: list[dict[str, Any]]) -> float | None:
 def forward(quick: bool) -> dict[str, Any]:
     """No mask, forward only."""
     rows = []
-    for n in each((1024, 2048) if quick else SIZES, lambda n: f"forward, n = {n:,}"):
+    for n in each((512, 1024) if quick else SIZES, lambda n: f"forward, n = {n:,}"):
         inputs = make(FAMILY, 1, 1, n, DIM)
         estimate = nf.estimate(*inputs, method=nf.Cells(), generator=torch.Generator().manual_seed(0), audit=200)
         calls = {name: forward_task(name, n) for name in ("sdpa", "cells")}
@@ -99,7 +99,7 @@ def forward(quick: bool) -> dict[str, Any]:
 def training(quick: bool) -> dict[str, Any]:
     """Causal, forward and backward."""
     rows = []
-    for n in each((2048,) if quick else SIZES[1:], lambda n: f"training, n = {n:,}"):
+    for n in each((1024,) if quick else SIZES[1:], lambda n: f"training, n = {n:,}"):
         calls = {name: training_task(name, n) for name in ("sdpa", "cells")}
         off = None
         if n <= 32_768:
@@ -130,9 +130,9 @@ def training(quick: bool) -> dict[str, Any]:
 def scaling(quick: bool) -> dict[str, Any]:
     """No mask, forward only, Cells alone, up to a million keys."""
     rows = []
-    for n in each((512, 1024, 2048) if quick else SCALING, lambda n: f"scaling, n = {n:,}"):
+    for n in each((256, 512, 1024) if quick else SCALING, lambda n: f"scaling, n = {n:,}"):
         inputs = make(FAMILY, 1, 1, n, DIM)
-        # An audited row reads every key: fewer of them where a row is long.
+        # An audited row reads every key, so long inputs get fewer of them.
         audit = 200 if n <= 131_072 else 59
         estimate = nf.estimate(*inputs, method=nf.Cells(), generator=torch.Generator().manual_seed(0), audit=audit)
         call = forward_task("cells", n)

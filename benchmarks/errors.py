@@ -1,4 +1,4 @@
-"""Errors of attention rows, summed up in the same few numbers everywhere.
+"""Errors of attention rows, summarised in the same few numbers everywhere.
 
 Relative: ||estimate - exact|| / ||exact||. Additive: ||estimate - exact|| in units of the rms norm of the values.
 """
@@ -31,7 +31,7 @@ def of_audit(audit: nf.Audit | None) -> Summary:
 
 
 def of_all_rows(output: Tensor, exact: Tensor, value: Tensor) -> Summary:
-    """Of every row of `[..., length, dim]` outputs of one head."""
+    """Errors of all rows of the output `[..., length, dim]` of one head."""
     error = (output - exact).norm(dim=-1)
     return summary(error / exact.norm(dim=-1), error / value.square().sum(-1).mean().sqrt())
 
@@ -39,9 +39,9 @@ def of_all_rows(output: Tensor, exact: Tensor, value: Tensor) -> Summary:
 def of_random_rows(
     output: Tensor, query: Tensor, key: Tensor, value: Tensor, rows: int, seed: int, is_causal: bool = False
 ) -> tuple[Summary, Tensor]:
-    """Of `rows` random rows of `[1, heads, length, dim]` outputs, and their additive errors.
+    """Errors of random rows of an output `[1, heads, length, dim]`, and their additive errors.
 
-    An audit that shares neither code nor random numbers with the library's own, and copies nothing: one row at a time.
+    This audit shares neither code nor random numbers with the library's own, and copies nothing: it takes one row at a time.
     """
     heads, length, dim = query.shape[1:]
     group = heads // key.shape[1]
@@ -60,7 +60,7 @@ def of_random_rows(
 
 
 HEADINGS = ("mean rel.", "p95 rel.", "max add.")
-"""The columns of a table that `written` fills."""
+"""Headings of the columns that `written` fills."""
 
 
 def written(errors: Summary) -> tuple[str, ...]:

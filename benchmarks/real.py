@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when Transformers is imported, which happens in the functions below
+from nearfield import _compat
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # Transformers reads it when it is imported, by the functions below
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2-135m"
 NAME = "nearfield_capture"
@@ -53,9 +55,9 @@ def token_ids(model_folder: str | Path, text_file: str | Path, tokens: int) -> T
 def capture(
     model_folder: str | Path, text_file: str | Path, tokens: int, layers: Collection[int] | None = None
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(query, key, value) of each layer in `layers` (all when None), in the order of the layers; see `visit_layers`.
+    """(query, key, value) of each layer in `layers` (None: all), in order; see `visit_layers`.
 
-    Keeps them all: for SmolLM2 at 8,192 tokens 31 MB a layer. `visit_layers` keeps none.
+    It keeps them all: 31 MB a layer for SmolLM2 at 8,192 tokens. `visit_layers` keeps none.
     """
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     ids = token_ids(model_folder, text_file, tokens)
@@ -64,12 +66,12 @@ def capture(
 
 
 def visit_layers(model: Any, ids: Tensor, visit: Visit, layers: Collection[int] | None = None) -> None:
-    """Run the model over `ids` [1, n] and call `visit(layer, query, key, value)` at each layer in `layers` (all when None).
+    """Run the model over `ids` [1, n] and call `visit(layer, query, key, value)` at each layer in `layers` (None: all).
 
-    The tensors are what attention is given, after the rotary embedding: float32, query [1, heads, n, dim], key and value
+    The tensors are the inputs of attention, after the rotary embedding: float32, query [1, heads, n, dim], key and value
     [1, kv_heads, n, dim], not repeated. A model's own scale is folded into the query, so that causal attention with the default
-    scale 1/sqrt(dim) is the model's attention. A layer that hides more than the future (a sliding window) is refused: its
-    attention is not a function of these three.
+    scale of 1/sqrt(dim) is the model's attention. A layer that hides more than the future (a sliding window) raises an error:
+    its attention is not a function of these three.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -90,9 +92,9 @@ def visit_layers(model: Any, ids: Tensor, visit: Visit, layers: Collection[int] 
             visit(module.layer_idx, *(tensor.detach().float().contiguous() for tensor in (scaled, key, value)))
         return sdpa(module, query, key, value, attention_mask, **rest)
 
-    before = model.config._attn_implementation
+    before = _compat.attention_name(model)
     AttentionInterface.register(NAME, record)
-    # Without a mask function of the same name Transformers makes no mask at all, and a window would go unnoticed.
+    # Without a mask function of this name Transformers makes no masks, and a window would go unnoticed.
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
     try:
         model.set_attn_implementation(NAME)
@@ -100,7 +102,7 @@ def visit_layers(model: Any, ids: Tensor, visit: Visit, layers: Collection[int] 
             model.base_model(ids, use_cache=False)
     finally:
         model.set_attn_implementation(before)
-        AttentionInterface.register(NAME, sdpa)  # there is no way to unregister; let go of `visit` at least
+        AttentionInterface.register(NAME, sdpa)  # it cannot be unregistered, but this drops the reference to `visit`
     if wanted:
         raise ValueError(f"layers {sorted(wanted)} of {type(model).__name__} did not call Transformers' attention interface")
 
@@ -113,7 +115,7 @@ def layer_count(model_folder: str | Path) -> int:
 
 
 def saved(folder: Path, layers: Collection[int] | None = None) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """(layer, query, key, value) of what `main` below has saved in a folder."""
+    """(layer, query, key, value) from a folder that `main` has written."""
     for layer in range(saved_layers(folder)) if layers is None else layers:
         tensors = torch.load(folder / f"layer_{layer:02}.pt")
         yield layer, tensors["q"], tensors["k"], tensors["v"]
@@ -128,7 +130,7 @@ def saved_layers(folder: Path) -> int:
 
 @contextmanager
 def text_file(given: Path | None) -> Iterator[Path]:
-    """The text that was asked for; without one, a temporary file with the docstrings of Python's standard library."""
+    """The given text, or else a temporary file with the docstrings of Python's standard library."""
     if given is not None:
         yield given
         return
@@ -140,7 +142,7 @@ def text_file(given: Path | None) -> Iterator[Path]:
 
 
 def standard_library_text(characters: int = 400_000) -> str:
-    """Docstrings of the modules of the standard library, of their classes and of their functions, in order."""
+    """The docstrings of modules, classes and functions of the standard library, in order."""
     pieces: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -152,7 +154,7 @@ def standard_library_text(characters: int = 400_000) -> str:
 
 
 def perplexity(model: Any, ids: Tensor) -> float:
-    """exp of the mean loss over every position but the first. Holds n x vocabulary logits: 1.6 GB for SmolLM2 at 8,192 tokens."""
+    """exp of the mean loss over all positions but the first. It holds all logits: 1.6 GB for SmolLM2 at 8,192 tokens."""
     with torch.inference_mode():
         logits = model(ids, use_cache=False).logits[0, :-1]
         pieces = zip(logits.split(512), ids[0, 1:].split(512), strict=True)
@@ -170,7 +172,7 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, help="save a dict of q, k, v for every layer here")
+    parser.add_argument("--out", type=Path, help="folder to save a dict of q, k, v in, for every layer")
     arguments = parser.parse_args()
     ids = token_ids(arguments.model, arguments.text, arguments.tokens)
     model = load(arguments.model)

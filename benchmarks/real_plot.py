@@ -1,4 +1,4 @@
-"""The picture of bench_real.py: errors over layers and heads, as a heat map."""
+"""The plot of bench_real.py: errors of layers and heads, as a heat map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plot(results: dict[str, Any], folder: Path) -> None:
 
     first = results["settings"][0]
     topk, cells = (numpy.array(first["per_head"][name]).T for name in ("topk", "cells"))
-    # Where attention sits on a few keys both errors are zero up to rounding, and their ratio means nothing.
+    # Where attention rests on a few keys, both errors are mere rounding, and their ratio means nothing.
     ratio = numpy.log2(numpy.maximum(cells, 1e-6) / numpy.maximum(topk, 1e-6)).clip(-4, 4)
     low, high = min(topk.min(), cells.min()), max(topk.max(), cells.max())
     shared = LogNorm(max(low, high * 1e-4), high)

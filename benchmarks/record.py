@@ -1,4 +1,4 @@
-"""What every benchmark shares: the environment, timing side by side, peak memory, progress, and where results go."""
+"""What all benchmarks share: timing side by side, peak memory, progress, tables, and where results go."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(name: str) -> Any:
 
 
 def merge(name: str, section: str, results: Any) -> Path:
-    """Save one section of `results/<name>.json` with an environment of its own; the other sections stay as they are."""
+    """Save one section of `results/<name>.json` with its own environment; the other sections stay as they are."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     sections = json.loads(path.read_text()) if path.exists() else {}
@@ -54,7 +54,7 @@ def merge(name: str, section: str, results: Any) -> Path:
 
 
 def _json(results: Any) -> str:
-    """Indented, but a list of numbers on one line."""
+    """Indented, with lists of numbers on one line."""
     text = json.dumps(results, indent=2)
     return (
         re.sub(r"\[[-+\d.eE,\s]+\]", lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
@@ -63,15 +63,15 @@ def _json(results: Any) -> str:
 
 
 def read_sections(name: str) -> dict[str, Any]:
-    """What `merge` saved: the results of each section that has been measured."""
+    """The results of each section that `merge` has saved."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
-        raise SystemExit(f"{path} is not there yet: measure before drawing")
+        raise SystemExit(f"{path} does not exist yet: measure before drawing")
     return {section: saved["results"] for section, saved in json.loads(path.read_text()).items()}
 
 
 def each(items: Collection[T], describe: Callable[[T], str]) -> Iterator[T]:
-    """The items one by one, with a bar that says which one is at work."""
+    """The items one by one, with a progress bar that describes the current one."""
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, disable=not items) as progress:
         bar = progress.add_task("", total=len(items))
@@ -83,20 +83,20 @@ def each(items: Collection[T], describe: Callable[[T], str]) -> Iterator[T]:
 
 
 def table(*titles: str, title: str | None = None, words: Collection[str] = ()) -> Table:
-    """A table of numbers; the columns named in `words` are flushed left."""
+    """A table of numbers; the columns named in `words` are aligned left."""
     columns = [Column(name, justify="left" if name in words else "right") for name in titles]
     return Table(*columns, title=title, box=SIMPLE_HEAD, pad_edge=False)
 
 
 def show(found: Table) -> None:
-    """Print a table in full: wrapped by a narrow terminal rather than cut, as numbers would be."""
+    """Print a table in full: a narrow terminal wraps its lines, and rich does not cut its numbers."""
     console = Console()
     console.width = max(console.width, 150)
     console.print(found)
 
 
 def command_line(doc: str | None, name: str, measure: Callable[[bool], Any], plot: Callable[[Any], None] | None = None) -> None:
-    """What every benchmark does when it is run: measure, save, draw. `--quick` measures little and saves nothing."""
+    """Run a benchmark: measure, save, draw. `--quick` measures little and saves nothing."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, nothing written")
     parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
@@ -112,7 +112,7 @@ def command_line(doc: str | None, name: str, measure: Callable[[bool], Any], plo
 
 
 def side_by_side(functions: dict[str, Callable[[], object]], rounds: int, warm: bool = True) -> dict[str, list[float]]:
-    """Seconds of each function, interleaved, so that a slow spell of the machine falls on all; one untimed round if `warm`."""
+    """Seconds of each function, in turn, so that a slow spell of the machine hits all of them; one untimed round if `warm`."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values() if warm else ():
         function()
@@ -137,12 +137,12 @@ def exponent(sizes: list[int], seconds: list[float]) -> float:
 
 
 def peak_memory(task: Callable[..., Callable[[], object]], *arguments: object) -> float:
-    """Megabytes that `task(*arguments)()` needs beyond what `task(*arguments)` (its inputs) already holds, in a fresh process."""
+    """Megabytes that `task(*arguments)()` needs, beyond the inputs that `task(*arguments)` has made, in a fresh process."""
     return in_fresh_process(_peak_of, task, *arguments)
 
 
 def peak_allocated(call: Callable[[], object]) -> float:
-    """Megabytes that torch's tensors took up at most while `call()` ran, its result with them: exact, not what a heap keeps."""
+    """Most megabytes that torch's tensors took while `call()` ran, its result included: exact, unlike the size of the heap."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
@@ -154,13 +154,13 @@ def peak_allocated(call: Callable[[], object]) -> float:
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
-    """`function(*arguments)`, computed in a new process (both have to be picklable) with as many threads as this one."""
+    """`function(*arguments)`, computed in a new process with as many threads as this one. Both must be picklable."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_answer, args=(queue, torch.get_num_threads(), function, arguments))
     process.start()
     while True:
-        alive = process.is_alive()  # asked first: what a process answers just before it ends is still in the queue
+        alive = process.is_alive()  # before the queue, where the last answer of a process stays after its end
         try:
             answer: T = queue.get(timeout=1)
         except queue_module.Empty:
@@ -185,7 +185,7 @@ def _peak_of(task: Callable[..., Callable[[], object]], *arguments: object) -> f
 
 
 def restart_high_water() -> float:
-    """Start the high-water mark anew: what came before (imports, making the inputs) does not count. Returns where it starts."""
+    """Reset the high-water mark, so that imports and inputs do not count. Returns where it starts."""
     Path("/proc/self/clear_refs").write_text("5")
     return high_water()
 

@@ -48,17 +48,17 @@ def train(model: Any, ids: Tensor, attention: str, tokens: int, steps: int, rate
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss.detach()))
         if step == 0:
-            start = time.perf_counter()  # kernels may have been compiled in the first one
+            start = time.perf_counter()  # the first step may have compiled kernels
     return losses, (time.perf_counter() - start) / max(1, steps - 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="without one, a small random model")
-    parser.add_argument("--text", type=Path, help="without one, Python's own documentation")
+    parser.add_argument("model", nargs="?", help="default: a small random model")
+    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
     parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rate", type=float, default=3e-3, help="of learning; some 1e-5 for a trained model")
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate; about 1e-5 for a trained model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if options.model:
@@ -72,7 +72,7 @@ def main() -> None:
         ids = torch.tensor([list(words.encode()[: 16 * options.tokens])])
     ids = ids.to(options.device)
 
-    # Gradients are the exact gradients of the estimate: what was opened is held fixed, nothing quadratic is stored.
+    # Gradients are exact for the estimate, with the choice of cells held fixed, and need no quadratic memory.
     hf.register("nearfield", nf.Cells())
     table = Table(
         "attention", "s per step", "first loss", "last loss", title=f"{options.steps} steps of {options.tokens:,} tokens"
@@ -86,7 +86,7 @@ def main() -> None:
     apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
     console.print(f"Largest difference between the losses of the same step: {apart:.4f}")
     console.print(
-        "Cells pay at longer sequences (docs/cells.md, docs/gpu.md tell from where on); fewer do to see that losses agree."
+        "Cells pay off at longer sequences (docs/cells.md and docs/gpu.md say where); these are enough to see that losses agree."
     )
 
 

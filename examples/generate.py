@@ -1,4 +1,4 @@
-"""Continue a long prompt: nearfield reads the prompt, each new token is exact attention over the cache.
+"""Continue a long prompt: nearfield reads the prompt, and each new token attends exactly to the cache.
 
 python examples/generate.py                                       # a small random model of bytes; seconds on two cores
 python examples/generate.py MODEL --text TEXT --tokens 4096       # a folder of Transformers or a .gguf file
@@ -27,7 +27,7 @@ from nearfield.app.evaluate.models import load_model
 def random_model(positions: int) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # Larger weights than usual: attention of the usual ones is nearly uniform.
+    # Larger weights than usual, which make attention nearly uniform.
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=256, **sizes, initializer_range=0.05, **ends, max_position_embeddings=positions)
@@ -38,7 +38,7 @@ def generate(model: Any, ids: Tensor, attention: str, count: int) -> tuple[float
     """Seconds until the first new token, seconds for each further one, and the new tokens."""
     model.set_attn_implementation(attention)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    model.generate(ids, max_new_tokens=2, **options)  # whatever is set up once
+    model.generate(ids, max_new_tokens=2, **options)  # warm-up
     times = []
     for tokens in (1, count):
         start = time.perf_counter()
@@ -49,8 +49,8 @@ def generate(model: Any, ids: Tensor, attention: str, count: int) -> tuple[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="without one, a small random model")
-    parser.add_argument("--text", type=Path, help="without one, Python's own documentation")
+    parser.add_argument("model", nargs="?", help="default: a small random model")
+    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
     parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
     parser.add_argument("--new", type=int, default=24, help="tokens to generate")
     parser.add_argument("--config", type=Path, help="methods by layer, as `nearfield eval` writes them")
@@ -67,7 +67,7 @@ def main() -> None:
     if options.config:
         hf.register("nearfield", config=options.config)
     else:
-        # Named, because at this length the default may still be SDPA.
+        # The default method may still be SDPA at this length.
         hf.register("nearfield", nf.Cells())
     table = Table("attention", "prompt, s", "per token, ms", "tokens as with SDPA", title=f"a prompt of {ids.shape[1]:,} tokens")
     results = {name: generate(model, ids.to(options.device), name, options.new) for name in ("sdpa", "nearfield")}

@@ -1,8 +1,8 @@
-"""Read a long prompt with a language model: time, and what the model would say next, with SDPA and with nearfield.
+"""Read a long prompt with a language model: time, and the predicted next tokens, with SDPA and with nearfield.
 
 python examples/prefill.py                                        # a small random model of bytes; half a minute on two cores
 python examples/prefill.py MODEL --text TEXT --tokens 8192        # a folder of Transformers or a .gguf file
-python examples/prefill.py MODEL --text TEXT --config nearfield-eval/config.json    # what `nearfield eval` has chosen for it
+python examples/prefill.py MODEL --text TEXT --config nearfield-eval/config.json    # chosen by `nearfield eval`
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from nearfield import hf
 from nearfield.app.evaluate.models import load_model, token_ids
 
 LAST = 64
-"""Positions at the end whose predictions are compared."""
+"""How many positions at the end are compared."""
 
 
 def random_model(positions: int) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # Larger weights than usual: attention of the usual ones is nearly uniform.
+    # Larger weights than usual, which make attention nearly uniform.
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=256, **sizes, initializer_range=0.05, max_position_embeddings=positions)
     ).eval()
 
 
 def prompt(tokenizer: Any | None, text: Path | None, tokens: int) -> Tensor:
-    """`[1, tokens]`: of a text, or of Python's own documentation; bytes where there is no tokenizer."""
+    """`[1, tokens]` of a text, or of Python's own documentation; bytes if there is no tokenizer."""
     if tokenizer is not None and text is not None:
         return token_ids(tokenizer, text)[:, :tokens]
     words = text.read_text(encoding="utf-8") if text else "\n".join(topics.values())
@@ -53,7 +53,7 @@ def read(model: Any, ids: Tensor, attention: str) -> tuple[float, Tensor]:
     if ids.is_cuda:
         model(ids, use_cache=False, logits_to_keep=LAST)  # compiles kernels for this shape
     else:
-        model(ids[:, :64])  # whatever is set up once
+        model(ids[:, :64])  # warm-up
     start = time.perf_counter()
     logits = model(ids, use_cache=False, logits_to_keep=LAST).logits[0]
     found = logits.float().log_softmax(-1).cpu()  # waits for a GPU
@@ -62,9 +62,9 @@ def read(model: Any, ids: Tensor, attention: str) -> tuple[float, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="without one, a small random model")
-    parser.add_argument("--text", type=Path, help="without one, Python's own documentation")
-    parser.add_argument("--tokens", type=int, default=32_768, help="at most what the model knows")
+    parser.add_argument("model", nargs="?", help="default: a small random model")
+    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
+    parser.add_argument("--tokens", type=int, default=32_768, help="at most the positions that the model knows")
     parser.add_argument("--config", type=Path, help="methods by layer, as `nearfield eval` writes them")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -76,7 +76,7 @@ def main() -> None:
     tokens = min(options.tokens, model.config.get_text_config().max_position_embeddings)
     ids = prompt(tokenizer, options.text, tokens).to(options.device)
 
-    hf.register("nearfield")  # SDPA or cells, whatever is faster at this length
+    hf.register("nearfield")  # SDPA or cells, whichever is faster at this length
     hf.register("nearfield-cells", nf.Cells())
     names = ["nearfield", "nearfield-cells"]
     if options.config:

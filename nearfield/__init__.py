@@ -1,13 +1,15 @@
 """nearfield: kNN attention for PyTorch that trains, and tells you its error."""
 
-from nearfield import nn
+from nearfield import _moved, nn
 from nearfield.attention import attention, estimate
 from nearfield.audit import audit_rows
 from nearfield.auto import Auto
 from nearfield.cells.method import Cells
+from nearfield.cells.partition import Partition
 from nearfield.cells.partition.equal import Blocks, HashBuckets
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.exact import Exact
+from nearfield.knn.index.base import BuiltIndex, Index
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
@@ -16,15 +18,18 @@ from nearfield.knn.topk import TopK
 from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
 from nearfield.paper.gumbel import LazyGumbel
-from nearfield.results import Audit, Estimate
+from nearfield.problem import Call, Method, Problem
+from nearfield.results import Audit, Estimate, Outcome
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Audit",
     "Auto",
     "Blocks",
     "Budget",
+    "BuiltIndex",
+    "Call",
     "Cells",
     "ConcentricLSH",
     "Estimate",
@@ -32,9 +37,14 @@ __all__ = [
     "ExactIndex",
     "FaissIndex",
     "HashBuckets",
+    "Index",
     "KMeans",
     "KMeansIndex",
     "LazyGumbel",
+    "Method",
+    "Outcome",
+    "Partition",
+    "Problem",
     "TopK",
     "attention",
     "audit_rows",
@@ -43,3 +53,5 @@ __all__ = [
     "gradients",
     "nn",
 ]
+
+_moved.redirect()

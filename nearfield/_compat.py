@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,7 +100,47 @@ def attention_name(model: Any) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
-def closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables that a mask function of Transformers closes over, by name. Seen in Transformers 5.5 to 5.22."""
+def mask_function_parts(function: Callable[..., Any]) -> tuple[str, Any] | None:
+    """The kind of a mask function that Transformers has made, and what it was made of; None for functions it does not know.
+
+    Kinds are "and" (functions), "window" (its width), "both sides" (the reach), "chunks" (their size) and "packed" (which
+    sequence each position belongs to). They are told by the names of functions and of the variables these close over. Seen in
+    Transformers 5.5 to 5.22.
+    """
+    if getattr(function, "__module__", None) != masking_utils().__name__:
+        return None
     cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    inside = {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    match function.__qualname__.partition(".")[0], inside:
+        case "and_masks", {"mask_functions": functions}:
+            return "and", functions
+        case "sliding_window_overlay", {"sliding_window": int(window)}:
+            return "window", window
+        case "sliding_window_bidirectional_overlay", {"sliding_window": int(reach)}:
+            return "both sides", reach
+        case "chunked_overlay", {"chunk_size": int(size)}:
+            return "chunks", size
+        case "packed_sequence_mask_function", {"packed_sequence_mask": Tensor() as sequence_of}:
+            return "packed", sequence_of
+    return None
+
+
+class _NoPackedWeight:
+    """An operand that torch's functions do not take: None would be asked for `requires_grad`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError("Attention has no in_proj_weight: its weights are q_proj.weight, k_proj.weight and v_proj.weight")
+
+
+class NoFusedEncoder:
+    """A base of modules that stand where `nn.MultiheadAttention` stood in torch's encoder. Seen in torch 2.6 to 2.13.
+
+    The encoder reads these attributes of its `self_attn` to decide whether it may go around the module, with a fused kernel, or
+    hand it nested tensors. With these it does neither.
+    """
+
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = _NoPackedWeight()
+    batch_first = True

@@ -1,4 +1,4 @@
-"""The verb: `attention` returns a tensor, `estimate` the same with what is known of its error."""
+"""The entry points: `attention` returns a tensor, `estimate` the same tensor with what is known about its error."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def attention(
     Args:
         query: `[..., heads, Lq, dim]`, float64, float32, float16 or bfloat16.
         key, value: `[..., kv_heads, Lk, dim]` and `[..., kv_heads, Lk, value_dim]`.
-        attn_mask: a boolean key-padding mask, True where a key counts, broadcastable from `[batch, 1, 1, Lk]`; may be combined
-            with `is_causal`. `Exact` takes any mask that SDPA takes.
+        attn_mask: a boolean key-padding mask, True where a key counts, broadcastable from `[batch, 1, 1, Lk]`. It may be
+            combined with `is_causal`. `Exact` and `Auto` take any mask that SDPA takes.
         dropout_p: applied to the normalised weights (the normaliser is not dropped).
         is_causal: row i sees keys 0..i (aligned at the first key, as in SDPA).
         scale: 1/sqrt(dim) if None.
         enable_gqa: query heads may be a multiple of the key-value heads; keys are not repeated in memory.
         method: `Auto()` (the default: SDPA where that is faster, cells beyond), `Cells(...)`, `Exact()`, `TopK(...)`,
-            `LazyGumbel(...)`.
+            `LazyGumbel(...)`, or a `Method` of your own.
         gradient: how to differentiate; None: the method's own way (the exact gradient of the estimator, where there is one).
             `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper.
-        generator: source of all randomness; None: torch's default generator. One number is drawn from it, and only if the call
-            is random. The same generator state gives the same result.
-        backend: `"auto"`, or a kernel set by name (`"reference"`, `"cpu"`, `"triton"`).
-        check_finite: raise ValueError on NaN or inf. Otherwise the rows that see a NaN come out NaN (plain short
-            inputs without a mask: in its column), all others untouched. On a GPU, where nobody waits for a look at the inputs,
-            a NaN may spoil just its column of the rows that see it, and exact attention is SDPA's. It never raises under
-            torch.compile or inside a transform of torch.func, where values cannot be looked at.
+        generator: the source of all randomness; None: torch's default generator. One number is drawn from it, and only if the
+            call is random. The same generator state gives the same result.
+        backend: `"auto"`, or a set of kernels by name (`"reference"`, `"cpu"`, `"triton"`).
+        check_finite: raise ValueError on NaN or inf. Without it the rows that see a NaN come out NaN (for plain short inputs
+            without a mask: in the columns that hold it), and all other rows are untouched. On a GPU, where nothing waits to look
+            at the inputs, a NaN may spoil just its own column of the rows that see it, and exact attention does what SDPA does.
+            Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
@@ -70,7 +70,7 @@ def attention(
         output = _short(query, key, value, is_causal, scale)
         if output is not None:
             return output
-    method = method or Auto()
+    method = Auto() if method is None else method
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _call(problem, generator, backend, gradient)
     problem = _screened(problem, method, call, check_finite)
@@ -100,7 +100,7 @@ def estimate(
         audit: how many random rows to recompute exactly. The largest error among s of them bounds the error of a fraction
             0.05^(1/s) of all rows with 95% confidence, for any data and any method: 59 rows speak for 95% of them, 299 for 99%.
 
-    Other arguments as for `attention`.
+    The other arguments are those of `attention`.
 
     Example:
         >>> est = nearfield.estimate(q, k, v, method=nearfield.TopK(k=16, tail=16), audit=59)
@@ -111,13 +111,14 @@ def estimate(
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
-    method = method or Auto()
+    method = Auto() if method is None else method
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)
     output = _finish(problem, outcome.output)
-    assert outcome.lse is not None
+    if outcome.lse is None:
+        raise ValueError(f"{method!r}.run must return an Outcome with lse where call.diagnostics is set, got None")
     return Estimate(
         output=output,
         lse=_spoil(problem, outcome.lse),
@@ -128,11 +129,11 @@ def estimate(
 
 
 SHORT = 2048
-"""Up to so many keys no method beats SDPA on any device."""
+"""Up to this many keys no method beats SDPA on any device."""
 
 
 def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor | None:
-    """SDPA straight away for plain short inputs, where checking them would take longer than attending; None for all others."""
+    """SDPA straight away for plain short inputs, which take longer to check than to attend to; None for all others."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or scale is not None or is_traced():
         return None
     shape, dtype = key.shape, key.dtype
@@ -143,7 +144,7 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     if not (query.is_cpu and key.is_cpu and value.is_cpu):
         return None
     output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-    # Torch multiplies hidden values by zero, so that a later NaN or inf would reach earlier rows. The last row sees them all:
+    # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. The last row sees all keys:
     # where it is not finite, go the long way.
     if is_causal and not math.isfinite(float(output.detach()[:, :, -1].sum())):
         return None
@@ -151,10 +152,10 @@ def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
 
 
 def _screened(problem: Problem, method: Method, call: Call, check_finite: bool) -> Problem:
-    """NaN and inf taken out of the inputs, unless that would wait for a GPU and the method copes with them by itself."""
+    """The problem with NaN and inf isolated, unless that would wait for a GPU and the method copes with them by itself."""
     check_method("method", method)
-    by_itself = call.gradient is None and call.backend != "reference" and method.is_async(problem, call.backend)
-    if by_itself and not check_finite:
+    may_be_async = call.gradient is None and call.backend != "reference" and not check_finite
+    if may_be_async and method.is_async(problem, call.backend):
         return replace(problem, sync=False)
     return isolate_non_finite(problem, check_finite)
 
@@ -165,17 +166,19 @@ _ONLY_PADDING = "honours only boolean key-padding masks, broadcastable from [bat
 def _call(
     problem: Problem, generator: torch.Generator | None, backend: str, gradient: Gradient | None, diagnostics: bool = False
 ) -> Call:
+    """How to compute, from arguments that are checked here."""
     backends.check_backend(backend, problem.query.device)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if gradient is not None:
         check_gradient("gradient", gradient)
     if gradient is not None and problem.dropout_p:
-        raise ValueError(f"gradient={gradient!r} does not know of dropout; got dropout_p={problem.dropout_p}")
+        raise ValueError(f"gradient={gradient!r} cannot be combined with dropout; got dropout_p={problem.dropout_p}")
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
 
 
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:
+    """What the method computes, with the gradient that is asked for."""
     if problem.has_general_mask and call.gradient is not None:
         raise ValueError(f"gradient={call.gradient!r} {_ONLY_PADDING}; use gradient=None with any other mask")
     if problem.has_general_mask and not method.any_mask:
@@ -188,16 +191,32 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         return _nothing(problem)
     with full_precision(problem.query):
         if call.gradient is None:
-            return method.run(problem, call)
-        rows = problem.rows  # made once, and outside of no_grad: gradients have to reach the inputs
+            return _checked(method.run(problem, call), problem, method)
+        rows = problem.rows  # Made here, outside of no_grad: gradients have to reach the inputs.
         with torch.no_grad():
-            outcome = method.run(problem, call)
+            outcome = _checked(method.run(problem, call), problem, method)
         output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds)
         return replace(outcome, output=problem.by_head(output))
 
 
+def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
+    """What a method returned, if it is what the contract says."""
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"{method!r}.run must return a nearfield.Outcome, got {type(outcome).__name__}")
+    rows = problem.query.shape[:3]
+    wanted = {"output": (*rows, problem.value.shape[3]), "lse": rows, "stderr": rows}
+    for name, shape in wanted.items():
+        found = getattr(outcome, name)
+        if found is not None and found.shape != shape:
+            raise ValueError(
+                f"{method!r}.run must return an Outcome whose {name} has shape {tuple(shape)}, got {tuple(found.shape)}; "
+                "problem.by_head makes it of what has the layout of problem.rows"
+            )
+    return outcome
+
+
 def _nothing(problem: Problem) -> Outcome:
-    """No rows, no keys or no columns: zeros, connected to the inputs so that their gradients are zeros too."""
+    """Zeros, where there are no rows, no keys or no columns; connected to the inputs, so that these get gradients of zero."""
     anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
     lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
     output = anchor.expand(*lse.shape, problem.value.shape[-1])
@@ -205,12 +224,13 @@ def _nothing(problem: Problem) -> Outcome:
 
 
 def _finish(problem: Problem, output: Tensor) -> Tensor:
+    """The output as the caller gets it."""
     return _spoil(problem, output.to(problem.query.dtype))
 
 
 def _spoil(problem: Problem, x: Tensor) -> Tensor:
-    """`[batch, heads, length, ...]` as `[*leading, length, ...]`, with NaN in the rows that see a non-finite input."""
+    """From `[batch, heads, length, ...]` to the leading dimensions of the inputs, NaN in the rows that see a non-finite input."""
     if problem.poison is not None:
-        # A product, so that the gradients of spoiled rows are NaN as well.
+        # A product, so that the gradients of these rows are NaN as well.
         x = x * (problem.poison if x.dim() == 3 else problem.poison[..., None])
     return problem.like_inputs(x)

@@ -18,7 +18,7 @@ from nearfield.results import Audit
 CONFIDENCE = 0.95
 
 MOST_ROWS = 1024
-"""Rows that a kernel is given at a time."""
+"""How many rows a kernel is given at a time."""
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
 
-    `looks`: how many audits there may be of which one that looks good is believed; each then has to be that much surer.
+    `looks`: how many audits are made until one passes. Each of them then claims less, so that the promise holds for all.
     """
     batch, heads, length, _ = problem.query.shape
     total = batch * heads * length
@@ -56,7 +56,7 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
 
 
 def _rows_at_a_time(problem: Problem) -> int:
-    """Each audited row gathers the keys and values of its head, except where a kernel reads them in place."""
+    """How many rows to recompute at a time. Each gathers the keys and values of its head, unless a kernel reads them in place."""
     if _read_in_place(problem):
         return MOST_ROWS
     per_row = (problem.key[0, 0].numel() + problem.value[0, 0].numel() + problem.key.shape[2]) * 8
@@ -64,12 +64,12 @@ def _rows_at_a_time(problem: Problem) -> int:
 
 
 def _read_in_place(problem: Problem) -> bool:
-    """Whether a kernel reads the keys of audited rows where they lie."""
+    """Whether a kernel recomputes the rows, and reads keys and values where they lie."""
     return not problem.has_general_mask and backends.choose_triton("auto", problem.key.device, unsupported(problem.query))
 
 
 def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
-    """Exact attention of the chosen rows (numbered over batch, heads and positions), `[rows, value_dim]`."""
+    """Exact attention of some rows, numbered over batch, heads and positions: `[rows, value_dim]`."""
     _, heads, length, _ = problem.query.shape
     if problem.key.shape[2] == 0:
         return problem.query.new_zeros(len(chosen), problem.value.shape[3])
@@ -97,19 +97,17 @@ def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: 
     kv = head // problem.group_size
     mask = problem.attn_mask.expand(*problem.query.shape[:3], -1)[entry, head, position]
     logits = torch.einsum("rd,rnd->rn", problem.query[entry, head, position].to(compute), problem.key[entry, kv].to(compute))
-    logits = logits * problem.scale
-    logits = logits.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else logits + mask
-    weights, _ = reference.weighted_softmax(logits, None)
+    weights, _ = reference.weighted_softmax(reference.masked(logits * problem.scale, mask), None)
     return torch.einsum("rn,rnd->rd", weights, problem.value[entry, kv].to(compute))
 
 
 def _value_norm(problem: Problem) -> Tensor:
-    """Root mean square norm of the visible values, per key-value head, `[batch * kv_heads]`."""
+    """The root mean square norm of the values that count, for each key-value head: `[batch * kv_heads]`."""
     return reference.rms_norm(problem.value, problem.key_padding).reshape(-1)
 
 
 def audit_rows(quantile: float = 0.95, confidence: float = 0.95) -> int:
-    """Rows to recompute so that the worst of them bounds the given quantile of all rows' errors, at that confidence.
+    """How many rows to recompute so that the worst of them bounds this quantile of the errors of all rows, at this confidence.
 
     All s rows lie below the quantile p with probability at most p^s, so s = ceil(ln(1 - confidence) / ln p), for any data and any
     method.
@@ -119,11 +117,11 @@ def audit_rows(quantile: float = 0.95, confidence: float = 0.95) -> int:
     """
     check_fraction("quantile", quantile)
     check_fraction("confidence", confidence)
-    return max(1, math.ceil(math.log1p(-confidence) / math.log(quantile) * (1 - 4e-16)))  # forgiving rounding
+    return max(1, math.ceil(math.log1p(-confidence) / math.log(quantile) * (1 - 4e-16)))  # less the rounding error
 
 
 def audit_quantile(rows: int, confidence: float = 0.95) -> float:
-    """The quantile of all rows' errors that the worst of `rows` audited rows bounds: (1 - confidence)^(1 / rows)."""
+    """The quantile of the errors of all rows that the worst of `rows` audited ones bounds: (1 - confidence)^(1 / rows)."""
     check_positive("rows", rows)
     check_fraction("confidence", confidence)
     return math.exp(math.log1p(-confidence) / rows)

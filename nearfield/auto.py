@@ -1,4 +1,4 @@
-"""Auto: the fastest method for a shape and a device, and one that meets an error tolerance."""
+"""Auto: the fastest method for a shape and a device, or one that meets an error tolerance."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from nearfield.problem import Call, Method, Problem, is_traced
 from nearfield.results import Outcome
 
 STEPS = 4
-"""Budgets that are tried at most before exact attention."""
+"""How many budgets are tried, at most, before exact attention."""
 
 GROWTH = 3
-"""Each opens so many times the cells of the one before."""
+"""Each budget opens this many times as many cells as the one before."""
 
 MOST_NEAR = 0.3
-"""The share of the keys from which on opening them is no faster than exact attention."""
+"""Opening more than this share of the keys is no faster than exact attention."""
 
 QUANTILE = 0.95
+"""The share of all rows that is promised to be within eps."""
 
 
 @dataclass(frozen=True)
 class Auto:
     """Exact attention where that is fastest, `Cells` where they are; with `eps`, a result that is known to be within it.
 
-    Without `eps`: torch's SDPA up to a crossover length that was measured for the device and the dtype, with and without a mask
-    (`nearfield bench --calibrate` measures it on your machine), `Cells()` beyond. Masks other than key padding, and `gradient=`,
-    always get exact attention.
+    Without `eps`: torch's SDPA up to a crossover length that was measured for the device and the dtype, causal and not
+    (`nearfield bench --calibrate` measures it on your machine), and `Cells()` beyond. With a mask beyond key padding, or with
+    `gradient=`, it is always exact attention.
 
-    With `eps`: run `Cells`, recompute random rows exactly, and open more cells until all of them are within eps of exact
-    attention (in units of the rms norm of the values); if no budget that could be faster than exact attention does it, the result
-    *is* exact attention. Each audit looks at fresh rows, and as many as it takes that the promise holds whichever of them was the
-    one to pass: with confidence 95%, at least 95% of all rows are within eps. Those of all heads count together: what misses eps
-    may lie in one head. The audits are in `estimate(...).info`.
+    With `eps`: run `Cells`, recompute random rows exactly, and open more cells until all of these rows are within eps of exact
+    attention (in units of the rms norm of the values). If no budget that could be faster than exact attention achieves that, the
+    result *is* exact attention. Each audit looks at fresh rows, enough of them that the promise holds whichever audit is the one
+    that passes: with confidence 95%, at least 95% of all rows are within eps. The rows of all heads count together, so those
+    beyond eps may all lie in one head. The audits are in `estimate(...).info`.
 
     Args:
-        eps: tolerance, between 0 and 1; None: whatever `Cells()` gives.
-        crossover: keys from which on to use cells, instead of the measured length. On a GPU that is meant for eight heads; with
-            fewer it takes more keys.
+        eps: the tolerance, between 0 and 1; None: whatever `Cells()` gives.
+        crossover: the number of keys from which on to use cells, in place of the measured one. On a GPU it is meant for eight
+            heads; with fewer heads it takes more keys.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
@@ -82,16 +83,16 @@ class Auto:
             return True
         limit = float(self.crossover) if self.crossover is not None else _measured(problem)
         length, queries = problem.key.shape[2], problem.query.shape[2]
-        # Cells group all keys before the first query is answered: few queries do not repay that.
+        # Cells group all keys before the first query is answered. Few queries do not repay that.
         if length < limit or queries < limit / 4:
             return True
-        # A GPU that has little to do is not waited for, but what starts its kernels.
+        # With little work, starting the many kernels of cells takes longer than running them.
         work = problem.query.shape[0] * problem.query.shape[1] * queries * length
         return problem.query.is_cuda and work < crossover.heads(problem.query.device) * limit**2
 
     def _within_eps(self, problem: Problem, call: Call) -> Outcome:
         assert self.eps is not None
-        # One of several audits may be the one that passes: each gets its share of the 5%.
+        # Any of several audits may be the one that passes, so each gets its share of the 5%.
         rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
         steps: list[dict[str, Any]] = []
         method: Cells | Exact = Cells()
@@ -119,7 +120,7 @@ def _measured(problem: Problem) -> float:
 
 
 def _near_share(method: Cells, problem: Problem) -> float:
-    """The share of the keys that a row would open, about."""
+    """About which share of the keys a row would open."""
     sizes = method.sizes(problem)
     seen = problem.key.shape[2] / (2 if problem.is_causal else 1)
     return sizes.probes * sizes.cell_size / max(1.0, seen)

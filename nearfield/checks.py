@@ -1,4 +1,4 @@
-"""Checks of plain arguments, shared by the strategy objects."""
+"""Checks of arguments, shared by methods, indices, partitions and gradients."""
 
 from __future__ import annotations
 
@@ -25,40 +25,43 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
 
 
-def check_strategy(name: str, value: object, contract: str, verb: str, example: str, *more: str) -> None:
-    """An object (not a class) with the method `verb`, and with all that `nearfield.<contract>` asks for besides."""
-    if isinstance(value, type) or not callable(getattr(value, verb, None)):
+def check_has(name: str, value: object, function: str, example: str) -> None:
+    """An object, and not a class, that has a function of this name."""
+    if isinstance(value, type) or not callable(getattr(value, function, None)):
         raise TypeError(f"{name} must be {example}, got {value!r}")
-    for attribute in more:
-        if not hasattr(value, attribute):
-            raise TypeError(
-                f"{name} must have the attribute {attribute!r}, got {value!r}; subclass nearfield.{contract}, which has it"
-            )
 
 
 def check_method(name: str, value: object) -> None:
-    check_strategy(name, value, "Method", "run", "a method such as Exact() or TopK(k=64)", "is_async", "any_mask")
+    """What `nearfield.Method` asks for."""
+    check_has(name, value, "run", "a method such as Exact() or TopK(k=64)")
+    missing = [attribute for attribute in ("any_mask", "is_async") if not hasattr(value, attribute)]
+    if missing:
+        raise TypeError(f"{name}={value!r} has no {' and no '.join(missing)}; subclass nearfield.Method, which has defaults")
 
 
 def check_index(name: str, value: object) -> None:
-    check_strategy(name, value, "Index", "build", "an index such as ExactIndex()")
+    check_has(name, value, "build", "an index such as ExactIndex()")
 
 
 def check_gradient(name: str, value: object) -> None:
-    check_strategy(name, value, "Gradient", "estimate", "a gradient such as gradients.RandomWalk()")
+    check_has(name, value, "estimate", "a gradient such as gradients.RandomWalk()")
+
+
+def double_backward_error() -> NotImplementedError:
+    return NotImplementedError(
+        "nearfield does not support double backward (create_graph=True); "
+        "use torch.nn.functional.scaled_dot_product_attention with the math backend for second derivatives"
+    )
 
 
 def refuse_double_backward() -> None:
-    """Called in a backward pass, where gradients are being recorded only if somebody wants to differentiate them."""
+    """For backward passes: gradients are recorded there only if somebody wants to differentiate them."""
     if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "nearfield does not support double backward (create_graph=True); "
-            "use torch.nn.functional.scaled_dot_product_attention with the math backend for second derivatives"
-        )
+        raise double_backward_error()
 
 
 def check_seed(name: str, value: object) -> None:
-    """A number that a generator takes."""
+    """A number that seeds a generator."""
     check_integer(name, value)
     if not 0 <= value < 2**63:  # type: ignore[operator]
         raise ValueError(f"{name} must be between 0 and 2^63 - 1, got {value!r}")

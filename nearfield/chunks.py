@@ -1,17 +1,18 @@
-"""Work in parts of bounded memory."""
+"""Cut work into parts of bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 BLOCK_BYTES = 64 << 20
+"""What one block of rows may take on a CPU."""
 
 GPU_TIMES = 8
-"""times as much on a GPU, where small blocks take as long to start as to compute"""
+"""On a GPU blocks may take this many times as much: small ones take as long to start as to compute."""
 
 
 def row_blocks(shape: Sequence[int], bytes_per_row: int, on_gpu: bool = False) -> Iterator[slice]:
-    """Ranges that cover the rows of `[batch, rows]`, each of about `BLOCK_BYTES` over all batch entries (at least one row)."""
+    """Ranges that cover the rows of `[batch, rows]`, each of about `BLOCK_BYTES` over all entries, and of at least one row."""
     batch, rows = shape
     step = max(1, BLOCK_BYTES * (GPU_TIMES if on_gpu else 1) // max(1, bytes_per_row * batch))
     for start in range(0, rows, step):
@@ -19,7 +20,7 @@ def row_blocks(shape: Sequence[int], bytes_per_row: int, on_gpu: bool = False) -
 
 
 def row_chunks(batch: int, rows: int, row_cost: int, budget: int) -> Iterator[tuple[slice, slice]]:
-    """Cut `[batch, rows]` into slices of at most `budget // row_cost` rows, whole batch entries where they fit."""
+    """Slices of batch and rows that cover `[batch, rows]`, of at most `budget // row_cost` rows: whole entries if they fit."""
     fit = max(1, budget // max(1, row_cost))
     if fit >= rows:
         step = max(1, fit // max(1, rows))

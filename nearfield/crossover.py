@@ -1,7 +1,7 @@
-"""From which length on cells beat exact attention: measured per device, dtype and kind of call, shipped as data.
+"""From which length on cells beat exact attention: measured for devices, dtypes and kinds of calls, and shipped as data.
 
-`nearfield bench --calibrate` measures again and keeps the result in the user's cache folder. There it is filed under the machine
-and its number of threads, and preferred where both are the same.
+`nearfield bench --calibrate` measures again and keeps the result in the user's cache folder, filed under the machine and its
+number of threads. Where both are the same, it is preferred to what is shipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kind(causal: bool, training: bool) -> str:
 
 
 def heads(device: torch.device) -> int:
-    """Heads (of 64) that lengths are measured with: it takes several to keep a GPU busy."""
+    """How many heads, of dimension 64, lengths are measured with. It takes several to keep a GPU busy."""
     return 8 if device.type == "cuda" else 1
 
 
@@ -42,7 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def place(device: torch.device) -> str:
-    """What the user's measurements are filed under: what was measured, in words, and on a CPU with how many threads."""
+    """What the user's measurements are filed under: the device in words and, on a CPU, the number of threads."""
     if device.type == "cuda":
         return f"cuda, {device_name(device)}"
     threads = torch.get_num_threads()
@@ -65,10 +65,10 @@ def processor() -> str:
 
 @_compat.constant_for_compile
 def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
-    """Keys from which on cells are faster, with and without a backward pass; infinity where nobody has measured it.
+    """The number of keys from which on cells are faster, with and without a backward pass; infinity where nobody has measured it.
 
-    One number for both: a call has to mean the same whether or not gradients are being recorded, or a model would compute
-    something else when it is evaluated, and checkpointing would differentiate another function than it ran.
+    One number for both: a call has to mean the same whether or not gradients are recorded. Otherwise a model would compute
+    something else in evaluation than in training, and checkpointing would differentiate another function than it ran.
     """
     known = _lengths(place(device), device_name(device), dtype_name(dtype))
     return max(known.get(kind(causal, training), math.inf) for training in (False, True))
@@ -85,7 +85,7 @@ def _shipped() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    """What the user's machine has measured. Nothing where there is no such file, no place for one, or another thing in it."""
+    """What was measured on the user's machine; nothing where there is no such file, no folder for it, or something else in it."""
     try:
         path = cache_file()
         text = path.read_bytes()
@@ -105,7 +105,7 @@ def _measured() -> dict[str, Any]:
 
 
 def cache_file() -> Path:
-    """Where `calibrate` keeps its measurements: `NEARFIELD_CACHE`, or the platform's folder for caches."""
+    """The file that `calibrate` writes, in `NEARFIELD_CACHE` or in the platform's folder for caches."""
     if "NEARFIELD_CACHE" in os.environ:
         return Path(os.environ["NEARFIELD_CACHE"]) / "crossover.json"
     if sys.platform == "win32":
@@ -118,7 +118,7 @@ def cache_file() -> Path:
 
 
 def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) -> Path:
-    """File measured lengths in the cache, beside what is there for other places. A crash leaves the old file whole."""
+    """Add measured lengths to the cache file, and keep what it holds for other places. A crash leaves the old file whole."""
     path = cache_file()
     table = _measured()
     table.setdefault(place(device), {})[dtype_name(dtype)] = lengths

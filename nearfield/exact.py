@@ -1,4 +1,4 @@
-"""Exact attention: torch's own scaled_dot_product_attention behind the interface of every other method."""
+"""Exact attention: torch's scaled_dot_product_attention as a method."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nearfield.sampling import Seeds
 
 @dataclass(frozen=True)
 class Exact:
-    """`F.scaled_dot_product_attention`: every key near. The only method that honours an arbitrary `attn_mask`.
+    """`F.scaled_dot_product_attention`: every key is near. It honours any `attn_mask`. Time O(Lq Lk dim).
 
-    Time O(Lq * Lk * dim). Example:
+    Example:
         >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
         >>> torch.allclose(nearfield.attention(q, k, v, method=Exact()), F.scaled_dot_product_attention(q, k, v))
         True
@@ -50,7 +50,7 @@ def _sdpa(problem: Problem) -> Tensor:
     query, scale = with_positive_scale(query, problem.scale)
     if mask is None or not problem.is_causal:
         return _grouped(query, key, value, mask, problem, scale)
-    # Torch takes a mask or is_causal. Their product is a matrix: make it for some rows at a time.
+    # Torch takes a mask or is_causal, not both. Combined they are a matrix: make it for some rows at a time.
     parts = []
     for block in row_blocks((1, query.shape[2]), mask.shape[0] * mask.shape[1] * key.shape[2]):
         seen = slice(0, block.stop)
@@ -73,7 +73,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pro
         return attend(query, mask, False)
     if _fuses_groups(query, value, mask, problem):
         return attend(query, mask, True)
-    # Where torch has no fused kernel for grouped queries it repeats the keys in memory; one call per member does not.
+    # Where torch has no fused kernel for grouped queries it repeats the keys in memory. One call per member of a group does not.
     members = query.unflatten(1, (-1, group)).unbind(2)
     if mask is None or mask.shape[1] == 1:
         masks = [mask] * group
@@ -83,7 +83,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pro
 
 
 def _fuses_groups(query: Tensor, value: Tensor, mask: Tensor | None, problem: Problem) -> bool:
-    """Whether torch serves grouped queries without repeating keys (and sums the gradients of a group in float32)."""
+    """Whether torch serves grouped queries without repeating keys, and sums the gradients of a group in float32."""
     if query.shape[3] != value.shape[3]:
         return False
     if query.device.type == "cpu":
@@ -92,12 +92,12 @@ def _fuses_groups(query: Tensor, value: Tensor, mask: Tensor | None, problem: Pr
 
 
 _default_generator = threading.Lock()
-"""Held while torch's default generator is on loan, so that concurrent calls do not take each other's numbers."""
+"""Held while torch's default generator is borrowed, so that concurrent calls do not take each other's numbers."""
 
 
 @contextmanager
 def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
-    """SDPA draws its dropout from torch's default generator: lend it our seed and give the generator back as it was."""
+    """SDPA draws dropout from torch's default generator. Seed that for the call, and put it back as it was."""
     if problem.dropout_p == 0.0:
         yield
         return
@@ -106,7 +106,7 @@ def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
         yield
         return
     device = problem.query.device
-    # Taken before the fork: a number drawn inside it would be drawn again by the next call.
+    # Drawn before the fork: a number drawn inside it would be drawn again by the next call.
     seed = seeds.base
     with _default_generator, torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
         if device.type == "cuda":
@@ -120,7 +120,7 @@ def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
 
 @torch.no_grad()
 def _lse(problem: Problem) -> Tensor:
-    """Log-normalisers `[batch, rows]`, blocked; SDPA does not return them."""
+    """Log-normalisers in the layout of `Rows`, block by block. SDPA does not return them."""
     if problem.has_general_mask:
         return _masked_lse(problem)
     rows = problem.rows.detach()
@@ -142,6 +142,5 @@ def _masked_lse(problem: Problem) -> Tensor:
         queries = problem.query[:, :, block].to(dtype) * problem.scale
         logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
         here = mask if mask.shape[2] == 1 else mask[:, :, block]
-        logits = logits.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else logits + here
-        lse[:, :, block] = logits.logsumexp(-1)
+        lse[:, :, block] = reference.masked(logits, here).logsumexp(-1)
     return lse.reshape(batch * kv_heads, -1)

@@ -1,33 +1,22 @@
-"""Modules: `Attention`, which stands where `torch.nn.MultiheadAttention` stood."""
+"""`Attention`: a module that takes the place of `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from nearfield import _compat
 from nearfield.attention import attention
 from nearfield.checks import check_method, check_positive
 from nearfield.problem import Method, is_traced
 
 
-class _Unpacked:
-    """Stands where `nn.MultiheadAttention` keeps its packed weight.
-
-    torch's encoder reads `self_attn.in_proj_weight` to decide whether it may go around the module or hand it nested tensors.
-    An operand that overrides torch's functions makes it do neither; None would be asked for `requires_grad`.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise TypeError("Attention has no in_proj_weight: its weights are q_proj.weight, k_proj.weight and v_proj.weight")
-
-
-class Attention(nn.Module):
+class Attention(_compat.NoFusedEncoder, nn.Module):
     """Multi-head attention with the interface of `torch.nn.MultiheadAttention(..., batch_first=True)`, computed by `method`.
 
     With X the queries, Y the keys, Z the values, and head h of H reading the key-value head g(h) = floor(h G / H) of G:
@@ -35,27 +24,27 @@ class Attention(nn.Module):
         O_h = softmax(Q_h K_g^T / sqrt(head_dim)) V_g,    Q = X W_Q + b_Q,  K = Y W_K + b_K,  V = Z W_V + b_V
         output = [O_1, ..., O_H] W_O + b_O
 
-    Differences from torch: attention weights are never formed (`need_weights` is False by default and True is an error); a row
-    that sees no key gets attention zero, hence the output b_O, where torch gives that or NaN, depending on its code path;
-    `is_causal` needs no mask beside it; there is no `add_bias_kv` and no `add_zero_attn`; nested tensors are refused.
+    It differs from torch in five ways. Attention weights are never formed: `need_weights` is False by default, and True is an
+    error. A row that sees no key gets attention zero, hence the output b_O; torch gives that or NaN, depending on its code path.
+    `is_causal` needs no mask beside it. There is no `add_bias_kv` and no `add_zero_attn`. Nested tensors are refused.
 
     Args:
-        embed_dim: of the queries and of the output; a multiple of `num_heads`.
+        embed_dim: dimension of the queries and of the output; a multiple of `num_heads`.
         num_heads: query heads, each of `head_dim = embed_dim / num_heads`.
-        dropout: probability, on the attention weights, in training mode only.
-        bias: whether all four projections have one.
-        kdim, vdim: of the keys and the values; None: `embed_dim`.
-        batch_first: True. It is an argument so that call sites written for torch can name it.
+        dropout: probability on the attention weights, in training mode only.
+        bias: whether the four projections have biases.
+        kdim, vdim: dimensions of the keys and the values; None: `embed_dim`.
+        batch_first: True. It is an argument so that calls written for torch can name it.
         num_kv_heads: heads of keys and values, a divisor of `num_heads` (grouped-query attention); None: `num_heads`.
-        method: how attention is computed, as in `nearfield.attention`; None: its default. May be set anew at any time.
+        method: how attention is computed, as in `nearfield.attention`; None: its default. It may be set again at any time.
         device, dtype: of the parameters.
 
-    Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised as torch's are. `load_state_dict` also takes the state
-    dict of a `torch.nn.MultiheadAttention`, alone or as a part of a larger model; `state_dict_to_torch` leads back. An
-    `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer` may be given one as its `self_attn` or `multihead_attn`; torch's
-    fused inference path, which would bypass it, is then not taken.
+    Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised like torch's. `load_state_dict` also takes the state
+    dict of a `torch.nn.MultiheadAttention`, alone or as a part of a larger model; `state_dict_to_torch` converts back. It works
+    as the `self_attn` or `multihead_attn` of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`; these then do not
+    take their fused inference path, which would bypass it.
 
-    Cost: O(L embed_dim^2) for the projections, and what the method takes.
+    Cost: O(L embed_dim^2) for the projections, plus that of the method.
 
     Example:
         >>> layer = nearfield.nn.Attention(64, 8, method=nearfield.TopK(k=16, tail=16))
@@ -72,12 +61,6 @@ class Attention(nn.Module):
         >>> torch.allclose(block(x), want, atol=1e-5)
         True
     """
-
-    # What torch's encoder asks a self_attn for. It goes around modules that answer True here and have packed weights.
-    _qkv_same_embed_dim = False
-    in_proj_bias = None
-    in_proj_weight = _Unpacked()
-    batch_first = True
 
     def __init__(
         self,
@@ -122,13 +105,14 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(self.kdim, kv_dim, bias, device, dtype)
         self.v_proj = nn.Linear(self.vdim, kv_dim, bias, device, dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.register_load_state_dict_pre_hook(_unpack_on_load)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, from the distribution of `nn.MultiheadAttention`.
+        """Draw all parameters again, from the distributions of `nn.MultiheadAttention`.
 
-        W_Q, W_K and W_V are Xavier uniform: as one matrix if all three read `embed_dim` columns, else each by itself. W_O is
-        as in `nn.Linear`. Biases are zero.
+        W_Q, W_K and W_V are Xavier uniform: as one matrix if all three read `embed_dim` columns, else one by one. W_O is as in
+        `nn.Linear`. Biases are zero.
         """
         weights = [layer.weight for layer in (self.q_proj, self.k_proj, self.v_proj)]
         packed = self.kdim == self.vdim == self.embed_dim
@@ -154,37 +138,37 @@ class Attention(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend. The conventions of masks are those of `nn.MultiheadAttention`: True hides.
+        """Attend. As in `nn.MultiheadAttention`, True in a mask hides.
 
         Args:
-            query: `[batch, L, embed_dim]`, or `[L, embed_dim]` without a batch (then so are the others).
+            query: `[batch, L, embed_dim]`, or `[L, embed_dim]`; without a batch, key and value have none either.
             key: `[batch, S, kdim]`; None: the query.
             value: `[batch, S, vdim]`; None: the key.
             key_padding_mask: `[batch, S]`, True where a key is ignored; or floating point, -inf where it is ignored and 0
-                elsewhere. (Other entries are an error, except under torch.compile, where entries cannot be looked at.)
+                elsewhere. Other entries are an error, except under torch.compile, which cannot look at them.
             need_weights: False.
             attn_mask: `[L, S]` or `[batch * num_heads, L, S]`, True where a query does not see a key; or floating point, added
                 to the logits. Only `Exact` takes a mask beyond key padding.
-            average_attn_weights: has no effect, as in torch without `need_weights`.
-            is_causal: row i sees keys 0..i (aligned at the first key). As in torch it says that `attn_mask` is the causal mask:
-                a mask given beside it is dropped and its entries are not looked at.
+            average_attn_weights: no effect, as in torch without `need_weights`.
+            is_causal: row i sees keys 0..i (aligned at the first key). As in torch, it declares that `attn_mask` is the causal
+                mask: a mask given beside it is ignored.
             generator: source of all randomness, dropout included; None: torch's default generator.
 
         Returns:
-            `[batch, L, embed_dim]`, or `[L, embed_dim]`; and None, where torch returns weights.
+            `[batch, L, embed_dim]` or `[L, embed_dim]`; and None, where torch returns weights.
         """
         if need_weights:
             raise ValueError("need_weights=True: attention weights are never formed; pass need_weights=False")
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
-        counts = _counts(key_padding_mask, key)
+        seen = _seen_keys(key_padding_mask, key)
         q, k, v = self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
         output = attention(
             q,
             k,
             v,
-            self._merge(attn_mask, counts, is_causal, q, k),
+            self._one_mask(attn_mask, seen, is_causal, q, k),
             self.dropout if self.training else 0.0,
             is_causal,
             enable_gqa=True,
@@ -213,10 +197,10 @@ class Attention(nn.Module):
             shapes = ", ".join(str(tuple(x.shape)) for _, x, _ in named)
             raise ValueError(f"query, key and value must agree in batch, key and value also in length; got {shapes}")
 
-    def _merge(self, mask: Tensor | None, counts: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
-        """torch's `attn_mask` and which keys count, as the one mask that `nearfield.attention` takes: True where a row sees."""
+    def _one_mask(self, mask: Tensor | None, seen: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+        """The mask for `nearfield.attention`, True where a row sees a key, from torch's `attn_mask` and the seen keys."""
         if mask is None:
-            return counts
+            return seen
         _check_mask_type("attn_mask", mask)
         pairs = (query.shape[-2], key.shape[-2])
         batch = query.shape[0] if query.dim() == 4 else 1
@@ -224,25 +208,25 @@ class Attention(nn.Module):
             full = (batch * self.num_heads, *pairs)
             raise ValueError(f"attn_mask must have shape {pairs} or {full}, got {tuple(mask.shape)}")
         if is_causal:
-            return counts
+            return seen
         if mask.dim() == 3 and query.dim() == 4:
             mask = mask.unflatten(0, (batch, self.num_heads))
         if mask.dtype == torch.bool:
-            return ~mask if counts is None else ~mask & counts
-        mask = mask.to(query.dtype)  # autocast may have changed the queries'
-        return mask if counts is None else mask.masked_fill(~counts, -torch.inf)
+            return ~mask if seen is None else ~mask & seen
+        mask = mask.to(query.dtype)  # autocast may have changed that of the queries
+        return mask if seen is None else mask.masked_fill(~seen, -torch.inf)
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, method: Method | None = None) -> Attention:
-        """The same attention with the same parameters (copied), to be computed by `method`."""
+        """The same attention with copies of the parameters, computed by `method`."""
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("module was made with add_bias_kv or add_zero_attn, which Attention does not have")
+            raise ValueError("module has add_bias_kv or add_zero_attn, which Attention does not have")
         if not module.batch_first:
             raise ValueError(
-                "module has batch_first=False and Attention takes [batch, length, dim] only; if its inputs can be given so, "
-                "set module.batch_first = True first"
+                "module has batch_first=False, but Attention takes [batch, length, dim] only; if you can pass its inputs that "
+                "way, set module.batch_first = True first"
             )
         layer = skip_init(
             cls,
@@ -263,7 +247,7 @@ class Attention(nn.Module):
         return layer.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The same exact attention as a torch module, with the same parameters (copied)."""
+        """The same attention, exact, as a torch module with copies of the parameters."""
         state = self.state_dict_to_torch(self.state_dict())
         module = skip_init(
             nn.MultiheadAttention,
@@ -288,7 +272,7 @@ class Attention(nn.Module):
     def state_dict_from_torch(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """A copy of `state_dict` in which the `nn.MultiheadAttention` at `prefix` (such as `"self_attn."`) is an `Attention`.
 
-        `load_state_dict` does this by itself.
+        `load_state_dict` does this itself.
         """
         state = dict(state_dict)
         _unpack(state, prefix)
@@ -301,7 +285,7 @@ class Attention(nn.Module):
         names = {letter: f"{prefix}{letter}_proj.weight" for letter in "qkv"}
         missing = [name for name in names.values() if name not in state]
         if missing:
-            raise ValueError(f"state_dict lacks {missing}; prefix must name an Attention, with the dot after it, got {prefix!r}")
+            raise ValueError(f"state_dict lacks {missing}; prefix must name an Attention and end in a dot, got {prefix!r}")
         weights = {letter: state.pop(name) for letter, name in names.items()}
         rows = [weight.shape[0] for weight in weights.values()]
         if len(set(rows)) > 1:
@@ -314,10 +298,6 @@ class Attention(nn.Module):
             state[f"{prefix}in_proj_bias"] = torch.cat([state.pop(f"{prefix}{letter}_proj.bias") for letter in "qkv"])
         return state
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        _unpack(state_dict, prefix)  # torch hands over a copy
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
     def extra_repr(self) -> str:
         parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
         if self.num_kv_heads != self.num_heads:
@@ -327,21 +307,21 @@ class Attention(nn.Module):
         return ", ".join([*parts, f"method={self.method!r}"])
 
 
-def _counts(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """`[..., 1, 1, S]`, True where a key counts, of a `key_padding_mask` in torch's convention."""
+def _seen_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """`[..., 1, 1, S]`, True where a key is seen, from a `key_padding_mask` in torch's convention."""
     if mask is None:
         return None
     _check_mask_type("key_padding_mask", mask)
     if mask.shape != key.shape[:-1]:
         raise ValueError(f"key_padding_mask must have shape {tuple(key.shape[:-1])}, got {tuple(mask.shape)}")
-    # torch's encoder makes every mask floating point: it has to be boolean again for methods other than Exact.
-    counts = mask.logical_not()
-    if mask.dtype != torch.bool and not is_traced() and not bool((counts | (mask == -torch.inf)).all()):
+    # torch's encoder makes every mask floating point. Methods other than Exact need a boolean one.
+    seen = mask.logical_not()
+    if mask.dtype != torch.bool and not is_traced() and not bool((seen | (mask == -torch.inf)).all()):
         raise ValueError(
-            "a float key_padding_mask must be 0 where a key counts and -inf where it does not, got other entries; "
+            "a float key_padding_mask must be 0 where a key is seen and -inf where it is ignored, got other entries; "
             "pass a boolean mask, True where a key is ignored"
         )
-    return counts[..., None, None, :]
+    return seen[..., None, None, :]
 
 
 def _check_mask_type(name: str, mask: object) -> None:
@@ -352,18 +332,23 @@ def _check_mask_type(name: str, mask: object) -> None:
 
 
 def _name_in_torch(name: str, theirs: Mapping[str, Any]) -> str:
-    """What `nn.MultiheadAttention` with the parameters `theirs` calls the parameter `name`, or has it packed in."""
+    """The parameter of an `nn.MultiheadAttention` (with parameters `theirs`) that is, or contains, the parameter `name`."""
     layer, kind = name.split(".")
     if layer == "out_proj":
         return name
     return f"{layer}_{kind}" if f"{layer}_{kind}" in theirs else f"in_proj_{kind}"
 
 
+def _unpack_on_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook of `load_state_dict`, which hands over a copy of the caller's dict."""
+    _unpack(state_dict, prefix)
+
+
 def _unpack(state: dict[str, Any], prefix: str) -> None:
-    """Rename and split, in place, what an `nn.MultiheadAttention` at `prefix` has in a state dict."""
+    """Rename and split, in place, the entries of an `nn.MultiheadAttention` at `prefix` of a state dict."""
     for kind in ("weight", "bias"):
         if f"{prefix}in_proj_{kind}" in state:
-            # Copies: parameters that share memory cannot be saved apart.
+            # Copies: parameters that share memory cannot be saved separately.
             for letter, part in zip("qkv", state.pop(f"{prefix}in_proj_{kind}").chunk(3), strict=True):
                 state[f"{prefix}{letter}_proj.{kind}"] = part.clone()
         for letter in "qkv":

@@ -1,4 +1,4 @@
-"""What a method is asked: inputs checked once, at the boundary, and the contracts of methods and gradients."""
+"""What a method is given: inputs, checked once at the boundary; and the contracts that methods and gradients fulfil."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def once(make: Callable[[Any], T]) -> T:
-    """A property that is computed once. `functools.cached_property` has a lock (up to Python 3.11), which cannot be traced."""
+    """A property that is computed once. Up to Python 3.11 `functools.cached_property` takes a lock, which cannot be traced."""
     name = make.__name__
 
     def get(self: Any) -> T:
-        if is_traced():  # a traced program should not depend on writes to __dict__; the compiler merges what is equal
+        if is_traced():  # A traced program must not write to __dict__; the compiler merges equal expressions by itself.
             return make(self)
         if name not in self.__dict__:
             self.__dict__[name] = make(self)
@@ -37,15 +37,16 @@ def once(make: Callable[[Any], T]) -> T:
 class Rows:
     """All query rows of a problem, grouped by the keys they attend to.
 
-    Batch and key-value heads become one `batch` axis; the query heads that share a key-value head follow each other
-    along `rows`, so grouped-query attention repeats no key. Keys removed by a padding mask are gone: row r of batch b
-    sees exactly the first `visible[b, r]` keys, whether because of causality, padding or both.
+    Batch and key-value heads become one `batch` axis. The query heads that share a key-value head follow each other
+    along `rows`, so grouped-query attention repeats no key. Keys hidden by a padding mask are gone: row r of batch b
+    sees exactly the first `visible[b, r]` keys, be it because of causality, padding or both.
 
-    Arithmetic is float32 (float64 for float64 inputs), and the queries are already multiplied by the scale.
+    `Problem.rows` has them in float32 (float64 for float64 inputs) with the queries already multiplied by the scale,
+    `Problem.grouped` as they came.
     """
 
     queries: Tensor
-    """`[batch, rows, dim]`, times scale"""
+    """`[batch, rows, dim]`"""
     keys: Tensor
     """`[batch, length, dim]`"""
     values: Tensor
@@ -63,11 +64,11 @@ class Rows:
 
     @once
     def causal_offset(self) -> Tensor:
-        """`visible` in the words of `BuiltIndex.search`: row i sees keys j <= i + causal_offset."""
+        """`visible` as `BuiltIndex.search` takes it: row i sees the keys j <= i + causal_offset."""
         return self.visible - 1 - torch.arange(self.visible.shape[1], device=self.visible.device)
 
     def at(self, block: slice) -> Rows:
-        """The same problem for a range of rows."""
+        """A range of rows, with the same keys."""
         return replace(self, queries=self.queries[:, block], visible=self.visible[:, block])
 
     def detach(self) -> Rows:
@@ -76,27 +77,28 @@ class Rows:
 
 @dataclass(frozen=True)
 class Problem:
-    """Checked inputs of one attention call, as `[batch, heads, length, dim]`."""
+    """The checked inputs of one attention call, as `[batch, heads, length, dim]`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     attn_mask: Tensor | None
-    """what SDPA would be given: boolean or additive; None where there is none"""
+    """the mask as SDPA would take it, boolean or additive; None: no mask"""
     key_padding: Tensor | None
-    """`[batch, kv_heads, key_length]`, True where a key counts; None where the mask is not of that kind"""
+    """`[batch, kv_heads, key_length]`, True where a key counts; None: no mask, or one that is not key padding"""
     dropout_p: float
     is_causal: bool
     scale: float
     poison: Tensor | None
-    """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None when all is finite"""
+    """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None: all inputs are finite"""
     leading: tuple[int, ...]
+    """the dimensions of the query before length and dim, as the caller gave them"""
     sync: bool = True
-    """whether values may be looked at, which means waiting for a GPU"""
+    """whether values may be looked at, which waits for a GPU"""
 
     @property
     def has_general_mask(self) -> bool:
-        """Whether there is a mask that is not key padding: one that differs from query to query, or adds to the logits."""
+        """Whether there is a mask beyond key padding: one that differs from query to query, or that is added to the logits."""
         return self.attn_mask is not None and self.key_padding is None
 
     @property
@@ -110,7 +112,7 @@ class Problem:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: no rows, no keys that count, or no columns."""
+        """Whether there is nothing to compute: no rows, no columns, or (where values may be looked at) no key that counts."""
         no_rows = math.prod(self.query.shape[:3]) == 0
         if no_rows or self.value.numel() == 0:
             return True
@@ -121,11 +123,11 @@ class Problem:
         return self.sync and not is_traced()
 
     def by_head(self, rows: Tensor) -> Tensor:
-        """`[batch * kv_heads, group * length, ...]`, the layout of `Rows`, as `[batch, heads, length, ...]`."""
+        """From the layout of `Rows`, `[batch * kv_heads, group * length, ...]`, to `[batch, heads, length, ...]`."""
         return rows.reshape(*self.query.shape[:3], *rows.shape[2:])
 
     def like_inputs(self, x: Tensor) -> Tensor:
-        """`[batch, heads, length, ...]` with the leading dimensions of the inputs."""
+        """From `[batch, heads, length, ...]` to the leading dimensions of the inputs."""
         return x.reshape(*self.leading, *x.shape[2:])
 
     @property
@@ -135,7 +137,7 @@ class Problem:
 
     @once
     def visible(self) -> Tensor:
-        """How many keys each row sees, `[batch * kv_heads, group * length]`; a mask that is not key padding does not count."""
+        """How many keys each row sees, `[batch * kv_heads, group * length]`. A general mask is not taken into account."""
         groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
         if self.is_causal:
             position = torch.arange(self.query.shape[2], device=self.key.device).repeat(self.group_size)
@@ -151,7 +153,7 @@ class Problem:
 
     @once
     def grouped(self) -> Rows:
-        """The rows as they came: in the dtype of the inputs, and queries not yet multiplied by the scale."""
+        """The rows as they came: in the dtype of the inputs, the queries not yet multiplied by the scale."""
         batch, kv_heads, length, dim = self.key.shape
         groups = batch * kv_heads
         queries = self.query.reshape(groups, self.visible.shape[1], dim)
@@ -159,7 +161,7 @@ class Problem:
         values = self.value.reshape(groups, length, self.value.shape[3])
         if self.key_padding is not None:
             counts = self.key_padding.reshape(groups, length)
-            # How many keys are left at most is data; what does not look has to do with an upper bound.
+            # The largest number of keys that are left is a value; where it may not be looked at, all keys are an upper bound.
             kept = int(counts.sum(1).max()) if self._may_sync else length
             order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
             hidden = counts.gather(1, order).logical_not()[..., None]
@@ -169,18 +171,19 @@ class Problem:
 
     @once
     def rows(self) -> Rows:
+        """The rows in `compute_dtype`, the queries multiplied by the scale."""
         rows = self.grouped
         queries, keys, values = (x.to(self.compute_dtype) for x in (rows.queries, rows.keys, rows.values))
         return Rows(queries * self.scale, keys, values, self.visible)
 
 
 def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale with the same products, the scale positive."""
+    """A positive scale, and queries whose products with it are the same."""
     return (query, scale) if scale > 0 else (query * (-1.0 if scale else 0.0), -scale or 1.0)
 
 
 def is_traced() -> bool:
-    """Whether tensors may have no values to look at: under torch.compile, or inside a transform of torch.func."""
+    """Whether tensors may have no values to look at: under torch.compile or inside a transform of torch.func."""
     return torch.compiler.is_compiling() or _compat.in_functorch_transform()
 
 
@@ -194,11 +197,11 @@ def check(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """Check the arguments of an attention call and make the `Problem` of them. Raises before any work, and looks at no value."""
+    """Check the arguments of an attention call and make a `Problem` of them. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    # A comparison, and not `math.isfinite`: torch.compile can follow it where the scale is a symbol.
+    # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
     if scale is not None and (not isinstance(scale, int | float) or not -math.inf < scale < math.inf):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
@@ -212,7 +215,7 @@ def check(
         raise ValueError(f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads})")
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = to_autocast_dtype(query, key, value)
 
     padding = None
     if attn_mask is not None:
@@ -225,7 +228,7 @@ def check(
                 "Put the causal part into the mask and pass is_causal=False."
             )
         if padding is not None:
-            # A masked key must count as if it were zero, even if it holds NaN.
+            # A hidden key must not matter even if it holds NaN.
             hidden = padding.logical_not()[..., None]
             key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
     return Problem(
@@ -274,7 +277,8 @@ def _four_dims(x: Tensor) -> Tensor:
     return x.flatten(0, -4)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of autocast, where it is on. As in torch, it leaves float64 alone."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -309,9 +313,10 @@ def _as_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
-    """Take NaN and inf out of the inputs and remember which rows of the output they spoil. Waits for a GPU.
+    """Replace NaN and inf in the inputs by 0, and note in `poison` which rows of the output see one. Waits for a GPU.
 
-    Without this one NaN key would spread, through an index or a block of a kernel, to rows that never see it.
+    Without this a NaN in one key would spread, through an index or a block of a kernel, to rows that never see that key.
+    `raise_instead`: raise ValueError where there is one, unless the call is traced.
     """
     inputs = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
     traced = is_traced()
@@ -336,7 +341,7 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
         spoiled = (allowed & bad_key[:, :, None, :]).any(-1).expand(batch, heads, length)
     else:
         spoiled = bad_key.any(2, keepdim=True).expand(batch, heads, length)
-    # A row that sees no key is zero whatever its query.
+    # A row that sees no key is zero, whatever its query.
     sees = problem.visible.reshape(batch, heads, length) > 0
     spoiled = spoiled | (finite["query"].logical_not() & sees)
     clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
@@ -345,46 +350,47 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
 
 @dataclass(frozen=True)
 class Call:
-    """What a method is asked for, beyond the problem itself."""
+    """What a method is asked for, apart from the problem itself."""
 
     seeds: Seeds
-    """where all randomness comes from"""
+    """the source of all randomness"""
     backend: str = "auto"
     """one of `nearfield.kernels.backends.BACKENDS`"""
     gradient: Gradient | None = None
     """how to differentiate; None: the method's own way"""
     diagnostics: bool = False
-    """whether `Outcome.lse`, `stderr` and `info` are wanted"""
+    """whether `lse`, `stderr` and `info` of the outcome are wanted"""
 
 
 class Method(Protocol):
-    """A strategy for the whole estimate. Subclass it for a method of your own; only `run` has no default.
+    """A way to compute attention. Subclass it for a method of your own: only `run` has no default.
 
     Example:
         >>> class Mean(nearfield.Method):
         ...     def run(self, problem, call):
-        ...         rows = problem.rows  # queries times scale; keys and values that padding hides are gone
-        ...         mean = rows.values.mean(1, keepdim=True).expand(*rows.queries.shape[:2], -1)
-        ...         return nearfield.Outcome(problem.by_head(mean))
+        ...         rows = problem.rows  # queries times scale, without the keys that padding hides
+        ...         mean = rows.values.mean(1, keepdim=True).expand(*rows.visible.shape, -1)
+        ...         lse = rows.visible.log()
+        ...         return nearfield.Outcome(problem.by_head(mean), problem.by_head(lse))
         >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
         >>> nearfield.attention(q, k, v, method=Mean()).shape
         torch.Size([1, 2, 8, 4])
     """
 
     any_mask: bool = False
-    """whether `run` honours masks other than key padding"""
+    """whether `run` honours masks beyond key padding"""
 
     def run(self, problem: Problem, call: Call) -> Outcome:
-        """Attention of all rows of `problem`. The result is a function of `problem` and `call` alone."""
+        """Attention of all rows of `problem`. The result depends on `problem` and `call` alone."""
         ...
 
     def is_async(self, problem: Problem, backend: str) -> bool:
-        """Whether `run` never waits for a GPU and copes with NaN and inf itself. If so, nobody looks for them first."""
+        """Whether `run` never waits for a GPU and copes with NaN and inf by itself. The caller then does not look for them."""
         return False
 
 
 class Gradient(Protocol):
-    """A strategy for the backward pass, chosen apart from the method of the forward pass."""
+    """A way to compute the backward pass, chosen independently of the method. Any object with `estimate` is one."""
 
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of `rows.queries`, `rows.keys` and `rows.values`."""

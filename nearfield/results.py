@@ -1,4 +1,4 @@
-"""What comes back: from a method, from a gradient, and from a call."""
+"""What comes back from a method, from a gradient and from a call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Outcome:
     output: Tensor
     """`[batch, heads, length, value_dim]`, in any dtype: the caller casts it to that of the inputs"""
     lse: Tensor | None = None
-    """`[batch, heads, length]`: log of the softmax normaliser; needed if `Call.diagnostics` is set"""
+    """`[batch, heads, length]`: log of the softmax normaliser; must be there if `Call.diagnostics` is set"""
     stderr: Tensor | None = None
-    """`[batch, heads, length]`: estimated standard error of a row; None where the method has none"""
+    """`[batch, heads, length]`: estimated standard error of a row; None: the method estimates none"""
     info: dict[str, Any] = field(default_factory=dict)
-    """how it was made: what `Estimate.info` shows"""
+    """how it was made; becomes part of `Estimate.info`"""
 
 
 class Gradients(NamedTuple):
@@ -34,7 +34,7 @@ class Gradients(NamedTuple):
 class Audit:
     """Rows recomputed exactly, and what they say about all rows.
 
-    With `confidence`, at most a fraction `1 - quantile` of all rows has an error above `additive` (or `relative`). This
+    With this `confidence`, at most a fraction `1 - quantile` of all rows has an error above `additive` (or `relative`). This
     holds for any data and any method, because the audited rows are chosen at random after the estimate was made. It
     bounds the share of bad rows, not every single row.
     """
@@ -64,12 +64,13 @@ class Estimate:
     """The result of `nearfield.estimate`."""
 
     output: Tensor
-    """`[..., length, value_dim]`, what `attention` returns"""
+    """`[..., length, value_dim]`: what `attention` returns"""
     lse: Tensor
-    """`[..., length]`, log of the (estimated) softmax normaliser; float32, or float64 for float64 inputs"""
+    """`[..., length]`: log of the (estimated) softmax normaliser; float32, or float64 for float64 inputs"""
     stderr: Tensor | None = None
-    """`[..., length]`, estimated standard error of a row, as a norm over the columns; None where the method has none.
-    An estimate of the error, not a bound."""
+    """`[..., length]`: estimated standard error of a row, as a norm over the columns; None: the method estimates none.
+    It estimates the error and does not bound it."""
     audit: Audit | None = None
+    """None: not asked for"""
     info: dict[str, Any] = field(default_factory=dict)
-    """how the estimate was made: method, keys per query, and what the method has to say"""
+    """how the estimate was made: method, backend, keys per query, and what else the method reports"""

@@ -1,6 +1,6 @@
-"""Samplers: Gumbel noise, categorical draws, draws without replacement, and how draws become an estimate.
+"""Samplers: Gumbel noise, categorical draws, draws without replacement, medians of means, and the seeds of a call.
 
-Everything takes a `torch.Generator` and touches no global state.
+Every sampler takes a `torch.Generator` and touches no global state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Uniform on (0, 1], float64: the closed end is where logarithms need it."""
+    """Uniform on (0, 1], float64. 0 is excluded so that logarithms are finite."""
     return 1.0 - torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
 
 
@@ -24,7 +24,7 @@ def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
     The paper's definition prints the distribution function in place of the density.
     """
-    # -log(0) = inf would be a draw of +inf; the smallest exponential float64 can give is 2^-54.
+    # An exponential of 0 would be a draw of +inf; 2^-54 is below every other value that `exponential` returns.
     return -exponential(shape, generator).clamp(min=2.0**-54).log()
 
 
@@ -37,20 +37,20 @@ def conditional_gumbel(cutoff: Tensor, generator: torch.Generator) -> Tensor:
     u = uniform(tuple(cutoff.shape), generator)
     rate = torch.exp(-cutoff.double())
     below = -torch.log1p(u * torch.expm1(-rate))
-    # For a rate that underflows the conditional law is cutoff + exponential. u = 1 is the cutoff itself, up to rounding.
+    # Where the rate underflows, the conditional law is cutoff + exponential. u = 1 gives the cutoff itself, up to rounding.
     return torch.where(rate > 1e-290, -below.clamp(min=1e-300).log(), cutoff - u.log()).clamp(min=cutoff)
 
 
 def categorical(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
     """Indices drawn in proportion to each row of `weights`: `[rows, m]` -> `[rows, draws]`, O(m + draws log m).
 
-    By cumulative sums in float64 (float32 sums are measurably wrong from some 10^6 entries on); entries of weight
-    zero are never drawn.
+    By cumulative sums in float64 (float32 sums are measurably wrong from some 10^6 entries on). Entries of weight zero are
+    never drawn.
     """
     total = weights.double().cumsum(-1)
     point = uniform((weights.shape[0], draws), generator) * total[:, -1:]
-    # The interval of entry i is (total[i-1], total[i]], which searchsorted finds with right=False. Rounding may put the
-    # point above the last sum; clamp to the last entry that has weight.
+    # Entry i has the interval (total[i-1], total[i]], which searchsorted finds with right=False. Rounding may put a point
+    # above the last sum; clamp it to the last entry that has weight.
     last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).int().argmax(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(total, point), last)
 
@@ -59,26 +59,26 @@ def segmented_categorical(weights: Tensor, segment: Tensor, generator: torch.Gen
     """One draw per entry of `segment` (flat row numbers) in proportion to that row of `weights` `[rows, m]`."""
     rows, width = weights.shape
     share = weights.double().cumsum(-1)
-    # A row without weight is never asked for, but must not break the ladder.
+    # No draw asks for a row without weight, but such a row must not break the ladder.
     share = torch.where(share[:, -1:] > 0, share / share[:, -1:], 1.0)
     # Row r occupies (r, r + 1] of one long ladder, so a single search serves rows with different numbers of draws.
     ladder = (share + torch.arange(rows, device=weights.device)[:, None]).reshape(-1)
     start = segment.double()
-    # A point so small that it is lost in the sum would belong to the row before.
+    # A uniform number so small that it vanishes in the sum would give the last entry of the row before.
     point = torch.maximum(start + uniform(tuple(segment.shape), generator), start.nextafter(start + 1))
     found = torch.searchsorted(ladder, point)
     return (found - segment * width).clamp(0, width - 1)
 
 
 FEW = 32
-"""Draws per row up to which comparing each with all before it is faster than sorting them."""
+"""Up to so many draws per row, comparing each with all before it is faster than sorting them."""
 
 
 def without_replacement(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Simple random samples: row r gets min(size, population[r]) distinct numbers below population[r], as a set: in no order.
+    """Simple random samples: row r gets min(size, population[r]) distinct numbers below population[r], in no particular order.
 
-    Returns `[rows, size]`, int64, -1 where there is nothing left to draw. The cost of a row does not depend on the population:
-    O(size^2) up to `FEW`, where nothing waits for a GPU, and O(size log size) beyond.
+    Returns `[rows, size]`, int64, -1 where there is nothing left to draw. The cost of a row does not depend on its population:
+    O(size^2) up to `FEW`, without waiting for a GPU, and O(size log size) beyond.
     """
     if population.shape[0] == 0 or size == 0:
         return torch.full((population.shape[0], size), -1, dtype=torch.long, device=population.device)
@@ -86,10 +86,10 @@ def without_replacement(population: Tensor, size: int, generator: torch.Generato
 
 
 def _by_comparison(population: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Floyd's algorithm: for each of the last `size` numbers j in turn draw from 0..j, and take j itself if that is taken."""
+    """Floyd's algorithm: for each of the last `size` numbers j in turn draw from 0..j, and use j itself if that one is taken."""
     last = population - size + torch.arange(size, device=population.device)[:, None]
     picked = uniform((size, population.shape[0]), generator).mul_(last + 1).ceil_().sub_(1).long()
-    # A row of fewer than `size` numbers begins below 0, where there is nothing to draw; from 0 on it takes every j.
+    # A row of fewer than `size` numbers starts below 0, where there is nothing to draw; from 0 on it uses every j.
     picked.clamp_(min=-1)
     last.clamp_(min=-1)
     for step in range(1, size):
@@ -110,8 +110,8 @@ def _by_sorting(population: Tensor, size: int, generator: torch.Generator) -> Te
         best = order.masked_fill_(absent, -1.0).topk(size, sorted=False)
         picked[small] = best.indices.masked_fill(best.values < 0, -1)
     open_rows = crowded.logical_not().nonzero()[:, 0]
-    # Draw with replacement, keep a random `size` of the distinct values. By symmetry any such set is equally likely,
-    # also given that there were enough distinct values, so a row that fell short may simply be drawn again.
+    # Draw with replacement and keep a random `size` of the distinct values. By symmetry all such sets are equally likely,
+    # also given that there were enough distinct values, so a row that fell short is simply drawn again.
     width = size + size // 2 + 16
     while len(open_rows):
         drawn = uniform((len(open_rows), width), generator).mul_(population[open_rows, None]).ceil_().sub_(1).long()
@@ -140,10 +140,10 @@ def skip(ranks: Tensor, taken: Tensor) -> Tensor:
 
 
 def hashed_uniform(seed: int, *counters: Tensor) -> Tensor:
-    """A uniform number in [0, 1) for every combination of counters, the same whenever it is asked for.
+    """A uniform number in [0, 1) for every combination of counters, always the same one.
 
-    Lets a mask be evaluated only where it is looked at, in any order, in the forward and in the backward pass. The
-    mixing function is the finaliser of splitmix64, once per counter.
+    So a mask can be evaluated only where it is needed, in any order, in the forward and in the backward pass. The mixing
+    function is the finaliser of splitmix64, once per counter.
     """
     state = torch.full((), seed, dtype=torch.long, device=counters[0].device)
     for counter in counters:
@@ -155,7 +155,7 @@ _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right of int64 (torch's >> keeps the sign)."""
+    """Logical right shift of int64 (>> keeps the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -171,10 +171,10 @@ def median_of_means(draws: Tensor) -> Tensor:
 
 
 class Seeds:
-    """Numbers from which the generators of one call are made, so that its parts can be repeated in any order.
+    """Seeds for the generators of one call, so that each part of it can be repeated, in any order.
 
-    One number is taken from the caller's generator (or from torch's default one, as torch's own functions do), and only
-    if something random is asked for.
+    It draws a single number from the caller's generator (or from the default generator of torch), and only if something random
+    is asked for.
     """
 
     def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
@@ -183,7 +183,7 @@ class Seeds:
         self._drawn: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """`base` before anybody has looked at it: while torch.compile traces, its number is drawn when the program runs."""
+        """`base` as a tensor: a program that torch.compile traces draws its number when it runs."""
         if self._drawn is None:
             self.check_traceable()
             device = self._generator.device if self._generator is not None else "cpu"
@@ -192,7 +192,7 @@ class Seeds:
         return self._drawn
 
     def check_traceable(self) -> None:
-        """Raise where a generator would be ignored: no traced program can draw from one (torch.compile may then run eagerly)."""
+        """Raise where a generator would be ignored: a traced program cannot draw from one (torch.compile then runs eagerly)."""
         if self._generator is not None and torch.compiler.is_compiling():
             raise RuntimeError(
                 "generator= cannot be traced by torch.compile; without fullgraph=True the call runs eagerly and honours it, "
@@ -204,7 +204,7 @@ class Seeds:
         return int(self.tensor())
 
     def generator(self, *counters: int) -> torch.Generator:
-        """A fresh generator for the part of the work that the counters name."""
+        """A new generator for the part of the work that the counters name."""
         state = torch.tensor(self.base)
         for counter in counters:
             state = _mix(state ^ _mix(torch.tensor(counter) * _GOLDEN + 1))

@@ -18,7 +18,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Source:
-    """Shapes and the generator. Keys and values have `kv_heads` heads, queries `kv_heads * group`."""
+    """Shapes and a generator. Keys and values have `kv_heads` heads, queries `kv_heads * group`."""
 
     batch: int
     kv_heads: int
@@ -40,27 +40,27 @@ class _Source:
         return self.normal(self.group, self.length, self.dim)
 
     def pick(self, table: Tensor, *count: int) -> Tensor:
-        """Rows of `table` `[batch, kv_heads, choices, dim]`, uniformly, as `[batch, kv_heads, *count, dim]`."""
+        """Rows of `table` `[batch, kv_heads, choices, dim]`, drawn uniformly: `[batch, kv_heads, *count, dim]`."""
         ids = torch.randint(table.shape[2], (self.batch, self.kv_heads, math.prod(count)), generator=self.generator)
         return table.gather(2, ids[..., None].expand(-1, -1, -1, table.shape[3])).unflatten(2, count)
 
     def few(self) -> int:
-        """About sqrt(length): a number of groups for which a group is as large as there are groups."""
+        """About sqrt(length): as many groups as a group has members."""
         return max(1, round(math.sqrt(self.length)))
 
 
 def gaussian(source: _Source) -> QKV:
-    """Flat: logits of standard deviation 1, no key matters, the far field decides."""
+    """Flat: logits of standard deviation 1. No single key matters, the far field decides."""
     return source.query_rows(), source.rows(), source.rows()
 
 
 def sharp(source: _Source) -> QKV:
-    """Logits of standard deviation 6: a handful of keys carry a row, and missing one of them is fatal."""
+    """Logits of standard deviation 6: a handful of keys carry a row, and to miss one of them is fatal."""
     return 6.0 * source.query_rows(), source.rows(), source.rows()
 
 
 def clustered(source: _Source) -> QKV:
-    """sqrt(n) tight clusters of keys, a query near one of them: what an index is made for."""
+    """sqrt(n) tight clusters of keys, each query near one of them: what an index is made for."""
     centres = source.normal(source.few(), source.dim)
     values = source.normal(source.few(), source.dim)
     both = source.pick(torch.cat([centres, values], -1), source.length)
@@ -93,7 +93,7 @@ def local(source: _Source) -> QKV:
 
     def walk() -> Tensor:
         steps = source.normal(source.length + span, source.dim)
-        # Sums of the last `span` steps, as differences of running sums: in float64, as the sums grow with the length.
+        # Sums of the last `span` steps are differences of running sums. These grow with the length, hence float64.
         total = steps.double().cumsum(2)
         return ((total[:, :, span:] - total[:, :, :-span]) / math.sqrt(span)).float()
 
@@ -103,7 +103,7 @@ def local(source: _Source) -> QKV:
 
 
 def duplicates(source: _Source) -> QKV:
-    """Only sqrt(n) distinct keys, each repeated exactly, with values of their own: ties everywhere, radii of zero."""
+    """Only sqrt(n) distinct keys, repeated exactly, each time with another value: ties everywhere, radii of zero."""
     table = source.normal(source.few(), source.dim)
     return 2.0 * source.query_rows(), source.pick(table, source.length), source.rows()
 
@@ -111,7 +111,7 @@ def duplicates(source: _Source) -> QKV:
 def anisotropic(source: _Source) -> QKV:
     """A few dominant directions, and keys with a common mean three times their spread: hard for hashing and for norms."""
     spectrum = torch.arange(1, source.dim + 1, dtype=torch.float32).reciprocal()
-    # Scaled so that logits keep a standard deviation of 2 whatever the dimension; a common mean shifts a row's logits alike.
+    # Scaled so that logits have a standard deviation of 2 in every dimension. A common mean shifts all logits of a row alike.
     spectrum = spectrum * math.sqrt(source.dim) / spectrum.norm()
     key = spectrum * source.rows()
     mean = source.normal(1, source.dim)

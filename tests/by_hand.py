@@ -41,14 +41,14 @@ def causal_mask(queries: int, keys: int) -> Tensor:
     return torch.arange(keys) <= torch.arange(queries)[:, None]
 
 
-def spans_seen(segments: int, heights: int) -> list[tuple[int, int]]:
-    """(height, first segment) of the spans that so many closed segments are seen as, by their binary digits.
+def spans_seen(segments: int, levels: int) -> list[tuple[int, int]]:
+    """(level, first segment) of the spans that so many closed segments are seen as, by their binary digits.
 
     As many spans of the largest length as fit, then one of 2^p segments for each digit 1 of the rest, at place p, from the left.
     """
-    longest = 2 ** (heights - 1)
+    longest = 2 ** (levels - 1)
     whole, rest = divmod(segments, longest)
-    found = [(heights - 1, number * longest) for number in range(whole)]
+    found = [(levels - 1, number * longest) for number in range(whole)]
     digits = f"{rest:b}"
     for column, digit in enumerate(digits):
         if digit == "1":
@@ -56,9 +56,9 @@ def spans_seen(segments: int, heights: int) -> list[tuple[int, int]]:
     return found
 
 
-def all_spans(segments: int, heights: int) -> list[tuple[int, int]]:
+def all_spans(segments: int, levels: int) -> list[tuple[int, int]]:
     """Those that are seen by so many closed segments or fewer, short ones first, then as they follow each other."""
-    return sorted({span for seen in range(segments + 1) for span in spans_seen(seen, heights)})
+    return sorted({span for seen in range(segments + 1) for span in spans_seen(seen, levels)})
 
 
 def logits64(query: Tensor, key: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Problems for the cells engine, told by a few words each."""
+"""Problems for the cells engine, each described by a few words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from nearfield.cells import sizes as cells_sizes
 
 PADDED = {"batch": 3, "kv_heads": 2}
 """Entries of different length, the second one without any key."""
-LEVELS = {"cell_size": 2, "branching": 3, "unfold": 3}
 FIELDS = {field.name for field in dataclasses.fields(nf.Cells)}
 
 
@@ -46,9 +45,9 @@ def method_of(case: dict[str, Any]) -> nf.Cells:
 
 
 @contextmanager
-def heights_at_most(heights: int | None) -> Iterator[None]:
+def span_levels_at_most(levels: int | None) -> Iterator[None]:
     """Spans of at most so many different lengths; None: as many as the library has."""
     with pytest.MonkeyPatch.context() as patch:
-        if heights is not None:
-            patch.setattr(cells_sizes, "MOST_HEIGHTS", heights)
+        if levels is not None:
+            patch.setattr(cells_sizes, "MOST_SPAN_LEVELS", levels)
         yield

@@ -1,6 +1,6 @@
-"""Compile, for a card that need not be there, every kernel that a forward and a backward pass, a step of a cell cache, and sums
-over chosen keys would launch. A script: see test_triton_compiles.py. Prints the name of each kernel, the bytes of shared memory
-that it takes, and whether it waits for the kernel before."""
+"""Compile, for a card that need not be there, every kernel that a forward and a backward pass, a step of a cache, and sums over
+chosen keys would launch. A script: see test_triton_compiles.py. Prints the name of each kernel, the bytes of shared memory that
+it takes, and whether it waits for the previous kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from triton.runtime.jit import JITFunction
 import nearfield as nf
 from nearfield.cells.cache import decode as cache_decode
 from nearfield.cells.cache.store import CellStore
-from nearfield.cells.sizes import CellSettings
+from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
-from nearfield.cells.triton import memory as triton_memory
 from nearfield.kernels import pairs_triton
 
 POINTERS = {
@@ -36,10 +35,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 done: set[str] = set()
 
 
-def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> None:
+def compile_only(kernel: JITFunction, grid: Any = None, warmup: bool = False, **values: Any) -> None:
     """In place of a launch."""
-    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
-    values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in values}
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = values[parameter.name]
@@ -62,29 +60,29 @@ def compile_only(kernel: JITFunction, *arguments: Any, grid: Any = None, warmup:
 
 def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, length: int = 4096) -> None:
     query, key, value, upstream = (torch.randn(2, length, dim).to(dtype) for _ in range(4))
-    settings = CellSettings(1, 512 if causal else 0, 0, 16, 32, 0, probes, 0, 0, 4 if causal else 1)
+    sizes = CellSizes(1, 512 if causal else 0, 0, 16, 32, probes, 0, 4 if causal else 1)
     visible = (torch.arange(length) + 1).repeat(2, 1) if causal else torch.full((2, length), length)
     output, lse = torch.empty_like(value), torch.empty(2, length)
-    cell_of = torch.empty(2, settings.heights, length, dtype=torch.int32)
+    cell_of = torch.empty(2, sizes.span_levels, length, dtype=torch.int32)
     opened = torch.empty(2, length, probes, dtype=torch.int32)
-    plan = settings, dim**-0.5
-    triton_forward.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened, triton_memory.BEYOND)
+    plan = sizes, dim**-0.5
+    triton_forward.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened, MemoryPolicy().beyond)
     # Nothing has run: there is no plan yet.
     triton_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
 
 
 def step(dim: int, dtype: torch.dtype) -> None:
-    """As on a card: each kernel started early."""
+    """As on a card, with dependent launches."""
     store = CellStore(nf.Cells(segment=512, cell_size=32, probes=6))
     store.append(*torch.randn(2, 1, 2, 2000, dim).to(dtype))
     store.close()
-    assert store.held is not None
+    assert store.state is not None
     for moment in ("centroid", "variance", "value"):
-        buffer = getattr(store.held.tables, moment)
-        buffer.room = buffer.room.to(dtype)
+        buffer = getattr(store.state.tables, moment)
+        buffer.storage = buffer.storage.to(dtype)
     query = torch.randn(2, 4, dim).to(dtype)
     with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
-        cache_decode.decode(store.held, query, dim**-0.5, store.probes, 4096)
+        cache_decode.decode(store.state, query, dim**-0.5, store.probes, 4096)
 
 
 def chosen_keys(dim: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""One hypothesis profile for all tests, patient threads, poisoned memory, and the rules for kernels and tests that need a GPU."""
+"""One hypothesis profile for all tests, patient threads, poisoned memory, and who runs which test."""
 
 from __future__ import annotations
 
@@ -47,10 +47,20 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="1/1", help="run one part of several, such as 2/8: for processes side by side on one GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if not torch.cuda.is_available() and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        # What a module builds once is built by one process: `--dist loadgroup` sends its tests to the same one.
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(found[-1].scope == "module" for found in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    number, _, parts = config.getoption("--shard").partition("/")
+    # By file and function: cases of one test share what Triton compiles.
+    names = list(dict.fromkeys(item.nodeid.partition("[")[0] for item in items))
+    chosen = set(names[int(number) - 1 :: int(parts)])
+    items[:] = [item for item in items if item.nodeid.partition("[")[0] in chosen]

@@ -26,7 +26,7 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_
 
 
 def config(family: str, **changes: Any) -> Any:
-    """The configuration of a tiny model; `changes` go into it."""
+    """The configuration of a tiny model, with `changes`."""
     match family:
         case "llama":
             return transformers.LlamaConfig(**GROUPED | changes)
@@ -72,7 +72,7 @@ CLASSES = {
 
 
 def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A tiny model with random weights, the same ones every time, with torch's attention."""
+    """A tiny model with random weights, the same every time, with torch's attention."""
     torch.manual_seed(0)
     made = config(family, **changes)
     made._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"  # they have no SDPA
@@ -80,7 +80,7 @@ def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     built = found(made) if found else transformers.AutoModelForCausalLM.from_config(made)
     with torch.no_grad():
         for weight in built.parameters():
-            # The usual tiny initialisation makes attention nearly uniform: masks and keys would hardly matter.
+            # The usual small weights make attention nearly uniform, so that masks and keys would hardly matter.
             if weight.dim() > 1:
                 weight.mul_(6.0)
     return built.to(dtype).eval()
@@ -95,12 +95,12 @@ def pair(family: str, name: str, dtype: torch.dtype = torch.float32, **changes: 
 
 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    """Random tokens that are neither padding nor an end."""
+    """Random tokens other than padding and end."""
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tokenizer_of_letters() -> Any:
-    """Letters and digits are tokens of their own, and come back as text without gaps."""
+    """A tokenizer whose tokens are single characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,\n'\"()-"

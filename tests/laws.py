@@ -6,15 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from by_hand import seeded as seeded
 from scipy import stats
 from torch import Tensor
 
 ALPHA = 1e-6
 Z = float(stats.norm.isf(ALPHA / 2))
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def assert_follows(sample: Tensor, cdf: Callable[[np.ndarray], np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Memories for tests: a small model, a text, the file of a memory of it, and what to compare."""
+"""For tests of memories: small models, a text, the file of its memory, and what to compare."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from hf_models import pair, tokens
 
 import nearfield
 from nearfield import hf
+from nearfield.cells.cache.segments import PER_CELL
 from nearfield.hf.cache import CellLayer
 
 NAME = "nearfield-memory"
@@ -52,10 +53,13 @@ def answer(net: Any, text: Tensor, cache: Any, seed: int = 2, **options: Any) ->
 
 
 def everything(memory: hf.Memory) -> list[Tensor]:
-    """All numbers of a memory."""
+    """All tensors of a memory."""
     layers = [layer for layer in memory.cache().layers if isinstance(layer, CellLayer)]
-    state = [layer.store.state for layer in layers if layer.store.state is not None]
-    assert len(state) == len(layers) > 0
-    tables = [getattr(one.tables, name) for one in state for name in ("start", "size", "void", "centroid", "variance", "value")]
-    parts = [x for one in state for x in (one.keys.filled, one.values.filled, one.order.filled, one.sinks)]
-    return [memory.tokens, *parts, *(x.filled for x in tables)]
+    states = [layer.store.state for layer in layers if layer.store.state is not None]
+    assert len(states) == len(layers) > 0
+    found = [memory.tokens]
+    for state in states:
+        found += [state.keys.filled, state.values.filled, state.order.filled, state.sinks]
+        found += [getattr(state.tables, name).filled for name in PER_CELL]
+        found += [state.tables.cross, state.tables.pooled]
+    return found

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from laws import seeded
+from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
 
 METHOD = nf.Cells(cell_size=8, probes=2, sinks=2, segment=16)
 DRAWN = nf.Cells(cell_size=8, probes=2, sinks=2, segment=16, samples=4)
-TWO_LEVELS = nf.Cells(cell_size=2, probes=2, sinks=0, segment=8, branching=2, unfold=2)
+MANY_SPANS = nf.Cells(cell_size=2, probes=2, sinks=0, segment=4)
 
 LENGTH = 48
 

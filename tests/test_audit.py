@@ -14,15 +14,14 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield.audit import run_audit
-from nearfield.problem import Problem, check
-from nearfield.problem import Call
+from nearfield.problem import Call, Problem, check
 from nearfield.results import Outcome
 
 ALPHA = 1e-6
 
 
 @dataclass(frozen=True)
-class Off:
+class Off(nf.Method):
     """Exact attention, each row off by a known multiple of the rms norm of its values."""
 
     errors: Tensor
@@ -31,7 +30,7 @@ class Off:
         exact = nf.Exact().run(problem, call)
         scale = problem.value.double().square().sum(-1).mean(-1).sqrt().reshape(-1, 1)
         shift = torch.zeros_like(exact.output)
-        shift[..., 0] = self.errors.view(exact.output.shape[:2]) * scale
+        shift[..., 0] = (self.errors.view(len(scale), -1) * scale).view(exact.output.shape[:3])
         return Outcome(exact.output + shift, exact.lse)
 
 
@@ -209,8 +208,7 @@ def test_wrong_sizes(size: Any) -> None:
 def test_causal_rows_are_compared_with_causal_attention() -> None:
     """A method that forgets the causal mask is caught."""
 
-    @dataclass(frozen=True)
-    class Sees:
+    class Sees(nf.Method):
         def run(self, problem: Problem, call: Call) -> Outcome:
             return nf.Exact().run(check(problem.query, problem.key, problem.value), call)
 

@@ -125,7 +125,7 @@ def test_the_budget_grows_until_it_passes_and_ends_with_exact_attention() -> Non
     torch.testing.assert_close(est.output, F.scaled_dot_product_attention(q, k, v))
     assert len(steps) >= 2
     assert all("Cells" in step["method"] and step["additive"] > 0.01 for step in steps[:-1])
-    probes = nf.Cells().settings(check(q, k, v)).probes
+    probes = nf.Cells().sizes(check(q, k, v)).probes
     assert [f"probes={auto.GROWTH**i * probes}" in step["method"] for i, step in enumerate(steps[1:-1], 1)] == [True] * (
         len(steps) - 2
     )

@@ -19,7 +19,6 @@ METHODS: dict[str, Any] = {
     "lsh": nf.TopK(k=3, index=nf.ConcentricLSH(rungs=2, tables=2)),
     "gumbel": nf.LazyGumbel(draws=5),
     "cells": nf.Cells(cell_size=2, probes=1, segment=3, sinks=1),
-    "cells-levels": nf.Cells(cell_size=1, probes=1, segment=3, sinks=0, branching=2, unfold=1),
     "cells-samples": nf.Cells(cell_size=2, probes=1, segment=3, sinks=1, samples=2),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -87,18 +86,41 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "gradient with dropout": (
         {"gradient": nf.gradients.RandomWalk(), "dropout_p": 0.1},
         ValueError,
-        "does not know of dropout; got dropout_p=0.1",
+        "cannot be combined with dropout; got dropout_p=0.1",
     ),
 }
 
 
+class Watched:
+    """A method that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("call", [nf.attention, nf.estimate])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_refused(name: str, call: Any) -> None:
+    """Before any work, and before a method is asked anything."""
     change, error, message = REFUSED[name]
+    arguments = {"query": Q, "key": K, "value": V} | change
     with pytest.raises(error, match=message):
-        nf.attention(**({"query": Q, "key": K, "value": V} | change))
+        call(**arguments)
+    method = Watched()
     with pytest.raises(error, match=message):
-        nf.estimate(**({"query": Q, "key": K, "value": V} | change))
+        call(**{"method": method} | arguments)
+    assert method.asked == []
+
+
+def test_a_method_is_asked_when_the_inputs_are_right() -> None:
+    method = Watched()
+    with pytest.raises(TypeError, match="method must be"):
+        nf.attention(Q, K, V, method=method)  # type: ignore[arg-type]
+    assert method.asked == ["run"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -40,6 +41,30 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+NAMED = {name for name in re.findall(r"`((?:[a-z_]+\.)+\w+)`", ARCHITECTURE) if not name.endswith((".py", ".json", ".md"))}
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_the_walk_of_a_call_names_what_there_is(name: str) -> None:
+    if name.startswith("cells.triton"):
+        pytest.importorskip("triton")
+    assert resolve_name(f"nearfield.{name.removeprefix('nf.')}") is not None
+
+
+def test_changes_name_files_that_exist_and_no_more_than_three() -> None:
+    table = ARCHITECTURE.partition("## Where do I change")[2].splitlines()
+    rows = [line.split("|")[2] for line in table if line.startswith("| ")]
+    assert len(rows) == 11, "the head, and ten changes"
+    for row in rows[1:]:
+        files = [name for name in re.findall(r"`([\w/]+\.(?:py|json))`", row) if not name.startswith("benchmarks/")]
+        assert 1 <= len(files) <= 3, row
+        for name in files:
+            assert (ROOT / name).exists() or (ROOT / "nearfield" / name).exists(), name
 
 
 @pytest.mark.parametrize("name", MODULES)

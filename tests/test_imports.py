@@ -15,36 +15,26 @@ import nearfield
 
 PACKAGE = Path(nearfield.__file__).parent
 
-# From the user's call down to plain arithmetic. A module imports only what stands on a later line, or its own subpackage.
+# From the user's call down to plain arithmetic. A module imports only what stands on a later line, or its own part.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cli",),
-    ("remember",),
-    ("demo", "calibrate", "evaluate"),
-    ("demo_plot", "environment"),
+    ("app", "__main__"),
     ("",),  # the package itself: the public names
     ("nn", "hf"),
-    ("cache",),
     ("attention",),
-    ("methods",),
-    ("audit", "crossover"),
-    ("operators",),
-    ("gradients",),
-    ("lazy_gumbel",),
-    ("plan",),
-    ("index",),
-    ("problem", "estimate"),
-    ("kernels",),
-    ("partition",),
-    ("sampling", "budgets", "synthetic"),
-    ("checks", "blocks", "precision"),
+    ("auto", "paper"),
+    ("knn",),
+    ("cells", "exact", "audit"),
+    ("problem", "kernels", "crossover"),
+    ("results", "sampling", "checks", "chunks", "synthetic", "_compat", "_moved"),
 )
+MOST_LAYERS = 9
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 OPTIONAL = ("faiss", "matplotlib", "transformers", "triton", "numba", "scipy")
 
 
 def module_name(path: Path) -> str:
-    """`methods.topk` for nearfield/methods/topk.py; the empty string for the package itself."""
+    """`knn.topk` for nearfield/knn/topk.py; the empty string for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -84,6 +74,11 @@ def test_imports_point_one_way(module: str) -> None:
         assert allowed, f"nearfield.{module} imports nearfield.{target}, which lies before it"
 
 
+def test_a_newcomer_can_hold_the_layers_in_the_head() -> None:
+    assert len(LAYERS) <= MOST_LAYERS
+    assert {part(module) for module in MODULES} == {name for layer in LAYERS for name in layer}
+
+
 def test_no_cycles() -> None:
     # A subpackage's __init__ may gather the names of its modules, which do not import it back.
     order = list(TopologicalSorter({module: imports(module) for module in MODULES}).static_order())  # raises on a cycle
@@ -107,7 +102,7 @@ def test_importing_is_cheap() -> None:
 
 
 def test_command_line_starts_without_optional_parts() -> None:
-    code = "import sys, torch; before = set(sys.modules); import nearfield.cli; print(*(set(sys.modules) - before))"
+    code = "import sys, torch; before = set(sys.modules); import nearfield.app.cli; print(*(set(sys.modules) - before))"
     loaded = {name.split(".")[0] for name in run("-c", code).split()}
     assert "typer" in loaded
     assert not loaded & {*OPTIONAL}

@@ -20,7 +20,6 @@ INDICES: dict[str, Any] = {
 METHODS: dict[str, Any] = {
     "exact": nf.Exact(),
     "cells": nf.Cells(cell_size=8, probes=3, segment=16, sinks=4),
-    "cells-levels": nf.Cells(cell_size=2, probes=3, segment=16, sinks=4, branching=3, unfold=2),
     "cells-samples": nf.Cells(cell_size=8, probes=1, segment=16, sinks=4, samples=3),
     **{f"topk-{name}": nf.TopK(7, 5, index) for name, index in INDICES.items()},
     **{f"gumbel-{name}": nf.LazyGumbel(k=7, draws=50, index=index) for name, index in INDICES.items()},

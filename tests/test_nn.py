@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def randomise(module: Any) -> Any:
-    """Every parameter away from its initial value: zero biases would hide mistakes."""
+    """Move every parameter away from its initial value: zero biases would hide mistakes."""
     with torch.no_grad():
         for seed, parameter in enumerate(module.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed) / 3)
@@ -52,7 +52,7 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def outcome(module: nn.Module, tensors: list[Tensor], **options: Any) -> dict[str, Tensor]:
-    """The output, and the gradients of all inputs and parameters by the names that `Attention` has for them."""
+    """The output, and the gradients of all inputs and parameters, under the names of `Attention`."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     output, weights = module(*(leaves * 3 if len(leaves) == 1 else leaves), need_weights=False, **options)
     assert weights is None
@@ -166,7 +166,7 @@ def test_a_larger_model_loads_the_state_of_torch(assign: bool) -> None:
     ours.load_state_dict(state, strict=True, assign=assign)
     assert list(state) == names  # the caller's dict is left alone
     storages = [p.untyped_storage().data_ptr() for p in ours["block"].self_attn.parameters()]
-    assert len({*storages}) == len(storages)  # parameters that share one cannot be saved apart
+    assert len({*storages}) == len(storages)  # parameters that share memory cannot be saved separately
     back = Attention.state_dict_to_torch(ours.state_dict(), prefix="block.self_attn.")
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
@@ -191,7 +191,7 @@ def test_inside_an_encoder_layer(norm_first: bool, training: bool) -> None:
         with torch.set_grad_enabled(grad):
             for options in ({}, padding, causal, causal | padding):
                 torch.testing.assert_close(ours(CROSS[0], **options), theirs(CROSS[0], **options))
-    # The fused kernel of the layer would go around the module and its method.
+    # The fused kernel of the layer would bypass the module and its method.
     ours.self_attn.method = nf.TopK(k=1)
     with torch.no_grad():
         assert not torch.allclose(ours(CROSS[0]), theirs(CROSS[0]))
@@ -199,7 +199,7 @@ def test_inside_an_encoder_layer(norm_first: bool, training: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors")
 def test_inside_an_encoder() -> None:
-    """Also where the encoder was made first: it would hand nested tensors to its layers."""
+    """Even if the encoder was made first, in which case torch would hand nested tensors to its layers."""
     theirs = nn.TransformerEncoder(encoder_layer(dropout=0.0), 2).eval()
     ours = copy.deepcopy(theirs)
     for block in ours.layers:
@@ -258,7 +258,7 @@ def test_initial_parameters_are_distributed_as_torch_has_them(options: dict[str,
 
 
 def test_low_precision_and_autocast() -> None:
-    """No further from float32 than twice what torch is in bfloat16."""
+    """The error is at most twice that of torch in bfloat16."""
     theirs = torch_module(dtype=torch.float32)
     ours, low, x = Attention.from_torch(theirs, EXACT), copy.deepcopy(theirs).bfloat16(), CROSS[0].float()
     for options in ({}, {"key_padding_mask": hides(BATCH, QUERIES)}, {"attn_mask": additive(CAUSAL).float()}):
@@ -288,7 +288,7 @@ ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "multiple of num_heads", {"num_heads": 5}),
     (ValueError, "multiple of num_kv_heads", {"num_kv_heads": 3}),
     (ValueError, "dropout must be in", {"dropout": 1.0}),
-    (TypeError, "method must be None or a method", {"method": nf.Exact}),
+    (TypeError, "method must be a method such as", {"method": nf.Exact}),
     (TypeError, "add_bias_kv", {"add_bias_kv": True}),
 ]
 

@@ -1,8 +1,8 @@
 """Break the package in known ways, one at a time, and see that the tests notice.
 
-Each mutant is a textual change in a named place, listed in `catalogue/`. It is made in a temporary copy of the package, and the tests that should
-notice are run there until the first failure. A mutant that no test notices has survived; that is an error of the test suite, and
-the exit status is 1.
+Each mutant is a textual change in a named place, listed in `catalogue/`. It is made in a temporary copy of the package, and the
+tests that should notice are run there until the first failure. A mutant that no test notices has survived; that is an error of
+the test suite, and the exit status is 1.
 
     make mutants                                    # all of them
     python tools/mutants.py --only causal --jobs 2  # those whose name contains "causal"

@@ -3,7 +3,7 @@
     python tools/same_bits.py --against v0.1.0          # outputs, gradients, audits, indices, caches: on the CPU
     python tools/same_bits.py --against main --device cuda --tolerance 0.01
 
-Both sides run in processes of their own. The calls use public names only, so that any two versions of the library can be compared.
+Both sides run in processes of their own. The calls use public names only, so that any two versions can be compared.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import nearfield as nf
 from experiments.gradient_descent.printed_law import Sizes, printed_gradients, sizes
-from nearfield.paper.gradients import Gradients
-from nearfield.paper.walks import RandomWalk
+from nearfield.paper.gradients import Gradients, RandomWalk
 
 EPS, DELTA = 0.05, 0.1
 WALKS = 64

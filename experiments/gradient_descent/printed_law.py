@@ -1,6 +1,6 @@
 """The paper's Monte-Carlo gradients at full size, drawn by their law instead of walk by walk.
 
-`nearfield.paper.gradients.PrintedWalk` takes every walk. At N = 100 and eps = 0.05 that is some 27 million draws for one gradient, too
+`nearfield.gradients.PrintedWalk` takes every walk. At N = 100 and eps = 0.05 that is some 27 million draws for one gradient, too
 many for a descent. But walks are independent and enter only through counts: where walks end is multinomial, how many draws of a
 group fall on a key is multinomial, how many of an entry's walks hit is binomial. For small N, where the softmax matrix fits, the
 counts can be drawn at once; the estimates have the same law (tests compare them with `PrintedWalk`).

@@ -1,4 +1,4 @@
-"""How often an (eps, delta) promise is broken, with all the draws its theorem asks for and with a part of them."""
+"""How often an (eps, delta) promise is broken, with all the draws that its theorem asks for and with a part of them."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def mean(share: float, seed: int) -> bool:
 
 
 def printed_signed(share: float, seed: int) -> bool:
-    """Theorem on kNN attention as printed, where all that it asks for holds, and signed values nearly cancel.
+    """Theorem on kNN attention as printed: all its conditions hold, but signed values nearly cancel.
 
-    Every key is there twice, with a value and its opposite, and all values are lifted a little: |V| <= ln n, and O is the lift.
+    Every key occurs twice, with a value and its opposite, and all values are lifted a little: |V| <= ln n, and O is the lift.
     """
     query, key, _ = undecided(QUERIES, KEYS // 2, 0)
     value = torch.rand(KEYS // 2, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -59,7 +59,7 @@ def printed_signed(share: float, seed: int) -> bool:
 
 
 def printed_positive(share: float, seed: int) -> bool:
-    """The same with what its proof needs besides: values 0 or 1, and O >= max V / ln n."""
+    """The same with what its proof needs in addition: values 0 or 1, and O >= max V / ln n."""
     query, key, value = undecided(QUERIES, KEYS, 0)
     return _multiplicative(query, key, (value + 1) / 2, share, seed)
 
@@ -67,8 +67,8 @@ def printed_positive(share: float, seed: int) -> bool:
 def _multiplicative(query: Tensor, key: Tensor, value: Tensor, share: float, seed: int) -> bool:
     """Whether |O^ - O| <= eps |O| is broken (printed: eps O, which no estimate meets where O < 0).
 
-    As many groups of draws as printed: a row of its own for each, and then their median. A share of the draws is one of each
-    group.
+    As many groups of draws as printed, each by a row of its own, and then their median. A share of the draws is that share of
+    every group.
     """
     asked = nf.budget(len(key), EPS, DELTA, d=1, theorem="median-of-means", form="printed")
     groups, size = asked.groups or 1, max(1, round((asked.group_size or 1) * share))
@@ -91,8 +91,8 @@ def tail_printed(share: float, seed: int) -> bool:
 def _head_and_tail(form: str, share: float, seed: int) -> bool:
     """Theorem on head and tail: |O^ - O| <= eps/(1-eps) max|V - O| for each entry; the printed one says O(eps).
 
-    Hard for it: as many keys again as the head holds are all but as heavy and have the opposite value, and the others no weight,
-    so that few sampled keys count, and much depends on them. A share of the sizes is a share of k l.
+    A hard case: besides the head there are as many keys that are nearly as heavy and have the opposite value, and the others have
+    no weight. So few of the sampled keys count, and much depends on them. A share of the sizes is a share of k l.
     """
     asked = nf.budget(LONG, EPS, DELTA, theorem="tail", form=form)
     near, sampled = (max(1, round((size or 1) * math.sqrt(share))) for size in (asked.k, asked.ell))

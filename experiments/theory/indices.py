@@ -1,6 +1,6 @@
 """Lazy Gumbel draws with a near set that is not the top k: the printed cutoff against one that is known to hold.
 
-With one-hot values a row's output is the empirical distribution of its draws, and its distance to the softmax is seen directly.
+With one-hot values the output of a row is the empirical distribution of its draws, which can be compared with the softmax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 import nearfield as nf
 from experiments.experiment import Row
 from experiments.theory.lazy import looked_at_by_a_draw
-from nearfield.knn.index.base import BuiltIndex, Cutoffs
+from nearfield.knn.index import BuiltIndex, Cutoffs
 
 MISSED = (64, 8)
 """n and k with one missed key."""
@@ -28,7 +28,7 @@ SIZES = (MISSED, LISTS, QUERIES, DIM, SPREAD)
 
 @dataclass(frozen=True)
 class Forgetful:
-    """An index that finds the top k of all keys but one, and knows a valid bound for what it left out."""
+    """An index that finds the top k of all keys but one, and knows a valid bound for the keys it leaves out."""
 
     missed: int
 
@@ -49,13 +49,7 @@ class BuiltForgetful(BuiltIndex):
 
     def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs:
         scores = queries @ self.keys.transpose(1, 2)
-        batch = len(scores)
-        return Cutoffs(
-            bounds=scores.scatter(-1, ids, -torch.inf).amax(-1, keepdim=True),
-            counts=visible[..., None],
-            starts=torch.zeros(batch, 1, dtype=torch.long),
-            order=torch.arange(self.length).expand(batch, -1),
-        )
+        return Cutoffs.one_group(scores.scatter(-1, ids, -torch.inf).amax(-1), visible, self.length)
 
 
 def missed_key(gap: float, certify: bool, draws: int, seed: int) -> Row:
@@ -97,7 +91,7 @@ def total_variation(
     generator: torch.Generator,
     scale: float | None = None,
 ) -> tuple[float, Mapping[str, Any]]:
-    """Mean over rows of the distance between draws and softmax, and what the method says of itself."""
+    """Mean over rows of the distance between draws and softmax, and the `info` of the method."""
     method = nf.LazyGumbel(k=k, index=index, certify=certify, draws=draws, estimator="mean")
     one_hot = torch.eye(len(key), dtype=key.dtype)
     estimate = nf.estimate(query, key, one_hot, method=method, scale=scale, generator=generator)

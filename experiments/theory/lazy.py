@@ -15,7 +15,7 @@ DIM, QUERIES = 16, 16
 
 
 def looked_at(n: int, k: int, spread: float, draws: int, seed: int) -> Row:
-    """`spread`: standard deviation of the logits; 0: all keys tie, the worst case of the bound."""
+    """`spread` is the standard deviation of the logits; at 0 all keys tie, the worst case of the bound."""
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(count, DIM, generator=generator, dtype=torch.float64) for count in (QUERIES, n))
     value = torch.zeros(n, 1, dtype=torch.float64)
@@ -38,7 +38,7 @@ def looked_at(n: int, k: int, spread: float, draws: int, seed: int) -> Row:
 
 
 def looked_at_by_a_draw(info: Mapping[str, Any], rows: int, n: int, k: int) -> tuple[float, float]:
-    """Far keys that one draw looks at, and the share of rows that were not worth being lazy, for which that is all of them."""
+    """Far keys that one draw looks at, and the share of rows drawn from their full softmax, which look at all of them."""
     dense = info["dense_rows"] / rows
     return info["evaluated_per_draw"] + dense * (n - k), dense
 

@@ -9,7 +9,7 @@ from experiments.theory import coverage, indices, lazy, sizes, walks
 
 SPREADS = (0.0, 1.0, 3.0)
 SHARES = (1 / 1024, 1 / 64, 1 / 16, 1 / 4, 1.0)
-"""At the smallest share all promises should break: else their trials could not."""
+"""At the smallest share every promise should break; otherwise its trial could never fail."""
 GAPS = (0.0, 0.65, 1.3, 2.0, 3.0, 4.0, 5.0, 6.0)
 PROBES = (1, 2, 4, 8, 16)
 

@@ -11,7 +11,7 @@ DELTA = 0.1
 
 
 def tail_sizes() -> Rows:
-    """k = ell of the theorem on head and tail; `share`: of all keys, which both are together; `exact`: it is all of them."""
+    """k = ell of the theorem on head and tail. `share`: both together, as a share of all keys; `exact`: they are all keys."""
     found = []
     for n in LENGTHS:
         for eps in EPS:

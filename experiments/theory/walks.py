@@ -1,4 +1,4 @@
-"""What is promised of D^V = P^T D^O by random walks (Algorithm 3), and whether the zero vector would keep it as well.
+"""The promise for D^V = P^T D^O by random walks (Algorithm 3), and whether the zero vector would keep it as well.
 
 For one column x of D^O. As printed: 2 lg(n) / eps^2 walks from x lifted by M, its most negative entry, and an error of at most
 e_V = eps <x, 1> + 2 n eps M with probability 1 - 1/n. Corrected: 2 ln(2n / delta) / eps^2 walks that carry the sign of x, and an
@@ -21,7 +21,7 @@ LENGTHS = (64, 256, 1_024)
 EPS, DELTA, DIM = 0.05, 0.1, 16
 """The first two are those of the paper's descents."""
 FORMS = {"printed": ("printed", "shifted"), "corrected": ("signed", "signed")}
-"""Of the number of walks (`nf.budget`), and of the estimate."""
+"""The form of the number of walks (`nf.budget`), and that of the estimate."""
 
 
 def count(n: int, eps: float, delta: float, form: str) -> int:
@@ -29,7 +29,7 @@ def count(n: int, eps: float, delta: float, form: str) -> int:
 
 
 def bound(x: Tensor, eps: float, form: str) -> float:
-    """What the error of an entry may be."""
+    """The largest error of an entry that is allowed."""
     if form == "corrected":
         return eps * float(x.abs().sum())
     lift = float((-x).clamp(min=0).amax())

@@ -1,4 +1,4 @@
-"""`nearfield bench --calibrate`: find, on this machine, the length from which on cells beat exact attention."""
+"""`nearfield bench`: time cells against exact attention, and find the length from which they are faster on this machine."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
 from nearfield import crossover
+from nearfield.app import wide_console
 from nearfield.attention import attention, estimate
 from nearfield.cells.method import Cells
+from nearfield.cells.triton.limits import unsupported
+from nearfield.kernels import backends
 from nearfield.synthetic import make
 
 LENGTHS = tuple(2**k for k in range(12, 18))
 
+DIM, WIDTH = 64, 110
+
 MARGIN = 1.05
-"""Cells have to be faster by this factor, so that noise does not make `Auto` slower than SDPA."""
+"""Cells must be faster by this factor, so that noise does not make `Auto` slower than SDPA."""
 
 
 def usual_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """What people compute attention in on a device."""
+    """The dtypes that are common on a device."""
     both = (torch.float32, torch.bfloat16)
     return (*both, torch.float16) if device.type == "cuda" else both
 
 
 def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: int = 3) -> dict[str, float]:
-    """The crossover length of every kind of call; prints a table and keeps it in the cache."""
-    console = _console()
+    """The crossover length of every kind of call. Prints a table, and saves the lengths for `Auto`."""
+    console = wide_console(WIDTH)
     table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=_title(device, dtype))
     lengths: dict[str, float] = {}
     with Progress(console=console) as progress:
@@ -51,38 +55,38 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: 
         progress.update(bar, completed=len(crossover.KINDS) * len(LENGTHS))
     console.print(table)
     path = crossover.keep(device, dtype, lengths)
-    console.print(f"kept in {path}", highlight=False, soft_wrap=True)
+    console.print(f"saved to {path}", highlight=False, soft_wrap=True)
     return lengths
 
 
 def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float32, rounds: int = 3) -> None:
-    """Every kind of call at one length: exact attention and cells side by side, with the audited error of cells."""
-    console = _console()
+    """Exact attention and cells side by side for every kind of call at one length, with the audited error of cells."""
+    console = wide_console(WIDTH)
     title = f"{length:,} keys, {_title(device, dtype)}"
-    table = Table("kind", "SDPA, s", "Cells, s", "SDPA / Cells", "error", "from", box=SIMPLE_HEAD, title=title)
+    table = Table("kind", "SDPA, s", "Cells, s", "SDPA / Cells", "error", "cells from", box=SIMPLE_HEAD, title=title)
     with Progress(console=console) as progress:
         for kind in progress.track(crossover.KINDS, description=f"{length:,} keys"):
             causal = kind.endswith("causal")
             exact, cells = _seconds(length, device, dtype, kind, rounds)
-            query, key, value = (x.to(device, dtype) for x in make("clustered", 1, crossover.heads(device), length, 64))
+            query, key, value = (x.to(device, dtype) for x in make("clustered", 1, crossover.heads(device), length, DIM))
             audit = estimate(query, key, value, is_causal=causal, method=Cells(), audit=59).audit
             assert audit is not None
             known = crossover.length(device, dtype, causal)
-            start = f"{known:,.0f} keys" if known < float("inf") else "not measured"
+            start = f"{known:,.0f} keys" if known < math.inf else "not measured"
             table.add_row(kind, f"{exact:.3g}", f"{cells:.3g}", f"{exact / cells:.2f}", f"{audit.additive:.2g}", start)
     console.print(table)
     console.print(
-        "error: 95% of the rows are within this of exact attention, with confidence 95%, in units of the rms norm of the values. "
-        "from: where the default method changes from SDPA to cells.",
+        "error: with 95% confidence, 95% of the rows are this close to exact attention, in units of the rms norm of the values. "
+        "cells from: the length at which the default method changes from SDPA to cells.",
         highlight=False,
     )
 
 
 def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
-    """Median seconds of exact attention and of cells, taken in turn."""
+    """Median seconds of exact attention and of cells, measured in turn."""
     training, causal = kind.startswith("training"), kind.endswith("causal")
     query, key, value = (
-        x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, crossover.heads(device), length, 64)
+        x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, crossover.heads(device), length, DIM)
     )
 
     def exact() -> Tensor:
@@ -107,12 +111,12 @@ def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, r
 
 
 def _title(device: torch.device, dtype: torch.dtype) -> str:
-    return f"{crossover.place(device)}, {crossover.dtype_name(dtype)}"
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=110)  # a file has no width; the default of 80 would cut the table
+    """Where and in what dtype, and whether a GPU has to do without the Triton kernels: its times then say little about cells."""
+    title = f"{crossover.place(device)}, {crossover.dtype_name(dtype)}"
+    if device.type != "cuda":
+        return title
+    missing = "this GPU" if not backends.runs_triton(device) else unsupported(torch.empty(0, DIM, dtype=dtype))
+    return title if missing is None else f"{title} (the Triton kernels do not serve {missing}: cells run in plain torch)"
 
 
 def _wait(device: torch.device) -> None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
+from nearfield.app import wide_console
 from nearfield.paper.budgets import Budget, every_budget
+
+try:
+    import typer
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+except ImportError as error:
+    NEEDS = "the nearfield command needs typer and rich: pip install 'nearfield[cli]'"
+    if __name__ == "__main__":
+        sys.exit(NEEDS)
+    raise ImportError(NEEDS) from error
 
 app = typer.Typer(
     help="kNN attention for PyTorch that tells you its error.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
-MODEL = "Folder or .gguf file of a causal language model, or what else from_pretrained takes."
+MODEL = "Folder or .gguf file of a causal language model, or anything else that from_pretrained takes."
 
-DEVICE = "cpu, cuda, cuda:1, ... Default: cuda where there is one."
+DEVICE = "cpu, cuda, cuda:1, ... Default: cuda if there is one."
 
-DTYPE = "Of the model. Default: float32, on CUDA bfloat16."
+DTYPE = "Of the model. Default: float32, or bfloat16 on CUDA."
 
 DOWNLOAD = "Let Transformers look for the model on the hub."
 
@@ -31,20 +38,16 @@ DOWNLOAD = "Let Transformers look for the model on the hub."
 def plan(
     n: int = typer.Option(131072, help="Keys that a query sees."),
     eps: float = typer.Option(0.05, help="Error, in the unit that each promise names."),
-    delta: float = typer.Option(0.01, help="Failure probability."),
-    d: int = typer.Option(64, help="Columns of the values."),
+    delta: float = typer.Option(0.01, help="Probability of failure."),
+    d: int = typer.Option(64, help="Dimension of the values."),
 ) -> None:
-    """Print the sizes that the paper's theorems ask for, as printed and as corrected."""
-    try:
+    """Print the sizes that the theorems of the paper ask for, as printed and as corrected."""
+    with _one_line_errors():
         budgets = every_budget(n, eps, delta, d)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=110)  # a file has no width; the default of 80 would cut numbers
+    console = wide_console(110)
     console.print(_size_table(budgets, n, f"Sizes for n = {n:,}, eps = {eps:g}, delta = {delta:g}, d = {d}"))
     console.print(
-        "k, ell and draws: for one query; draws are split into groups. Walks: for one column of the product (dk: see below). "
+        "k, ell and draws are per query; draws are split into groups. Walks are per column of the product (dk: see below). "
         "[yellow]Yellow[/]: at least as much work as reading all n keys.\n"
     )
     console.print(_promise_table(budgets))
@@ -52,30 +55,28 @@ def plan(
 
 @app.command()
 def demo(
-    out: Path = typer.Option(Path("demo.png"), help="Where the plot goes."),
+    out: Path = typer.Option(Path("demo.png"), help="File for the plot."),
     length: int = typer.Option(4096, help="Keys and queries per head."),
     family: str = typer.Option("clustered", help="Input family (see nearfield.synthetic)."),
-    seed: int = typer.Option(0, help="Seed of the inputs and of every estimate."),
+    seed: int = typer.Option(0, help="Seed of the inputs and of all estimates."),
 ) -> None:
-    """Attention by every method next to exact attention: a table and a plot."""
+    """Compare every method with exact attention, in a table and a plot."""
     from nearfield.app.demo import run
 
-    try:
+    with _one_line_errors():
         run(out=out, length=length, family=family, seed=seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @app.command()
 def bench(
-    calibrate: bool = typer.Option(False, "--calibrate", help="Keep the result, so that the default method uses it from now on."),
+    calibrate: bool = typer.Option(False, "--calibrate", help="Save the result; the default method uses it from now on."),
     device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
     dtype: list[str] = typer.Option(
-        [], help="float32, bfloat16, float16 or float64; may be repeated. Default: float32 and bfloat16, on CUDA float16 as well."
+        [], help="float32, bfloat16, float16 or float64; may be repeated. Default: float32 and bfloat16, and float16 on CUDA."
     ),
-    length: int = typer.Option(16384, min=1, help="Queries and keys, where nothing is calibrated."),
+    length: int = typer.Option(16384, min=1, help="Queries and keys, without --calibrate."),
 ) -> None:
-    """Time cells against exact attention on this machine; with --calibrate, find the length from which on they win."""
+    """Time cells against exact attention on this machine; with --calibrate, find the length from which they win."""
     from nearfield.app import calibrate as measurement
 
     dtypes = [_dtype(name) for name in dict.fromkeys(dtype)]
@@ -90,25 +91,30 @@ def bench(
 @app.command("eval")
 def evaluate(
     model: str = typer.Argument(help=MODEL),
-    texts: list[Path] = typer.Argument(help="Texts in UTF-8."),
-    tokens: int = typer.Option(8192, min=1, help="Tokens of each text, at most."),
-    methods: str = typer.Option("cells,topk", help="What to compare with exact attention, of cells, topk and auto."),
+    texts: list[Path] = typer.Argument(help="Text files in UTF-8."),
+    tokens: int = typer.Option(8192, min=1, help="Most tokens of each text."),
+    methods: str = typer.Option("cells,topk", help="What to compare with exact attention: cells, topk, auto."),
     budgets: str = typer.Option("4,7,10", help="Shares of the past keys to read, in per cent."),
     cell_size: int = typer.Option(16, min=1, help="Keys per cell."),
-    segment: int = typer.Option(0, min=0, help="Keys before a row that are exact. Default: 1024, or an eighth of a short text."),
-    sinks: int = typer.Option(16, min=0, help="First keys, exact for every row."),
+    segment: int = typer.Option(
+        0,
+        min=0,
+        show_default=False,
+        help="Keys per segment; a row reads its own segment exactly. Default: 1024, or an eighth of a short text.",
+    ),
+    sinks: int = typer.Option(16, min=0, help="First keys, which every row reads exactly."),
     tolerance: str = typer.Option("", help="Allowed excess of perplexity in per cent, such as 0.4: choose a budget per layer."),
-    ladder: str = typer.Option("1,2,4,7,10,15,25", help="Budgets of cells to choose from for a layer, in per cent."),
-    config: Path = typer.Option(None, help="A config.json of an earlier run, to be compared as well."),
+    ladder: str = typer.Option("1,2,4,7,10,15,25", help="Budgets to choose from for each layer, in per cent."),
+    config: Path = typer.Option(None, help="A config.json of an earlier run, to compare as well."),
     out: Path = typer.Option(Path("nearfield-eval"), help="Folder for eval.json, eval.png and config.json."),
     device: str = typer.Option("", help=DEVICE),
     dtype: str = typer.Option("", help=DTYPE),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
-    """Perplexity of a language model with exact attention and with others, the error of every head, and a choice per layer."""
+    """Measure what attention methods do to a language model: perplexity, the error of every head, and a choice per layer."""
     from nearfield.app.evaluate.command import run
 
-    with _bad_parameters():
+    with _one_line_errors():
         run(
             model,
             texts,
@@ -131,22 +137,25 @@ def evaluate(
 @app.command()
 def remember(
     model: str = typer.Argument(help=MODEL),
-    text: Path = typer.Argument(help="A text in UTF-8."),
-    out: Path = typer.Option(..., "--out", "-o", help="File for the memory; one that is there is replaced when all is written."),
+    text: Path = typer.Argument(help="A text file in UTF-8."),
+    out: Path = typer.Option(..., "--out", "-o", help="File for the memory. An existing one is replaced once all is written."),
     chunk: int = typer.Option(
-        0, min=0, help="Tokens read at a time. Default: all, or what suits a text of more than the model knows."
+        0,
+        min=0,
+        show_default=False,
+        help="Tokens to read at a time. Default: all; for texts too long for the model, a length that suits it.",
     ),
     positions: str = typer.Option(
-        "", help="running or restart (docs/cache.md). Default: running, as long as the model knows them."
+        "", help="running or restart (see docs/cache.md). Default: running, if the model knows so many positions."
     ),
     device: str = typer.Option("", help=DEVICE),
     dtype: str = typer.Option("", help=DTYPE),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
-    """Let a language model read a text once and keep what it remembers, for `nearfield ask`."""
+    """Let a language model read a text once, and save what it remembers for `nearfield ask`."""
     from nearfield.app import remember as memories
 
-    with _bad_parameters():
+    with _one_line_errors():
         memories.remember(
             model,
             text,
@@ -162,17 +171,17 @@ def remember(
 @app.command()
 def ask(
     model: str = typer.Argument(help="The model that has read the text."),
-    question: str = typer.Argument(help="What comes after the text; the model goes on from there."),
-    memory: Path = typer.Option(..., "--memory", "-m", help="File that `nearfield remember` has written."),
-    tokens: int = typer.Option(64, min=1, help="Tokens of the answer, at most."),
+    question: str = typer.Argument(help="What comes after the text; the model continues from there."),
+    memory: Path = typer.Option(..., "--memory", "-m", help="A file that `nearfield remember` has written."),
+    tokens: int = typer.Option(64, min=1, help="Most tokens of the answer."),
     device: str = typer.Option("", help=DEVICE),
-    dtype: str = typer.Option("", help=f"{DTYPE} It must be the one in which the text was read."),
+    dtype: str = typer.Option("", help=f"{DTYPE} It must be the one that the text was read in."),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
     """Ask a language model about a text that it remembers."""
     from nearfield.app import remember as memories
 
-    with _bad_parameters():
+    with _one_line_errors():
         memories.ask(
             model,
             memory,
@@ -185,16 +194,19 @@ def ask(
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Run the command."""
+    app(prog_name="nearfield")
 
 
 @contextmanager
-def _bad_parameters() -> Iterator[None]:
-    """What cannot be done with what was given, said as the command line does."""
+def _one_line_errors() -> Iterator[None]:
+    """Show errors about arguments, and missing packages, without a traceback."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except ImportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -203,13 +215,13 @@ def _words(listed: str) -> list[str]:
 
 
 def _percent(option: str, word: str) -> float:
-    """`0.4` or `0.4%` as .004."""
+    """0.004 for `0.4` or `0.4%`."""
     try:
         share = float(word.strip().removesuffix("%")) / 100
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        raise typer.BadParameter(f"{option} must be per cents between 0 and 100, got {word!r}")
+        raise typer.BadParameter(f"{option} must be between 0 and 100 per cent, got {word!r}")
     return share
 
 
@@ -239,7 +251,7 @@ def _size_table(budgets: list[Budget], n: int, title: str) -> Table:
     for name in ("k", "ell", "draws", "groups", "walks", "buffer"):
         table.add_column(name, justify="right", no_wrap=True)
     for sizes, name, last in _blocks(budgets):
-        # A draw looks at one key at the very least.
+        # A draw reads at least one key.
         wasteful = sizes.takes_everything(n) or (sizes.draws or 0) >= n
         counts = (sizes.k, sizes.ell, sizes.draws, sizes.groups, sizes.walks, sizes.buffer)
         style = "yellow" if wasteful else None

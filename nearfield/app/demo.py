@@ -1,4 +1,4 @@
-"""`nearfield demo`: every method on built-in data next to exact attention, as a table and a plot."""
+"""`nearfield demo`: every method next to exact attention on synthetic inputs, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import nearfield as nf
+from nearfield.app import wide_console
 from nearfield.audit import audit_rows
 from nearfield.problem import Method
 from nearfield.results import Audit
@@ -32,8 +33,8 @@ AUDITED = audit_rows(0.95, 0.95)
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What one method did. Errors are per row, `[rows]`."""
+class MethodResult:
+    """What one method did. Errors are those of all rows, `[rows]`."""
 
     name: str
     seconds: float
@@ -57,17 +58,15 @@ def methods(length: int) -> dict[str, Method]:
         f"top {k} + {k}, LSH": nf.TopK(k, tail=k, index=nf.ConcentricLSH()),
     }
     if importlib.util.find_spec("faiss") is not None:
-        # Faiss wants 39 keys per cell to train on, and says so on the terminal when it has fewer.
+        # Faiss wants 39 keys per cell to train on, and complains on the terminal if there are fewer.
         shown[f"top {k} + {k}, Faiss"] = nf.TopK(k, tail=k, index=nf.FaissIndex(f"IVF{min(32, max(1, length // 64))},Flat"))
     shown["lazy Gumbel"] = nf.LazyGumbel(eps=0.3, delta=0.1, estimator="mean")
     return shown
 
 
-def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int = 0) -> list[Shown]:
-    """Measure every method, print the table, and save_plot the plot where matplotlib is installed."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)  # a file has no width; the default of 80 would cut the table
+def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int = 0) -> list[MethodResult]:
+    """Measure every method, print the table, and save the plot if matplotlib is installed."""
+    console = wide_console(100)
     inputs = make(family, 1, HEADS, length, DIM, seed=seed)
     title = f"Causal attention, {family} inputs, {HEADS} heads, {length:,} queries and keys of dimension {DIM}"
     console.print(title, highlight=False)
@@ -84,7 +83,7 @@ def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int =
         console.print(_table(outcomes, exact_seconds, all_keys))
         console.print(_legend(outcomes[0].audit), highlight=False)
         if importlib.util.find_spec("matplotlib") is None:
-            console.print("No plot: matplotlib is not installed. Install it with: pip install 'nearfield[plots]'", markup=False)
+            console.print("no plot: it needs matplotlib: pip install 'nearfield[plots]'", markup=False)
             return outcomes
         curves = []
         for name, build in (("top k", _near_only), ("top k/2 + k/2 sampled", _near_and_far), ("cells", _cells)):
@@ -96,7 +95,7 @@ def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int =
             curves.append(Curve(name, [keys for keys, _ in points], [error for _, error in points]))
     ridges = [Ridge(o.name, o.additive, o.audit.additive, o.keys) for o in outcomes]
     save_plot(ridges, curves, all_keys, title, out, outcomes[0].audit)
-    console.print(f"Plot saved to {out}")
+    console.print(f"plot saved to {out}")
     return outcomes
 
 
@@ -117,11 +116,11 @@ def _cells(k: int) -> Method:
     return nf.Cells(cell_size=8, probes=max(1, k // 8), segment=256)
 
 
-def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -> Shown:
+def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -> MethodResult:
     seconds = _seconds(method, inputs, seed)
     result = _estimate(method, inputs, seed, AUDITED)
     assert result.audit is not None
-    return Shown(name, seconds, result.info["keys_per_query"], *_errors(result, exact, inputs), result.audit)
+    return MethodResult(name, seconds, result.info["keys_per_query"], *_errors(result, exact, inputs), result.audit)
 
 
 def _estimate(method: Method, inputs: QKV, seed: int, audit: int = 0) -> nf.Estimate:
@@ -130,7 +129,7 @@ def _estimate(method: Method, inputs: QKV, seed: int, audit: int = 0) -> nf.Esti
 
 
 def _seconds(method: Method, inputs: QKV, seed: int) -> float:
-    """The time of the plain call, which neither audits nor computes standard errors."""
+    """Of the plain call, which neither audits nor computes standard errors."""
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     nf.attention(*inputs, is_causal=True, method=method, generator=generator)
@@ -151,16 +150,16 @@ def _progress(console: Console) -> Progress:
 
 def _legend(audit: Audit) -> str:
     return (
-        "Error of a row: additive in units of the rms norm of the values, relative to the norm of the exact row. Audited bound "
-        f"(additive): {audit.rows} random rows were recomputed exactly; with {audit.confidence:.0%} confidence, "
+        "Additive errors are in units of the rms norm of the values, relative ones in units of the norm of the exact row. "
+        f"Audited bound (additive): {audit.rows} random rows were recomputed exactly; with {audit.confidence:.0%} confidence, "
         f"{audit.quantile:.0%} of all rows are within it."
     )
 
 
-def _table(outcomes: list[Shown], exact_seconds: float, all_keys: float) -> Table:
+def _table(outcomes: list[MethodResult], exact_seconds: float, all_keys: float) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nmethod", no_wrap=True)
-    # Short headings: the table has to fit a terminal of 80 columns.
+    # Short headings, so that the table fits into 80 columns.
     for heading in ("time\n(s)", "keys/\nquery", "mean\nadd.", "error\nrel.", "worst\nadd.", "error\nrel.", "audited\nbound"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row("exact (SDPA)", f"{exact_seconds:.2f}", f"{all_keys:,.0f}", *["0"] * 4)
@@ -178,7 +177,7 @@ GREY = "#868E96"
 INK = "#212529"
 
 LOWEST = 1e-4
-"""Errors below this are float32 rounding or rows short enough to be exact; they would only stretch the axis."""
+"""Smaller errors are rounding, or of rows short enough to be exact; they would only stretch the axis."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def save_plot(ridges: Sequence[Ridge], curves: Sequence[Curve], all_keys: float,
     """Left: the distribution of row errors with the audited bound. Right: mean error against keys used per query."""
     import matplotlib
 
-    # A file is all that is wanted: no window, whatever the user's default backend.
+    # Only a file is wanted, and no window, whatever the user's default backend.
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
@@ -265,7 +264,7 @@ def _draw_keys(axes: Any, ridges: Sequence[Ridge], curves: Sequence[Curve], all_
     for curve, line in zip(curves, ("-", "--", ":"), strict=False):
         axes.plot(curve.keys, curve.errors, line, color=INK, linewidth=1.2, marker=".", markersize=4, label=curve.name, zorder=1)
     for i, (ridge, colour) in enumerate(zip(ridges, COLOURS, strict=False)):
-        # Later methods get smaller dots: where several use the same keys, all of them stay visible.
+        # Later methods get smaller dots, so that all stay visible where several use as many keys.
         axes.plot(ridge.keys, ridge.errors.mean(), "o", markersize=15 - 1.2 * i, color=colour, markeredgecolor="white")
     axes.axvline(all_keys, color=GREY, linestyle=":", linewidth=1)
     axes.text(all_keys, 0.99, "all keys ", transform=axes.get_xaxis_transform(), ha="right", va="top", color=GREY)

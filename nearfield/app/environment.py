@@ -1,4 +1,4 @@
-"""Where numbers were measured: what every saved result carries."""
+"""Where numbers were measured: saved with every result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nearfield.crossover import processor
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Versions, machine and threads; the card as well, where it is one."""
+    """Versions, machine and threads; and the GPU if `device` is one."""
     found: dict[str, Any] = {
         "nearfield": nearfield.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""`nearfield remember` and `nearfield ask` on a terminal: a model reads a text once, and is asked about it later."""
+"""`nearfield remember` and `nearfield ask`: a model reads a text once, and answers questions about it later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nearfield.app.evaluate.models import load_model, token_ids
+from nearfield.app.evaluate.models import load_model, placement, token_ids
 from nearfield.hf.register import register
 
 
@@ -24,11 +24,11 @@ def remember(
     dtype: torch.dtype | None,
     download: bool,
 ) -> None:
-    """Everything that `nearfield remember` does. Raises ValueError or OSError, with a remedy, on what cannot be."""
+    """All of `nearfield remember`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
     from nearfield.hf.memory import Memory
 
     if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out must be a file in a folder that is there, got {out}")
+        raise ValueError(f"--out must be a file in an existing folder, got {out}")
     console = Console(stderr=True)
     model, tokenizer = _loaded(console, model_name, device, dtype, download)
     tokens = token_ids(tokenizer, text).to(model.device)
@@ -60,7 +60,7 @@ def ask(
     dtype: torch.dtype | None,
     download: bool,
 ) -> None:
-    """Everything that `nearfield ask` does. Raises ValueError or OSError, with a remedy, on what cannot be."""
+    """All of `nearfield ask`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
     from nearfield.hf.memory import Memory
 
     if not memory.is_file():
@@ -76,10 +76,8 @@ def ask(
 
 def _loaded(console: Console, name: str, device: str | None, dtype: torch.dtype | None, download: bool) -> tuple[Any, Any]:
     """A model that attends by nearfield, and its tokenizer."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    number = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     with console.status(f"loading {name}"):
-        model, tokenizer = load_model(name, place, number, download)
+        model, tokenizer = load_model(name, *placement(device, dtype), download)
     register()
     model.set_attn_implementation("nearfield")
     return model, tokenizer

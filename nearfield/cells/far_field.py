@@ -1,11 +1,11 @@
-"""The far-field formula, in torch. `triton/far_field.py` is the same in Triton; nothing else writes it again.
+"""The far-field formula in torch. `triton/far_field.py` is the same in Triton. It is written nowhere else.
 
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 
     spread  u_c     = sum_i q_i^2 var_{c,i}           variance of the cell's logits
     score   s_c     = q.mu_c + 1.5 sqrt(u_c)          what its best keys may reach; the cells of largest score are opened
-    boost   b(u)    = (1 + u / 4)^2                   a Gaussian cell would have e^{u/2}, which agrees to second order and runs
-                                                      away where a cell is not Gaussian
+    boost   b(u)    = (1 + u / 4)^2                   e^{u/2} would be right for a Gaussian cell; it agrees to second order, and
+                                                      is far too large where a cell is not Gaussian
     mass    m_c     = n_c e^{q.mu_c} b(u_c)           what a closed cell counts for
     derivative      d log b / du = 1 / (2 + u / 2)
 """
@@ -19,19 +19,19 @@ from nearfield.cells.moments import MOST_VARIANCE, SeenCells
 from nearfield.kernels.reference import largest
 
 ROUTE_SPREADS = 1.5
-"""The score of a cell is q.mu_c plus so many standard deviations of its logits."""
+"""The score of a cell is q.mu_c plus this many standard deviations of its logits."""
 MOST_SPREAD = 1e8
-"""Beyond this u_c is cut off, so that b(u_c) stays far from overflow."""
+"""u_c is cut off here, so that b(u_c) stays far from overflow."""
 MOST_SQUARE = MOST_VARIANCE
-"""Squares of queries are cut off here: inf times 0 would be NaN, and a NaN score would win."""
+"""Squares of queries are cut off here: inf times 0 is NaN, and topk takes NaN for the largest score."""
 GROUP = 8
 """Cells per group where the best ones are found in two stages."""
 FEW_SCORES = 1 << 15
-"""Up to so many scores one stage is faster."""
+"""With fewer scores than this, one stage is faster."""
 
 
 def squares(queries: Tensor) -> Tensor:
-    """q^2, cut off: their products with variances are spreads."""
+    """q^2, cut off. Products of these with variances are spreads."""
     return queries.square().clamp_(max=MOST_SQUARE)
 
 
@@ -51,7 +51,7 @@ def log_boost(spread: Tensor) -> Tensor:
 
 
 def boost_backward(logit_grad: Tensor, spread: Tensor) -> Tensor:
-    """The gradient of u_c from that of log m_c; 0 where u was cut off. Overwrites `logit_grad`."""
+    """The gradient of u_c from that of log m_c; 0 where u_c was cut off. Overwrites `logit_grad`."""
     grad = logit_grad.div_((0.5 * spread).add_(2.0))
     return grad.masked_fill_(spread >= MOST_SPREAD, 0.0) if bool(spread.amax() >= MOST_SPREAD) else grad
 
@@ -60,20 +60,20 @@ def moments(queries: Tensor, seen: SeenCells) -> tuple[Tensor, Tensor]:
     """q.mu_c (-inf for empty cells) and u_c for the cells that rows see, `[rows, cells]` each."""
     first = torch.addmm(seen.log_exists, queries, seen.centroid.T)
     spread = squares(queries) @ seen.variance.T
-    # Looking is much cheaper than cutting.
+    # To look for the largest is much cheaper than to cut all of them.
     if spread.numel() and float(spread.amax()) > MOST_SPREAD:
         spread.clamp_(max=MOST_SPREAD)
     return first, spread
 
 
 def open_best(first: Tensor, spread: Tensor, count: int) -> Tensor:
-    """The columns of the `count` largest scores of each row; -1 where there are fewer cells."""
+    """The columns of the `count` cells of largest score in each row; -1 where there are fewer cells that are not empty."""
     best, column = best_columns(score(first, spread), count)
     return column.masked_fill_(best == -torch.inf, -1)
 
 
 def best_columns(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest numbers of each row, in no order, or all if there are fewer, and their columns."""
+    """The `count` largest numbers of each row (or all, if there are fewer), in no order, and their columns."""
     cells = scores.shape[1]
     if cells // GROUP < 2 * count or scores.numel() < FEW_SCORES:
         best = scores.topk(min(count, cells), sorted=False)
@@ -82,18 +82,18 @@ def best_columns(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_first(first: Tensor, columns: Tensor) -> Tensor:
-    """The largest q.mu_c among the cells at some columns (-1: none); -inf where there are none."""
+    """The largest q.mu_c among the cells at some columns of each row, where -1 is no column; -inf where there are none."""
     return first.gather(1, columns.clamp(min=0)).masked_fill_(columns < 0, -torch.inf).amax(1)
 
 
 def masses(first: Tensor, spread: Tensor, opened: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """m_c e^-top, zero for cells at the columns `opened`, and top: `[rows, cells]` and `[rows]`. Overwrites `first`."""
-    # A row with an empty slot (-1) has opened every cell there is, so that the first one is opened, or empty, as well.
+    """m_c e^-top `[rows, cells]`, zero for cells at the columns `opened`, and top `[rows]`. Overwrites `first`."""
+    # A row with an empty slot (-1) has opened every cell there is. So the first one is opened as well, or empty.
     first.scatter_(1, opened.clamp(min=0)[:, : first.shape[1]], -torch.inf)
     top = first.amax(1)
     return first.sub_(finite(top)[:, None]).exp_().mul_(boost(spread)).mul_(size), top
 
 
 def finite(top: Tensor) -> Tensor:
-    """The same, with 0 for -inf, so that it can be subtracted."""
+    """`top`, with 0 in place of -inf, so that it can be subtracted."""
     return top.masked_fill(top == -torch.inf, 0.0)

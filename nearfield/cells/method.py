@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearfield.cells import sizes as defaults
 from nearfield.cells.operator import CellsResult, Recipe, cells_attention
-from nearfield.cells.partition import Partition, check_partition, to_plain
+from nearfield.cells.partition import Partition, check_partition, make_known, to_plain
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import closed_keys
@@ -22,32 +23,32 @@ from nearfield.results import Outcome
 
 @dataclass(frozen=True)
 class Cells:
-    """Keys grouped into small cells; a row opens the best few and sees the others through their moments.
+    """Groups keys into small cells. A row opens the best few of them and sees the others through their moments.
 
     With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
 
-    1. a row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; all keys of an opened
-       cell are near;
-    2. every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys
-       inside cells, pooled over all cells: right to second order, and tame where a cell is far from Gaussian;
-    3. optionally `samples` far keys per row are drawn, with the far field as control variate: numerator and denominator become
-       unbiased, and their spread is a standard error.
+    1. A row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}. All keys of an opened
+       cell are near.
+    2. Every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys
+       inside cells, pooled over all cells. This is right to second order, and stays moderate where a cell is far from Gaussian.
+    3. Optionally, `samples` far keys per row are drawn, with the far field as control variate. Numerator and denominator become
+       unbiased, and the spread over the draws gives a standard error.
 
-    Causal: keys come in segments of consecutive keys. A row sees its own segment (and a window before it) key by key, and the
-    segments before that through the cells of 1, 2, 4, 8, ... of them that are grouped together (13 closed segments are 8, 4 and
-    1), so that cells are tighter than those of single segments; no number that it uses depends on a later key or query.
+    Causal: keys come in segments of consecutive keys. A row sees its own segment (and a window before it) key by key. It sees
+    the closed segments before that through cells, for which 1, 2, 4, 8, ... segments are grouped together (13 closed segments as
+    8, 4 and 1): such cells are tighter than those of single segments. No number that a row uses depends on a later key or query.
 
     Args:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
         probes: cells opened per row; None: by the number of keys.
         samples: far keys drawn per row: 0, or at least 2.
-        window: causal only: latest keys that are always near, rounded up to whole segments beyond a row's own.
-        sinks: first keys, near for every row.
+        window: causal only: how many of the latest keys are always near, rounded up to whole segments beyond a row's own.
+        sinks: how many of the first keys are near for every row.
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
-    are the exact gradients of the estimator, what was opened and drawn held fixed.
+    are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 2000, 64).unbind(0)
@@ -59,7 +60,7 @@ class Cells:
     samples: int = 0
     window: int | None = None
     sinks: int = 16
-    # A class as factory is beyond torch.compile.
+    # torch.compile cannot trace a class as factory.
     partition: Partition = field(default_factory=lambda: KMeans())
     segment: int | None = None
     branching: InitVar[None] = None
@@ -70,7 +71,9 @@ class Cells:
     def __post_init__(self, branching: None, unfold: None) -> None:
         for name, value in (("branching", branching), ("unfold", unfold)):
             if value is not None:
-                raise TypeError(f"Cells has one level of cells since version 0.2, and no {name}; got {value!r}, leave it out")
+                raise TypeError(
+                    f"Cells takes no {name} since version 0.2: there is one level of cells; leave out {name}={value!r}"
+                )
         check_positive("cell_size", self.cell_size, optional=True)
         check_positive("probes", self.probes, optional=True)
         check_positive("samples", self.samples, least=0)
@@ -80,11 +83,16 @@ class Cells:
         check_positive("sinks", self.sinks, least=0)
         check_positive("segment", self.segment, optional=True)
         check_partition("partition", self.partition)
-        to_plain(self.partition)  # operators know it from now on
+        make_known(self.partition)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies, whose partition may be a new object."""
+        self.__dict__.update(state)
+        make_known(self.partition)
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         if self.window is not None and not problem.is_causal:
-            raise ValueError(f"window={self.window} needs is_causal=True: without a mask there are no latest keys")
+            raise ValueError(f"window={self.window} needs is_causal=True: without it there are no latest keys")
         rows = problem.grouped
         sizes = self.sizes(problem)
         random = bool(self.samples or problem.dropout_p)
@@ -103,11 +111,14 @@ class Cells:
         return Outcome(output, problem.by_head(result.lse), stderr, info)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
-        """The Triton kernels leave NaN and inf where they are, and nobody waits for them."""
+        """True where the Triton kernels run: they keep NaN and inf to the rows that see them, and nothing waits for them."""
         return backends.runs_triton(problem.query.device) and self._engine(problem, self.sizes(problem), backend) == "triton"
 
     def _engine(self, problem: Problem, sizes: CellSizes, backend: str) -> str:
-        length = problem.key.shape[2]
+        """Which engine runs: see `Recipe.engine`."""
+        device, length = problem.query.device, problem.key.shape[2]
+        if not backends.prefers_triton(backend, device):
+            return "reference" if backend == "reference" else "torch"
         missing = unsupported(
             problem.query,
             problem.value,
@@ -118,12 +129,10 @@ class Cells:
             probes=sizes.probes,
             cells=length // sizes.cell_size,
         )
-        if backends.choose_triton(backend, problem.query.device, missing):
-            return "triton"
-        return "reference" if backend == "reference" else "torch"
+        return "triton" if backends.choose_triton(backend, device, missing) else "torch"
 
     def sizes(self, problem: Problem) -> CellSizes:
-        """The sizes of a call, with the defaults for its shape filled in."""
+        """The sizes of a call: those given, and defaults for its shape."""
         length, causal = problem.key.shape[2], problem.is_causal
         on_gpu = backends.runs_triton(problem.key.device)
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
@@ -132,14 +141,14 @@ class Cells:
         sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples)
         if not causal:
             return sizes._replace(probes=max(1, min(probes, sizes.cells_in(length))))
-        # A traced program should serve all lengths, so it has all levels.
+        # A traced program serves all lengths, so it has all levels.
         levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
         most = length // segment * sizes.cells_in(segment)
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
 
 
 def _keys_per_query(result: CellsResult, visible: Tensor, sizes: CellSizes) -> float:
-    """Keys that are near, plus those drawn, averaged over the rows."""
+    """How many keys a row reads one by one, near ones and drawn ones, averaged over the rows."""
     near = 0.0
     for entry in range(len(visible)):
         cell_of = result.cell_of[entry].flatten().long()

@@ -1,4 +1,4 @@
-"""Cells: what is known of each group of keys, and how gradients of that come back to the keys."""
+"""The moments of cells, and how their gradients lead back to keys and values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,33 @@ import torch
 from torch import Tensor
 
 KEYS_PER_PASS = 1 << 12
+"""How many keys are copied at a time."""
 
 MOST_VARIANCE = 1e30
+"""Variances are cut off here: an infinite one would turn a query of zero into NaN."""
 
 
 @dataclass(frozen=True)
-class CellTable:
+class Moments:
+    """The moments of some cells, in the dtype of arithmetic."""
+
+    size: Tensor
+    """`[cells]`: how many keys"""
+    log_exists: Tensor
+    """`[cells]`: -inf where a cell is empty, else 0"""
+    centroid: Tensor
+    """`[cells, dim]`"""
+    variance: Tensor
+    """`[cells, dim]`: of the keys around their centroid, coordinate by coordinate"""
+    value: Tensor
+    """`[cells, value_dim]`: the mean value"""
+
+
+@dataclass(frozen=True)
+class CellTable(Moments):
     """The keys of one head, cell by cell, with the moments of every cell.
 
-    Cells are numbered span by span; a key may be in a cell of several spans, and a causal row sees the cells of some spans.
+    Cells are numbered span by span. A key may be in cells of several spans, and a causal row sees the cells of some spans.
     """
 
     order: Tensor
@@ -26,19 +44,9 @@ class CellTable:
     cell: Tensor
     """`[members]`: the cell of each of them"""
     starts: Tensor
-    """`[cells + 1]`: the cell's range of `order`"""
+    """`[cells + 1]`: where the members of each cell begin in `order`"""
     spans: list[int]
     """`[spans + 1]`: the first cell of each span"""
-    size: Tensor
-    """`[cells]`: how many keys, in the dtype of arithmetic"""
-    log_exists: Tensor
-    """`[cells]`: -inf where a cell is empty, else 0"""
-    centroid: Tensor
-    """`[cells, dim]`"""
-    variance: Tensor
-    """`[cells, dim]`: of the keys around their centroid, per coordinate"""
-    value: Tensor
-    """`[cells, value_dim]`: the mean value"""
     cross: Tensor
     """`[spans, value_dim, dim]`: products of the deviations of values and keys from the means of their cells, summed per span"""
 
@@ -52,7 +60,7 @@ class CellTable:
         return self.starts[self.spans].diff()
 
     def passes(self) -> Iterator[tuple[int, slice]]:
-        """(span, range of `order`) pieces of bounded size that cover all members, none across two spans."""
+        """Pairs (span, range of `order`) that cover all members. Ranges are of bounded size, and none is across two spans."""
         for span, (first, last) in enumerate(pairwise(self.starts[self.spans].tolist())):
             for start in range(first, last, KEYS_PER_PASS):
                 yield span, slice(start, min(start + KEYS_PER_PASS, last))
@@ -69,30 +77,24 @@ class CellTable:
         )
         pooled = int(self.members[[*spans]].sum())
         cross = self.cross[[*spans]].sum(0) / max(1, pooled)
-        return SeenCells([*spans], ranges, ids, column, pooled, size, log_exists, centroid, variance, value, cross)
+        return SeenCells(size, log_exists, centroid, variance, value, [*spans], ranges, ids, column, pooled, cross)
 
 
 @dataclass(frozen=True)
-class SeenCells:
-    """What some rows see of a table, side by side: columns of their score tables."""
+class SeenCells(Moments):
+    """The cells of a table that some rows see, side by side: these are the columns of their score tables."""
 
     spans: list[int]
     ranges: list[slice]
-    """of cells, one for each span"""
+    """the cells of each span"""
     ids: Tensor
     """`[columns]`: the cell of each column"""
     column: Tensor
-    """`[cells]`: the column of each cell; -1: not seen"""
+    """`[cells of the table]`: the column of each cell; -1: not seen"""
     pooled: int
-    """how many keys are in them"""
-    size: Tensor
-    """`[columns]`, as all that follows, of the table"""
-    log_exists: Tensor
-    centroid: Tensor
-    variance: Tensor
-    value: Tensor
+    """how many keys are in these cells"""
     cross: Tensor
-    """`[value_dim, dim]`: covariance of values and keys inside cells, pooled over all of them"""
+    """`[value_dim, dim]`: covariance of values and keys inside cells, pooled over all of these cells"""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -103,14 +105,14 @@ class SeenCells:
 
 
 def joined(x: Tensor, ranges: list[slice]) -> Tensor:
-    """Some ranges of rows, one after the other; not a copy where it is one."""
+    """Some ranges of rows, one after the other. A single range is not copied."""
     return x[ranges[0]] if len(ranges) == 1 else torch.cat([x[part] for part in ranges])
 
 
 def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) -> CellTable:
     """The table of keys `[n, dim]` and values `[n, value_dim]`. O(span_levels n dim^2).
 
-    `cell_of` `[span_levels, n]`: the cells of a key, -1 for none. `spans` `[spans + 1]`: the first cell of each span.
+    `cell_of` `[span_levels, n]`: the cells of each key, -1 for none. `spans` `[spans + 1]`: the first cell of each span.
     """
     compute = torch.promote_types(keys.dtype, torch.float32)
     cells = spans[-1]
@@ -128,7 +130,7 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) ->
     cross = values.new_zeros(len(spans) - 1, values.shape[1], keys.shape[1], dtype=compute)
     size = sizes.to(compute)
     log_exists = torch.zeros_like(size).masked_fill_(sizes == 0, -torch.inf)
-    table = CellTable(order, cell, starts, spans, size, log_exists, centroid, variance, value, cross)
+    table = CellTable(size, log_exists, centroid, variance, value, order, cell, starts, spans, cross)
     for _, part in table.passes():
         centroid.index_add_(0, cell[part], keys[order[part]].to(compute))
         value.index_add_(0, cell[part], values[order[part]].to(compute))
@@ -138,13 +140,12 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) ->
         off_key, off_value = deviations(table, keys, values, part)
         variance.index_add_(0, cell[part], off_key.square())
         cross[span].addmm_(off_value.T, off_key)
-    # Infinite, it would turn a zero query into NaN.
     variance.mul_(share).clamp_(max=MOST_VARIANCE)
     return table
 
 
 def deviations(table: CellTable, keys: Tensor, values: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values of a range of `order`, less the means of their cells."""
+    """Keys and values of a range of `order`, minus the means of their cells."""
     own, cell = table.order[part], table.cell[part]
     compute = table.centroid.dtype
     return keys[own].to(compute) - table.centroid[cell], values[own].to(compute) - table.value[cell]
@@ -152,7 +153,7 @@ def deviations(table: CellTable, keys: Tensor, values: Tensor, part: slice) -> t
 
 @dataclass(frozen=True)
 class TableGradient:
-    """Gradients with respect to the moments of a table, accumulated while a backward pass runs."""
+    """Gradients with respect to the moments of cells, summed up while a backward pass runs."""
 
     centroid: Tensor
     variance: Tensor
@@ -164,25 +165,21 @@ class TableGradient:
         return TableGradient(*(torch.zeros_like(x) for x in (table.centroid, table.variance, table.value, table.cross)))
 
     def add_(self, seen: SeenCells, own: TableGradient) -> None:
-        """Add gradients with respect to the moments of the cells that some rows see."""
+        """Add gradients with respect to the moments of cells that some rows see."""
         start = 0
         for cells in seen.ranges:
             columns = slice(start, start + cells.stop - cells.start)
             for place, grad in ((self.centroid, own.centroid), (self.variance, own.variance), (self.value, own.value)):
                 place[cells] += grad[columns]
             start = columns.stop
-        self.add_cross_(seen, own.cross)
-
-    def add_cross_(self, seen: SeenCells, own: Tensor) -> None:
-        """Add the gradient with respect to the pooled covariance."""
         for span in seen.spans:
-            self.cross[span].add_(own, alpha=1.0 / max(1, seen.pooled))
+            self.cross[span].add_(own.cross, alpha=1.0 / max(1, seen.pooled))
 
     def spread_(self, table: CellTable, keys: Tensor, values: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
         """Add to the gradients of keys and values what the moments pass on to them.
 
-        A mean passes 1/n_c of its gradient to each member; a variance 2 (k - mu)/n_c; a product of deviations the other factor's
-        deviation (the terms through the means vanish: deviations sum to zero).
+        A mean passes 1/n_c of its gradient to each member, and a variance 2 (k - mu)/n_c of it. A product of deviations passes
+        its gradient to each factor times the other one; terms through the means vanish, because deviations sum to zero.
         """
         share = table.size.clamp(min=1).reciprocal()[:, None]
         to_key, to_value, stretch = self.centroid * share, self.value * share, 2 * self.variance * share

@@ -1,7 +1,7 @@
-"""The cells engine as operators of torch: opaque to torch.compile, differentiable, and foldable under vmap.
+"""The cells engine as torch operators: opaque to torch.compile, differentiable, and batched under vmap.
 
-`nearfield::cells` makes the plan and attends; `nearfield::cells_backward` is its gradient with the plan held fixed. An
-`autograd.Function` ties them together: it is what works with gradcheck, torch.func and torch.compile(fullgraph=True) alike.
+`nearfield::cells` makes the plan and attends. `nearfield::cells_backward` is its gradient with the plan held fixed. An
+`autograd.Function` joins the two, because that works with gradcheck, torch.func and torch.compile(fullgraph=True) alike.
 Forward mode (torch.func.jvp) and second derivatives are refused.
 """
 
@@ -21,41 +21,44 @@ from nearfield.cells.spans import closed_keys
 from nearfield.cells.torch import backward as torch_backward
 from nearfield.cells.torch import forward as torch_forward
 from nearfield.cells.torch.head import Head, assign
+from nearfield.checks import double_backward_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 
 
 class Recipe(NamedTuple):
-    """What an operator is told beside its tensors."""
+    """The arguments of an operator that are not tensors."""
 
     sizes: CellSizes
     scale: float
     dropout_p: float
     partition: str
-    """a name and integers: see `partition.to_plain`"""
+    """the name that `partition.to_plain` gives it"""
     options: tuple[int, ...]
+    """the integers that `partition.to_plain` gives it"""
     engine: str
-    """`reference`, `torch` or `triton`: who runs, a file or a folder of this one"""
+    """`reference` for `cells/reference.py`, `torch` and `triton` for the folders of these names"""
     memory: MemoryPolicy = MemoryPolicy()
 
     def arguments(self) -> tuple[Any, ...]:
-        """In types that a schema knows."""
+        """As a schema takes them: see `_SETTINGS`."""
         return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory
 
     @staticmethod
     def of(arguments: Sequence[Any]) -> Recipe:
+        """The recipe of these `arguments()`."""
         sizes, scale, dropout_p, partition, options, engine, *memory = arguments
         return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory))
 
 
 def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSizes, engine: str) -> tuple[Tensor, ...]:
-    """Where the results of `forward` go: output, lse, stderr, and the plan."""
+    """Uninitialised results of `forward`: output, lse, stderr and the plan."""
     batch, rows, length = *queries.shape[:2], keys.shape[1]
     compute = torch.promote_types(queries.dtype, torch.float32)
     return (
         values.new_empty((batch, rows, values.shape[2]), dtype=queries.dtype if engine == "triton" else compute),
         queries.new_empty((batch, rows), dtype=compute),
-        # Without draws there is no standard error: no columns (NaN would not even be equal to itself).
+        # Without draws there is no standard error, hence no columns.
         queries.new_empty((batch, rows if sizes.samples else 0), dtype=compute),
         keys.new_empty((batch, sizes.span_levels, length), dtype=torch.int32),
         queries.new_empty((batch, rows, sizes.probes), dtype=torch.int32),
@@ -65,7 +68,7 @@ def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSize
 
 
 def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
-    """Attention of queries `[batch, group * length, dim]`; see `empty_results` for what comes out."""
+    """Attention of queries `[batch, group * length, dim]`. Returns what `empty_results` lists."""
     recipe = Recipe.of(settings)
     results = empty_results(queries, keys, values, recipe.sizes, recipe.engine)
     output, lse, stderr, *plans = results
@@ -75,8 +78,8 @@ def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed
         cell_of, opened = plans[:2]
         with backends.device_guard(queries.device):
             iterations, start = recipe.options
-            told = recipe.sizes, recipe.scale, iterations, start
-            run(queries, keys, values, visible, *told, output, lse, cell_of, opened, recipe.memory.beyond)
+            cells = recipe.sizes, recipe.scale, iterations, start
+            run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, recipe.memory.beyond)
         return results
     partition = from_plain(recipe.partition, recipe.options)
     for entry in range(len(queries)):
@@ -138,16 +141,16 @@ def backward(
 def _head(
     recipe: Recipe, queries: Tensor, key: Tensor, values: Tensor, visible: Tensor, cell_of: Tensor, seed: Tensor, entry: int
 ) -> Head:
-    """One entry of the batch, its keys already `_wide`."""
+    """One entry of the batch, for keys that are `_wide` already."""
     query, value = _wide(queries[entry]), _wide(values[entry])
-    drawn = recipe.dropout_p, int(seed), entry * queries.shape[1]
-    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *drawn)
+    random = recipe.dropout_p, int(seed), entry * queries.shape[1]
+    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Rows filled up with zeros to a multiple of 8 columns, where they are not one.
+    """Rows padded with zeros to a multiple of 8 columns.
 
-    A matrix product of rows that are not aligned may round a row differently at another place of a tile, and where it stands
+    A matrix product may round a row that is not aligned differently at another place of a tile, and at which place it stands
     depends on later queries.
     """
     columns = x.shape[1]
@@ -156,6 +159,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-normaliser of a head by the specification; differentiable with respect to the three tensors."""
     scaled = queries.to(head.compute) * head.scale
     keep = None
     if head.dropout_p:
@@ -181,25 +185,22 @@ def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tupl
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
 
+_INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
+_PLAN = "Tensor cell_of, Tensor opened, Tensor drawn, Tensor log_factor"
 _SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
+_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}".split(", "))
 
-_PLAN = ("cell_of", "opened", "drawn", "log_factor")
-
-_LIBRARY.define(
-    f"cells(Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, {_SETTINGS}) -> "
-    f"(Tensor output, Tensor lse, Tensor stderr, {', '.join(f'Tensor {name}' for name in _PLAN)})"
-)
+_LIBRARY.define(f"cells({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor stderr, {_PLAN})")
 
 _LIBRARY.define(
-    "cells_backward(Tensor output_grad, Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, Tensor output, "
-    f"Tensor lse, {', '.join(f'Tensor {name}' for name in _PLAN)}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"cells_backward(Tensor output_grad, {_INPUTS}, Tensor output, Tensor lse, {_PLAN}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def _implement(name: str, engine: Callable[..., tuple[Tensor, ...]]) -> None:
     def run(*arguments: Any) -> tuple[Tensor, ...]:
         # Here and not around the call: a backward pass may be started under autocast, and an exported program, which has lost
-        # the function below, while gradients are recorded (torch then warns that there are none).
+        # `_Cells`, while gradients are recorded (torch then warns that there are none).
         with full_precision(arguments[0]), torch.no_grad():
             return engine(*arguments)
 
@@ -212,14 +213,16 @@ _implement("cells_backward", backward)
 
 
 class CellsResult(NamedTuple):
-    """Tensors `[batch, rows, ...]`."""
+    """What `nearfield::cells` returns."""
 
     output: Tensor
-    """`[batch, heads, length, value_dim]` where `MemoryPolicy` says so"""
+    """`[batch, rows, value_dim]`; `[batch, heads, length, value_dim]` if `MemoryPolicy.heads` is set"""
     lse: Tensor
+    """`[batch, rows]`"""
     stderr: Tensor
-    """no columns where nothing is drawn"""
+    """`[batch, rows]`; `[batch, 0]` where nothing is drawn"""
     cell_of: Tensor
+    """from here on as in `CellPlan`, for each entry of the batch"""
     opened: Tensor
     drawn: Tensor
     log_factor: Tensor
@@ -269,22 +272,22 @@ class _Cells(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing: tuple[None, ...] = (None,) * 13
+        nothing: tuple[None, ...] = (None,) * _ARGUMENTS
         if output_grad is None:
             return nothing
         queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors
         rows = (*queries.shape[:2], values.shape[2])
         output_grad, output = output_grad.reshape(rows), output.reshape(rows)
-        # What is compiled refuses a second derivative by itself.
+        # A compiled program refuses second derivatives by itself.
         apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else _CellsBackward.apply
         grads = apply(output_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
         return (*grads, *nothing[3:])
 
 
 class _CellsBackward(torch.autograd.Function):
-    """The gradient as a function that has none.
+    """The backward pass, as a function that cannot be differentiated.
 
-    Refusing `create_graph=True`, as other backward passes here do, would refuse torch.func.grad, which always sets it.
+    To refuse `create_graph=True`, as other backward passes here do, would refuse torch.func.grad, which always sets it.
     """
 
     generate_vmap_rule = True
@@ -299,10 +302,7 @@ class _CellsBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(
-            "nearfield does not support double backward; "
-            "use torch.nn.functional.scaled_dot_product_attention with the math backend for second derivatives"
-        )
+        raise double_backward_error()
 
 
 @torch.library.register_fake("nearfield::cells")
@@ -317,10 +317,10 @@ def _(output_grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest:
 
 
 def _vmap_rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[tuple[Tensor, ...], tuple[int, ...]]]:
-    """A vmapped dimension is more batch: fold it in, call once, and unfold what comes out.
+    """A vmapped dimension becomes part of the batch for one call, and is split off the results again.
 
-    Draws depend on the number of a row in the batch, and the gradient has to meet the draws of the forward pass, which may have
-    been called without that dimension. What is random is therefore called entry by entry.
+    Draws depend on the number of a row in the batch, and the backward pass has to repeat the draws of the forward pass, which may
+    have been called without that dimension. So a random call is made entry by entry.
     """
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -331,9 +331,9 @@ def _vmap_rule(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tup
             if not isinstance(x, Tensor):
                 return x
             x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1) if x.dim() > 1 else x[0]  # the seed, which nothing depends on here
+            return x.flatten(0, 1) if x.dim() > 1 else x[0]  # The seed: any one will do, as nothing is random here.
 
-        recipe = Recipe.of(arguments[-8:])
+        recipe = Recipe.of(arguments[-len(_SETTINGS.split(", ")) :])
         if recipe.sizes.samples or recipe.dropout_p:
             calls = [operator(*entry(number)) for number in range(info.batch_size)]
             outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))

@@ -1,15 +1,15 @@
 """The specification of the cells engine: dense, plain torch, one head at a time, differentiable by autograd.
 
-What was decided (which key lives in which cell, which cells a row opened, what it drew) comes in as plain tensors; everything
-else is arithmetic. A row attends to
+The decisions (which key is in which cell, which cells a row opened, what it drew) come in as plain tensors. The rest is
+arithmetic. A row attends to
 
 - near keys, with logit z_j: the sinks, the keys after its last closed segment, and all keys of the cells it opened;
 - every cell that it sees and did not open, with the mass m_c of `far_field` and value v_c + X q, where X is the covariance of
-  values and keys inside cells, pooled over the segments the row sees.
+  values and keys inside cells, pooled over all cells that the row sees.
 
-Drawn keys correct the far field: with F its mass, g_c the mass of one key by its cell, key j drawn with probability g_c / F and l
-draws per row, both sums get + 1/l sum_t (key_t - cell_t) F / g_c, which makes them unbiased. The factors F / (l g_c) are part of
-the plan: gradients do not run through them.
+Drawn keys correct the far field. Let F be its mass, g_c = m_c / n_c the mass of one key of cell c, and l the number of draws of
+a row. A key of cell c is drawn with probability g_c / F, and both sums get + 1/l sum_t (key_t - cell_t) F / g_c, which makes them
+unbiased. The factors F / (l g_c) are part of the plan: gradients do not run through them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from nearfield.cells.far_field import MOST_SPREAD, MOST_SQUARE, log_boost
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What one head decided before any attention arithmetic. Cells are numbered span by span, see `Spans`."""
+    """The decisions of one head, made before any attention arithmetic. Cells are numbered span by span: see `Spans`."""
 
     cell_of: Tensor
-    """`[span_levels, n]`: the cell of each key in its span of each level; -1: none (a sink, or not in such a span)"""
+    """`[span_levels, n]`: the cell of each key in its span of each level; -1: none (it is a sink, or in no span of that level)"""
     opened: Tensor
-    """`[rows, probes]`: cells whose keys are near; -1: nothing"""
+    """`[rows, probes]`: the cells whose keys are near; -1: none"""
     drawn: Tensor
-    """`[rows, samples]`: positions of drawn keys; -1: nothing"""
+    """`[rows, samples]`: the positions of drawn keys; -1: none"""
     log_factor: Tensor
-    """`[rows, samples]`: log of F / (l g_c), what one drawn key counts for"""
+    """`[rows, samples]`: log of F / (l g_c), the factor of a drawn key"""
 
 
 def reference_attention(
@@ -50,8 +50,8 @@ def reference_attention(
     """Output `[rows, value_dim]` and log-normaliser `[rows]` of queries (times scale) `[rows, dim]`.
 
     Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells. With s closed segments these are the
-    cells of the spans that the bits of s name: a key of segment g is seen through its cell at the level of the first bit in
-    which g and s differ, or at the largest level there is.
+    cells of one span for each bit of s: a key of segment g is seen through its cell at the level of the highest bit in which g
+    and s differ, or at the largest level if that is lower.
     `cells`: how many there are. `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell)
     `[rows, cells]`.
     """
@@ -65,7 +65,7 @@ def reference_attention(
     factors = [torch.ones_like(logits[0])]
     mean_value, tilt = values[:0], torch.zeros(rows, values.shape[1], dtype=values.dtype, device=values.device)
     if cells:
-        # A key is there once for each level of spans.
+        # Every key is there once for each level of spans.
         each_key, each_value = keys.repeat(len(plan.cell_of), 1), values.repeat(len(plan.cell_of), 1)
         sees = spans.flatten(1)
         cell, cell_of = torch.arange(cells, device=keys.device), plan.cell_of.reshape(-1)
@@ -83,7 +83,7 @@ def reference_attention(
             pooled = sees[closed == edge][0] & (cell_of >= 0)
             matrix = (off_value * pooled[:, None]).T @ off_key / pooled.sum().clamp(min=1)
             tilt = torch.where((closed == edge)[:, None], queries @ matrix.T, tilt)
-        # A drawn key takes its factor away from the cell it stands for.
+        # The factor of a drawn key is taken from its cell.
         home = torch.where(spans, plan.cell_of, -1).amax(1).gather(1, plan.drawn.clamp(min=0))
         stands = (plan.drawn >= 0) & (home >= 0)
         share_of = plan.log_factor.exp() * stands / size.clamp(min=1)[home.clamp(min=0)]

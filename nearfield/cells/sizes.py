@@ -1,4 +1,4 @@
-"""Sizes of a call and of a cache, and their defaults. docs/cells.md tells, with measurements, how the defaults were chosen."""
+"""The sizes of a call and of a cache, and their defaults. docs/cells.md says how they were chosen, with measurements."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 from nearfield.problem import Problem
 
 MOST_SPAN_LEVELS = 8
-"""Causal: closed segments are joined into spans of at most 2^7."""
+"""Causal: closed segments are joined into spans of at most 2^7 of them."""
 
 
 class CellSizes(NamedTuple):
-    """The sizes of one call, as operators and kernels take them: plain integers."""
+    """The sizes of one call as operators and kernels take them: plain integers."""
 
     group: int
     """query heads per key-value head"""
     segment: int
     """causal: keys per segment; 0: no causal mask, all keys are one segment"""
     window: int
-    """causal: closed segments just before its own that a row sees key by key"""
+    """causal: how many segments before its own a row sees key by key"""
     sinks: int
-    """first keys, near for every row"""
+    """how many of the first keys are near for every row"""
     cell_size: int
     probes: int
     """cells opened per row"""
     samples: int
     """far keys drawn per row"""
     span_levels: int = 1
-    """causal: spans have 1, 2, 4, ... segments: how many different lengths there are"""
+    """causal: how many lengths of spans there are: 1, 2, 4, ... segments"""
 
     def cells_in(self, keys: int) -> int:
-        """How many cells so many keys are grouped into."""
+        """How many cells this many keys are grouped into."""
         return max(1, round(keys / self.cell_size))
 
 
@@ -42,16 +42,16 @@ class MemoryPolicy(NamedTuple):
     """How much memory a call takes beyond its inputs and output, and how its output lies in memory."""
 
     beyond: float = 0.48
-    """what is made on the way may take this share of inputs and output"""
+    """intermediate results may take this share of the memory of inputs and output"""
     heads: int = 0
-    """lay the output out as `[batch, length, heads, value_dim]`; 0: row by row"""
+    """how many heads an output laid out as `[batch, length, heads, value_dim]` has; 0: it is laid out head by head"""
 
     @staticmethod
     def of(problem: Problem) -> MemoryPolicy:
-        """Where a gradient will be asked for, the backward pass takes memory that the forward pass may use before it.
+        """What suits a call.
 
-        A model that goes on with a transposed output keeps it for its own gradient. The output that is kept here is then laid out
-        in the same way, so that one tensor serves both.
+        In training, the backward pass takes memory that the forward pass may as well use before it. A model that goes on with a
+        transposed output keeps that for its own backward pass; an output laid out in the same way is kept once for both.
         """
         query = problem.query
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, problem.key, problem.value))
@@ -60,9 +60,9 @@ class MemoryPolicy(NamedTuple):
 
 
 def default_cell_size(length: int, causal: bool = False, on_gpu: bool = False) -> int:
-    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length); causal up to twice as many from 64k keys on.
+    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length); causal, from 64k keys on, up to twice as many.
 
-    On a GPU near sqrt(length) / 2.5: 64 at 32k, 128 at 131k, 512 at a million.
+    On a GPU a power of two near sqrt(length) / 2.5: 64 at 32k, 128 at 131k, 512 at a million.
     """
     if on_gpu:
         return 2 ** max(4, round(math.log2(math.sqrt(max(1, length)) / 2.5)))
@@ -72,44 +72,47 @@ def default_cell_size(length: int, causal: bool = False, on_gpu: bool = False) -
 
 
 def default_probes(length: int, cell_size: int, causal: bool = False, on_gpu: bool = False) -> int:
-    """As many as it takes to have 54 length^(1/4) near keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8.
+    """As many as it takes to open 54 length^(1/4) keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8 cells.
 
-    On a GPU half as many without a mask: 512 of 131k, in at least 4 cells. A causal row sees several spans, and needs more.
+    On a GPU half as many keys where attention is not causal: 512 of 131k, in at least 4 cells. A causal row sees several spans,
+    and needs more cells.
     """
     few = on_gpu and not causal
     return max(4 if few else 8, round((27 if few else 54) * length**0.25 / cell_size))
 
 
 def default_segment(length: int, on_gpu: bool = False) -> int:
-    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k. On a GPU half of that."""
+    """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k; on a GPU half of that."""
     return 2 ** max(6, round(math.log2((5.6 if on_gpu else 11) * math.sqrt(max(1, length)))))
 
 
 def span_levels(length: int, segment: int) -> int:
-    """As many as it takes to have one span of all segments, within `MOST_SPAN_LEVELS`."""
+    """As many as it takes for one span to hold all segments, but at most `MOST_SPAN_LEVELS`."""
     return max(1, min(MOST_SPAN_LEVELS, (length // segment).bit_length()))
 
 
 SEGMENT, WINDOW, CELL_SIZE = 1024, 16, 16
+"""Of a cache, up to 8,192 keys."""
 CONSTANT = 8
-"""A cache: after so many segments they grow."""
+"""A cache: after this many segments they grow."""
 ROUND = 16
-"""A segment of all keys there are ends at a multiple of this."""
+"""A cache: a segment that takes in all keys there are ends at a multiple of this."""
 FEWEST_PROBES = 20
+"""Of a cache."""
 
 
 @dataclass(frozen=True)
 class CacheSizes:
     """When a cache closes a segment, where the segment ends, and how many cells it gets. No closed segment is grouped again.
 
-    Cells of a large segment are better, because keys that belong together are strewn over the whole text. So a segment takes in
-    all keys that are there when it is closed: a prompt is one segment. Token by token, segments and cells grow with the square
-    root of the number of keys before them. A step scores all cells and reads the running segment, so it takes time of that order:
-    n keys are in 11 sqrt(n) cells at most, and the running segment has as many keys.
+    Cells of a large segment are better, because keys that are alike are scattered over the whole text. So a segment takes in all
+    keys that are there when it is closed: a prompt is one segment. Token by token, segments and cells grow with the square root
+    of the number of keys before them. A step scores all cells and reads the running segment, so it takes time of that order:
+    n keys are in at most 11 sqrt(n) cells, and the running segment has as many keys.
     """
 
     segment: int | None
-    """keys per segment; None: all that are there, at least 1,024, from 8,192 keys on 11 sqrt(n)"""
+    """keys per segment; None: all that are there, but at least 1,024, and from 8,192 keys on at least 11 sqrt(n)"""
     cell_size: int | None
     """keys per cell; None: 16 up to 8,192 keys, then sqrt(n / 32)"""
     window: int
@@ -118,7 +121,7 @@ class CacheSizes:
 
     @staticmethod
     def of(segment: int | None, cell_size: int | None, window: int | None, sinks: int) -> CacheSizes:
-        """With the default window where none is given."""
+        """These sizes, with the default window if it is None."""
         return CacheSizes(segment, cell_size, min(WINDOW, segment or SEGMENT) if window is None else window, sinks)
 
     def length(self, start: int) -> int:
@@ -127,7 +130,7 @@ class CacheSizes:
             return self.segment
         if start < CONSTANT * SEGMENT:
             return SEGMENT
-        # Growth as the square root makes n a square: 32 m^2, and the next one is 32 (m + 1)^2.
+        # Segments that grow with the square root end at squares: 32 m^2, 32 (m + 1)^2, ...
         unit = SEGMENT // (4 * CONSTANT)
         return unit * (2 * math.isqrt(start // unit) + 1)
 
@@ -136,7 +139,7 @@ class CacheSizes:
         return start + self.length(start) + self.window
 
     def next_end(self, start: int, position: int) -> int:
-        """Where the segment that begins at key `start` ends for a query at this position; `start`: it is not complete yet."""
+        """Where the segment that begins at key `start` ends, for a query at this position; `start` itself if it is still open."""
         if position < self.next_close(start):
             return start
         least = start + self.length(start)
@@ -148,10 +151,10 @@ class CacheSizes:
         return max(1, round((end - start) / size))
 
     def most_open(self, closed: int) -> int:
-        """How many keys at most are in no closed segment for a query, its own included."""
+        """The largest number of keys, a query's own included, that are in no closed segment."""
         return self.window + self.length(closed)
 
 
 def default_cache_probes(closed: int, cells: int) -> int:
-    """As many as it takes to open 3.5 sqrt(n) of n keys: 1,267 of 131k, 3,584 of a million; at least 20, which is 320 of 8k."""
+    """As many as it takes to open 3.5 sqrt(n) of n keys: 1,267 of 131k, 3,584 of a million; at least 20 cells, 320 keys of 8k."""
     return max(FEWEST_PROBES, round(3.5 * math.sqrt(closed) * cells / max(1, closed)))

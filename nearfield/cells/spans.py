@@ -1,4 +1,4 @@
-"""Spans: which cells a causal row sees, and runs of rows that see the same ones."""
+"""Spans of segments: which cells a causal row sees, and which rows see the same cells."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nearfield.cells.sizes import CellSizes
 
 
 class Span(NamedTuple):
-    """Consecutive closed segments, 2^level of them, whose keys are grouped into cells together."""
+    """2^level consecutive closed segments whose keys are grouped into cells together."""
 
     number: int
-    """in the order in which cells are numbered"""
+    """its place in the order in which cells are numbered"""
     level: int
     first: int
     """its first segment"""
@@ -26,14 +26,14 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """The spans of a number of closed segments: what a row sees of the past, in as few parts as there are bits.
+    """The spans of a number of closed segments: the parts in which rows see the past.
 
     s closed segments are seen as one span for each bit of s, the longest first: 13 segments are 8, 4 and 1. So most cells have
-    members from far and wide, and a segment that has just been closed is in a short span by itself. Spans have 2^level segments;
-    those of the largest level follow each other without gaps. A shorter one that follows another one of its length is never seen
-    by itself (both together are a longer one), so it is not made. A key lies in at most one span of each level.
+    members from the whole past, and a segment that has just been closed is a short span by itself. Spans have 2^level segments.
+    Those of the largest level follow each other without gaps. A shorter one that would directly follow another of its length is
+    never seen, because the two are seen as one longer span; so it is not made. A key is in at most one span of each level.
 
-    Cells are numbered level by level and span by span, in proportion to the length of a span.
+    Cells are numbered level by level and span by span. A span has cells in proportion to its length.
     """
 
     def __init__(self, segments: int, levels: int) -> None:
@@ -47,7 +47,7 @@ class Spans:
                 self.all.append(Span(len(self.all), level, first))
 
     def _stride(self, level: int) -> int:
-        """From the first segment of a span to that of the next one of its level."""
+        """How many segments lie from the beginning of one span to that of the next one of its level."""
         return 1 << level if level == self.tallest else 2 << level
 
     def seen(self, segments: int) -> list[Span]:
@@ -60,7 +60,7 @@ class Spans:
         return found
 
     def edges(self, per_segment: int) -> list[int]:
-        """The first cell of each span where a segment has `per_segment` of them; one more at the end."""
+        """The first cell of each span if a segment has `per_segment` of them, and the total number of cells at the end."""
         return [0, *accumulate(span.segments * per_segment for span in self.all)]
 
 
@@ -70,9 +70,9 @@ class Piece(NamedTuple):
     start: int
     stop: int
     closed: int
-    """keys before this one are seen through cells"""
+    """how many keys are seen through cells"""
     segments: int
-    """how many segments they make"""
+    """how many segments these make"""
 
     @property
     def length(self) -> int:
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
 
 def closed_keys(visible: Tensor, sizes: CellSizes) -> Tensor:
-    """How many keys a row that sees the first `visible` ones sees through cells: its completed segments, less the window."""
+    """How many keys a row that sees the first `visible` ones sees through cells: segments before its own, minus the window."""
     if not sizes.segment:
         return visible
     own = (visible - 1).div(sizes.segment, rounding_mode="floor")
@@ -88,7 +88,7 @@ def closed_keys(visible: Tensor, sizes: CellSizes) -> Tensor:
 
 
 def pieces(visible: Tensor, sizes: CellSizes) -> list[Piece]:
-    """The positions `[length]` of a head, cut where the set of closed keys changes."""
+    """The positions of a head, which see the first `visible` `[length]` keys, cut where the number of closed keys changes."""
     if len(visible) == 0:
         return []
     closed, counts = closed_keys(visible, sizes).unique_consecutive(return_counts=True)
@@ -101,7 +101,7 @@ def pieces(visible: Tensor, sizes: CellSizes) -> list[Piece]:
 
 
 def row_blocks_of(found: list[Piece], rows: int) -> Iterator[list[Piece]]:
-    """The pieces in groups of at most `rows` positions (at least one); long pieces are cut."""
+    """The pieces in groups of `rows` positions, the last of which may have fewer. Pieces are cut where a group ends."""
     block: list[Piece] = []
     room = rows
     for piece in found:

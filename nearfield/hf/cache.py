@@ -1,4 +1,4 @@
-"""`CellCache`: a cache for Transformers whose keys and values live in cells."""
+"""`CellCache`: a cache for Transformers that keeps keys and values in cells."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import Tensor
 
 from nearfield.cells.cache.store import CellStore, StepError, check_method
 from nearfield.cells.method import Cells
-from nearfield.hf.register import in_one_dtype
+from nearfield.hf.config import by_layer
 from nearfield.hf.stored import StoredKeys
+from nearfield.problem import to_autocast_dtype
 
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 except ImportError as error:
-    raise ImportError("nearfield.hf needs a recent Transformers: pip install 'nearfield[transformers]'") from error
+    raise ImportError("nearfield.hf needs Transformers 5.5 or later: pip install 'nearfield[transformers]'") from error
 
 
 class CellLayer(CacheLayerMixin):
-    """One layer of a `CellCache`: a `CellStore` in the interface of Transformers."""
+    """One layer of a `CellCache`: a `CellStore` with the interface of Transformers."""
 
     is_sliding = False
     is_croppable = True
@@ -28,7 +29,7 @@ class CellLayer(CacheLayerMixin):
     def __init__(self, method: Cells | None = None, audit: bool = False, offload: bool = False) -> None:
         self.store = CellStore(method, audit=audit, offload=offload)
 
-    # Transformers has these as attributes.
+    # In Transformers the next three are attributes.
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -36,7 +37,7 @@ class CellLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """`[batch, heads, length, dim]` in the order of the tokens: a copy, for looking at."""
+        """`[batch, heads, length, dim]` in the order of the tokens: a copy, to look at."""
         return self.store.keys
 
     @property
@@ -50,10 +51,10 @@ class CellLayer(CacheLayerMixin):
         self.store.append(key_states[:, :, :0], value_states[:, :, :0])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values `[batch, heads, new, dim]`; returns handles that nearfield's attention can read."""
+        """Store keys and values `[batch, heads, new, dim]`; returns handles that only nearfield's attention can read."""
         if torch.compiler.is_compiling():
-            raise RuntimeError("a CellCache is not for torch.compile; call the model as it is, or use Transformers' StaticCache")
-        key, value = in_one_dtype(key_states, value_states)
+            raise RuntimeError("a CellCache does not work under torch.compile; call the model uncompiled, or use StaticCache")
+        key, value = to_autocast_dtype(key_states, value_states)
         self.store.append(key, value)
         return StoredKeys(self.store, key), StoredKeys(self.store, value)
 
@@ -61,7 +62,7 @@ class CellLayer(CacheLayerMixin):
         return self.store.length
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        # Older versions pass the positions of the queries.
+        # Older versions of Transformers pass the positions of the queries.
         more = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.store.length + more, 0
 
@@ -75,7 +76,7 @@ class CellLayer(CacheLayerMixin):
         self.store = CellStore(self.store.method, audit=self.store.audit, offload=self.store.offload)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the latest `-tokens_to_remove` tokens; a positive number is how many to keep, as in older versions."""
+        """Remove the latest `-tokens_to_remove` tokens. A positive number says how many to keep, as in older versions."""
         if not tokens_to_remove or not self.store.length:
             return
         kept = self.store.length + tokens_to_remove if tokens_to_remove < 0 else min(tokens_to_remove, self.store.length)
@@ -92,27 +93,27 @@ class CellLayer(CacheLayerMixin):
             self.store.repeat(repeats)
 
     def offload(self) -> None:
-        raise NotImplementedError("a CellCache is not offloaded layer by layer; make it with CellCache(offload=True)")
+        raise NotImplementedError("a CellCache cannot be offloaded layer by layer; make it with CellCache(offload=True)")
 
     prefetch = offload
 
 
 class CellCache(Cache):
-    """A cache of keys and values that new tokens search instead of reading all of it.
+    """A cache of keys and values that new tokens search, instead of reading all of it.
 
-    For models whose attention is registered by nearfield. The prompt attends by the registered method; a later token (or a few,
-    with assisted decoding; or many, with chunked prefill) by the cache: exactly to its own segment and the first keys, to
-    the segments before through cells, of which it opens the best ones (`nearfield.cells.cache.CellStore`).
+    It is for models whose attention nearfield has registered. The prompt attends by the registered method. Later tokens attend
+    by the cache, one at a time, a few (assisted decoding) or many (chunked prefill): exactly to their own segment and the first
+    keys, and to earlier segments through cells, of which they open the best (`nearfield.cells.cache.CellStore`).
 
     Args:
-        method: `Cells(...)`, as for `CellStore`. A mapping gives layers methods of their own: from the number of a layer, and
-            `"default"` for all others.
-        config: of the model. Layers with a sliding window, or with another kind of state, then get the cache that Transformers
-            has for them, and new tokens attend to those exactly. Needed for models that have such layers.
-        audit: compare each step of each layer with exact attention over all stored keys; see `errors`. May be switched at any
-            time.
-        offload: keep keys and values of closed segments in memory of the CPU, pinned if the model is on a GPU. Results are the
-            same; a step moves the keys and values of the cells it opens and the first ones.
+        method: `Cells(...)`, as for `CellStore`. A mapping gives layers methods of their own: its keys are layer numbers, and
+            `"default"` for all other layers.
+        config: of the model. Layers that have a sliding window or another kind of state then get the cache that Transformers has
+            for them, and new tokens attend to it exactly. Needed for models with such layers.
+        audit: compare each step of each layer with exact attention over all stored keys; see `errors`. It may be switched on and
+            off at any time.
+        offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
+            step moves only the keys and values of the cells it opens, and the first ones.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,16 +135,12 @@ class CellCache(Cache):
         audit: bool = False,
         offload: bool = False,
     ) -> None:
-        methods: Mapping[int | str, Any] = method if isinstance(method, Mapping) else {"default": method or Cells()}
-        for name, one in methods.items():
-            if name != "default" and (isinstance(name, bool) or not isinstance(name, int) or name < 0):
-                raise ValueError(f"method must have the numbers of layers as keys, or 'default'; got {name!r}")
+        self.methods: dict[int | str, Cells] = by_layer(method, Cells())
+        for one in self.methods.values():
             check_method(one)
-        self.methods: dict[int | str, Cells] = {"default": Cells()}
-        self.methods.update(methods)
         self._audit, self._offload = audit, offload
         kinds = DynamicCache(config=config).layers
-        # Without a config layers are made when they are first met; Transformers calls this for each.
+        # Without a config, Transformers calls this for each layer when it first needs it.
         make: Any = None if kinds else self._next_layer
         super().__init__(layers=[] if kinds else None, layer_class_to_replicate=make)
         for layer in kinds:
@@ -165,12 +162,12 @@ class CellCache(Cache):
 
     @property
     def errors(self) -> dict[int, list[StepError]]:
-        """By layer: the error of every call after the prompt, while `audit` was set."""
+        """By layer, the error of every call after the prompt that was made while `audit` was set."""
         return {number: layer.store.errors for number, layer in self._cell_layers().items()}
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Memory of all cell layers, by what it is for."""
+        """Bytes of all cell layers, by what they are for."""
         total: dict[str, int] = {}
         for layer in self._cell_layers().values():
             for what, size in layer.store.nbytes.items():

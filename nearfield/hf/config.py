@@ -1,4 +1,4 @@
-"""A file that says by which method each layer attends: small, for people to read, checked in full when it is read.
+"""The file that says which method each layer attends by: short, readable, and checked in full when it is read.
 
 {
   "format": "nearfield-layers", "version": 1,
@@ -9,9 +9,9 @@
   }
 }
 
-`num_hidden_layers` (optional) keeps the file from being used with another model, `default` (optional: `Auto`) is for layers that
-are not listed, and `about` (optional) may hold anything, such as how the file was made. The arguments of a method are those of
-its class; a partition or an index is written likewise, `{"index": {"name": "KMeansIndex", ...}}`.
+Optional are `num_hidden_layers`, which keeps the file from being used with a model of another depth; `default`, for layers that
+are not listed (`Auto` if it is missing); and `about`, which may hold anything, such as how the file was made. A method takes the
+arguments of its class. A partition or an index is written the same way: `{"index": {"name": "KMeansIndex", ...}}`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nearfield.auto import Auto
 from nearfield.cells.method import Cells
@@ -48,23 +49,39 @@ PARTS: dict[str, dict[str, type]] = {
     "partition": {**BUILT_IN},
     "index": {one.__name__: one for one in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)},
 }
-"""What arguments of a method may be, beyond plain values."""
+"""Arguments of methods that are objects themselves, and the classes they may have."""
 
 REMEDY = "`nearfield eval MODEL TEXT --tolerance 0.4` writes such a file"
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What a file says: methods by the number of a layer and for `"default"`, and how many layers the model has, if told."""
+    """What a file says: methods by layer number, one for `"default"`, and the depth of the model if it is given."""
 
     methods: Mapping[int | str, Method]
     num_hidden_layers: int | None = None
 
 
+def by_layer(methods: M | Mapping[int | str, M] | None, default: M) -> dict[int | str, M]:
+    """Methods by layer number, and one for `"default"`. A single method serves all layers; None means `default`."""
+    if not isinstance(methods, Mapping):
+        return {"default": default if methods is None else methods}
+    for layer in methods:
+        if layer != "default" and not _is_layer_number(layer):
+            raise ValueError(f"method must map layer numbers, or 'default', to methods; got {layer!r}")
+    return {"default": default, **methods}
+
+
+def _is_layer_number(key: object) -> bool:
+    return isinstance(key, int) and not isinstance(key, bool) and key >= 0
+
+
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LayerConfig:
-    """The methods of a file, or of what such a file holds. Raises ValueError, with the place and the remedy, on anything else."""
+    """Read a file, or the contents of one. Raises ValueError, with the place and a remedy, if anything is wrong."""
     if isinstance(config, Mapping):
-        return _parsed(config, "config")
+        return _parse_config(config, "config")
     if not isinstance(config, str | os.PathLike):
         raise TypeError(f"config must be a path or a dictionary, got {config!r}")
     path = Path(config)
@@ -72,14 +89,14 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LayerConf
         raise FileNotFoundError(f"config {path} is not a file; {REMEDY}")
     try:
         given = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, something twice, or too deep
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a name twice, or nested too deeply
         raise ValueError(f"config {path} cannot be read: {error}; {REMEDY}") from error
-    return _parsed(given, f"config {path}")
+    return _parse_config(given, f"config {path}")
 
 
 def write_config(path: Path, config: LayerConfig, about: Mapping[str, Any] | None = None) -> None:
-    """Write a file that `read_config` takes, a line per layer."""
-    layers = {str(layer): describe(method) for layer, method in sorted(_numbered(config.methods).items())}
+    """Write a file for `read_config`, with one line per layer."""
+    numbered = {layer: method for layer, method in config.methods.items() if isinstance(layer, int)}
     lines = [f'  "format": "{FORMAT}", "version": {VERSION}']
     if about:
         lines.append('  "about": ' + json.dumps(about, indent=2).replace("\n", "\n  "))
@@ -87,16 +104,21 @@ def write_config(path: Path, config: LayerConfig, about: Mapping[str, Any] | Non
         lines.append(f'  "num_hidden_layers": {config.num_hidden_layers}')
     if "default" in config.methods:
         lines.append(f'  "default": {json.dumps(describe(config.methods["default"]))}')
-    listed = ",\n".join(f'    "{layer}": {json.dumps(method)}' for layer, method in layers.items())
-    lines.append('  "layers": {\n' + listed + "\n  }" if layers else '  "layers": {}')
+    listed = ",\n".join(f'    "{layer}": {json.dumps(describe(method))}' for layer, method in sorted(numbered.items()))
+    lines.append('  "layers": {\n' + listed + "\n  }" if numbered else '  "layers": {}')
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """A method as the file has it: its name and arguments, without those that are None and parts that are as usual."""
+    """A method as it is written: its name and arguments, without those that are None and without default parts."""
     if type(method) not in METHODS.values():
         raise TypeError(f"only {', '.join(METHODS)} can be written to a file, got {method!r}")
     return {"method": type(method).__name__, **_arguments(method)}
+
+
+def parse_method(where: str, given: object) -> Any:
+    """The method that `describe` described; errors name the place, `where`."""
+    return _parse(where, given, "method", METHODS)
 
 
 def _arguments(strategy: Any) -> dict[str, Any]:
@@ -104,17 +126,13 @@ def _arguments(strategy: Any) -> dict[str, Any]:
     for field in dataclasses.fields(strategy):
         value = getattr(strategy, field.name)
         if dataclasses.is_dataclass(value):
-            usual = field.default_factory() if callable(field.default_factory) else field.default
-            if value == usual:
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            if value == default:
                 continue
             value = {"name": type(value).__name__, **_arguments(value)}
         if value is not None:
             found[field.name] = value
     return found
-
-
-def _numbered(methods: Mapping[int | str, Method]) -> dict[int, Method]:
-    return {layer: method for layer, method in methods.items() if isinstance(layer, int)}
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,7 +144,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parsed(given: object, where: str) -> LayerConfig:
+def _parse_config(given: object, where: str) -> LayerConfig:
     if not isinstance(given, Mapping) or given.get("format") != FORMAT:
         raise ValueError(f'{where} must be an object with "format": "{FORMAT}"; {REMEDY}')
     if given.get("version") != VERSION:
@@ -135,51 +153,53 @@ def _parsed(given: object, where: str) -> LayerConfig:
             "write it again with `nearfield eval`, or use the nearfield that wrote it"
         )
     _check_known(where, given, ENTRIES)
-    count = given.get("num_hidden_layers")
-    _checked(where, check_positive, "num_hidden_layers", count, optional=True)
+    depth = given.get("num_hidden_layers")
+    with _place_named(where):
+        check_positive("num_hidden_layers", depth, optional=True)
     layers = given.get("layers", {})
     if not isinstance(layers, Mapping):
-        raise ValueError(f'{where}: "layers" must be an object from numbers of layers to methods, got {layers!r}')
+        raise ValueError(f'{where}: "layers" must be an object from layer numbers to methods, got {layers!r}')
     methods: dict[int | str, Method] = {}
     if "default" in given:
-        methods["default"] = _strategy(f"{where}, default", given["default"], "method", METHODS)
+        methods["default"] = parse_method(f"{where}, default", given["default"])
     for name, method in layers.items():
-        layer = _layer(where, name, count)
+        layer = _parse_layer(where, name, depth)
         if layer in methods:
             raise ValueError(f"{where}: layer {layer} is there twice, remove one of them")
-        methods[layer] = _strategy(f"{where}, layer {layer}", method, "method", METHODS)
-    return LayerConfig(methods, count)
+        methods[layer] = parse_method(f"{where}, layer {layer}", method)
+    return LayerConfig(methods, depth)
 
 
-def _layer(where: str, name: object, count: int | None) -> int:
-    if isinstance(name, str) and name.isdecimal():
-        name = int(name)
-    if isinstance(name, bool) or not isinstance(name, int) or name < 0:
-        raise ValueError(f'{where}: "layers" must have the numbers of layers as names, such as "0"; got {name!r}')
-    if count is not None and name >= count:
-        raise ValueError(f"{where}: there is no layer {name} in a model of {count}; they are counted from 0")
-    return name
+def _parse_layer(where: str, name: Any, depth: int | None) -> int:
+    layer = int(name) if isinstance(name, str) and name.isdecimal() else name
+    if not _is_layer_number(layer):
+        raise ValueError(f'{where}: the names in "layers" must be layer numbers, such as "0"; got {name!r}')
+    if depth is not None and layer >= depth:
+        raise ValueError(f"{where}: a model of {depth} layers has no layer {layer}; layers are counted from 0")
+    return layer
 
 
-def _strategy(where: str, given: object, title: str, known: Mapping[str, type]) -> Any:
-    """An object of one of the `known` classes, named by the entry `title`; the other entries are its arguments."""
+def _parse(where: str, given: object, title: str, known: Mapping[str, type]) -> Any:
+    """An object of one of the `known` classes. The entry `title` names the class, the others are its arguments."""
     if not isinstance(given, Mapping) or title not in given:
         raise ValueError(f'{where} must be an object such as {{"{title}": "{next(iter(known))}"}}, got {given!r}')
     name = given[title]
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{where}: {title} must be one of {', '.join(known)}; got {name!r}{_meant(name, known)}")
+        raise ValueError(f"{where}: {title} must be one of {', '.join(known)}; got {name!r}{_suggestion(name, known)}")
     arguments = {key: value for key, value in given.items() if key != title}
     _check_known(f"{where}, {name}", arguments, [field.name for field in dataclasses.fields(known[name]) if field.init])
     for key, value in arguments.items():
         if key in PARTS:
-            arguments[key] = _strategy(f"{where}, {key}", value, "name", PARTS[key])
-    return _checked(f"{where}, {name}", known[name], **arguments)
+            arguments[key] = _parse(f"{where}, {key}", value, "name", PARTS[key])
+    with _place_named(f"{where}, {name}"):
+        return known[name](**arguments)
 
 
-def _checked(where: str, make: Any, *arguments: Any, **options: Any) -> Any:
-    """What the call returns; what it has to say against its arguments is told with the place in the file."""
+@contextmanager
+def _place_named(where: str) -> Iterator[None]:
+    """Let errors about arguments name the place in the file."""
     try:
-        return make(*arguments, **options)
+        yield
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -187,9 +207,9 @@ def _checked(where: str, make: Any, *arguments: Any, **options: Any) -> Any:
 def _check_known(where: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{where} takes {', '.join(known) or 'no arguments'}; got {name!r}{_meant(name, known)}")
+            raise ValueError(f"{where} takes {', '.join(known) or 'no arguments'}; got {name!r}{_suggestion(name, known)}")
 
 
-def _meant(name: object, known: Collection[str]) -> str:
+def _suggestion(name: object, known: Collection[str]) -> str:
     close = difflib.get_close_matches(str(name), list(known), 1)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""What each query of a call sees, in a few numbers and vectors; made into booleans only for the rows that are looked at."""
+"""Masks as a few numbers and vectors, turned into booleans only for the rows at hand."""
 
 from __future__ import annotations
 
@@ -14,77 +14,77 @@ from nearfield import _compat
 from nearfield.problem import is_traced
 
 MaskFunction = Callable[..., Any]
-"""One of Transformers' mask functions: (batch, head, query position, key position) to booleans."""
+"""A mask function of Transformers: from (batch, head, query position, key position) to booleans."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask function taken apart. A query at position p sees a key at position j where all of this holds:
+    """A mask function taken apart. A query at position p sees a key at position j if all of these hold:
 
-    p - before <= j <= p + after (no bound where None), both are in one packed sequence, and `others` are all true.
+    p - before <= j <= p + after (None: no bound), both are in the same packed sequence, and all of `others` are true.
     """
 
     before: int | None = None
     after: int | None = None
     sequence_of: Tensor | None = None
-    """`[batch, length]`, the number of the packed sequence that a position belongs to"""
+    """`[batch, length]`: the number of the packed sequence that a position belongs to"""
     others: tuple[MaskFunction, ...] = ()
 
     def __and__(self, other: Pattern) -> Pattern:
         others = self.others + other.others
         if self.sequence_of is not None and other.sequence_of is not None:
-            raise ValueError("a mask has two divisions into packed sequences")
+            raise ValueError("a mask cannot divide the tokens into packed sequences twice")
         sequence_of = other.sequence_of if self.sequence_of is None else self.sequence_of
-        return Pattern(_least(self.before, other.before), _least(self.after, other.after), sequence_of, others)
+        return Pattern(_smaller(self.before, other.before), _smaller(self.after, other.after), sequence_of, others)
 
 
-def _least(one: int | None, other: int | None) -> int | None:
+def _smaller(one: int | None, other: int | None) -> int | None:
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
 
 
 def recognise(function: MaskFunction) -> Pattern:
-    """Take a mask function apart. What is not one of Transformers' own stays whole, as one of `others`: slower, not wrong.
+    """Take a mask function apart. One that is not Transformers' own stays whole, as one of `others`: slower, but right.
 
-    The compiler does not let us look into functions that were made while it traces: there, all but the two plainest stay whole.
+    While torch.compile traces, functions cannot be looked into, and all but the two simplest stay whole.
     """
     masking_utils = _compat.masking_utils()
     if function is masking_utils.causal_mask_function:
         return Pattern(after=0)
     if function is masking_utils.bidirectional_mask_function:
         return Pattern()
-    if is_traced() or getattr(function, "__module__", None) != masking_utils.__name__:
+    if is_traced():
         return Pattern(others=(function,))
-    inside = _compat.closed_over(function)
-    match function.__qualname__.partition(".")[0], inside:
-        case "and_masks", {"mask_functions": functions}:
+    match _compat.mask_function_parts(function):
+        case "and", functions:
             pattern = Pattern()
             for part in functions:
                 pattern = pattern & recognise(part)
             return pattern
-        case "sliding_window_overlay", {"sliding_window": int(window)}:
-            return Pattern(before=window - 1)
-        case "sliding_window_bidirectional_overlay", {"sliding_window": int(window)}:
-            return Pattern(before=window, after=window)
-        case "chunked_overlay", {"chunk_size": int(size)}:
+        case "window", width:
+            return Pattern(before=width - 1)
+        case "both sides", reach:
+            return Pattern(before=reach, after=reach)
+        case "chunks", size:
             return Pattern(before=size - 1, after=size - 1, others=(function,))
-        case "packed_sequence_mask_function", {"packed_sequence_mask": Tensor() as sequence_of}:
+        case "packed", sequence_of:
             return Pattern(sequence_of=sequence_of)
     return Pattern(others=(function,))
 
 
 class LazyMask(BlockMask):
-    """The mask of one forward pass: row i stands at key i + shift and sees what `pattern` and `counts` let it see.
+    """The mask of one forward pass: row i stands at key i + shift and sees what `pattern` and `key_padding` let it see.
 
-    It is a `BlockMask` only in name: of all that is not a tensor, Transformers hands those on to the layers untouched. None of
-    the tables of a `BlockMask` exist.
+    It is a `BlockMask` in name only, and has none of its tables: a `BlockMask` is the one mask besides tensors that Transformers
+    hands on to the layers untouched.
 
     Attributes:
-        queries, keys: how many there are; keys behind the last one that any query sees (of a static cache) are not counted.
-        key_length: of the keys that the layers will be given.
-        shift: the position of the first query minus that of the first key; a tensor where it cannot be looked at.
-        counts: `[batch, keys]`, False where a key is padding; None where all count.
+        queries, keys: how many there are. Keys after the last one that any query sees (in a static cache) are left out.
+        key_length: how many keys the layers will be given.
+        shift: position of the first query minus position of the first key; a tensor if its value cannot be looked at.
+        key_padding: `[batch, keys]`, False for padding; None if there is none.
+        positions: of the first query and the first key, as `pattern.others` count them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LazyMask(BlockMask):
         keys: int,
         pattern: Pattern,
         shift: int | Tensor = 0,
-        counts: Tensor | None = None,
+        key_padding: Tensor | None = None,
         *,
         key_length: int | None = None,
         positions: tuple[int | Tensor, int] = (0, 0),
@@ -103,10 +103,8 @@ class LazyMask(BlockMask):
     ) -> None:
         self.batch, self.queries, self.keys = batch, queries, keys
         self.key_length = keys if key_length is None else key_length
-        self.pattern, self.shift, self.counts = pattern, shift, counts
-        self.positions = positions
-        """of the first query and the first key, as `pattern.others` count them"""
-        self.use_vmap, self.device = use_vmap, device
+        self.pattern, self.shift, self.key_padding = pattern, shift, key_padding
+        self.positions, self.use_vmap, self.device = positions, use_vmap, device
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,29 +121,29 @@ class LazyMask(BlockMask):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyMask:
-        """Itself: what it shows is put where the layer wants it."""
+        """Itself: the layer moves what it gets from `dense`."""
         return self
 
     def __repr__(self) -> str:
-        counts = None if self.counts is None else tuple(self.counts.shape)
-        return f"LazyMask({self.queries} queries, {self.keys} keys, {self.pattern}, shift={self.shift}, counts={counts})"
+        padding = None if self.key_padding is None else tuple(self.key_padding.shape)
+        return f"LazyMask({self.queries} queries, {self.keys} keys, {self.pattern}, shift={self.shift}, key_padding={padding})"
 
     __str__ = __repr__
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(
-            f"this model slices its attention masks, and nearfield's are not tensors; got [{index}]. "
-            'Use attn_implementation="sdpa" with this model.'
+            f"this model slices its attention mask ([{index}]), but nearfield's masks are not tensors; "
+            'use attn_implementation="sdpa" with this model'
         )
 
     @property
     def is_causal(self) -> bool:
-        """Whether each row sees all keys up to its own (that count), and nothing else holds."""
+        """Whether each row sees all keys up to its own, padding apart."""
         return self._is_band and self.pattern.before is None and self.pattern.after == 0 and isinstance(self.shift, int)
 
     @property
-    def is_open(self) -> bool:
-        """Whether every row sees all keys (that count)."""
+    def is_full(self) -> bool:
+        """Whether every row sees all keys, padding apart."""
         return self._is_band and self.pattern.before is None and self.pattern.after is None
 
     @property
@@ -154,17 +152,17 @@ class LazyMask(BlockMask):
 
     @property
     def reach(self) -> int | None:
-        """How many keys a row sees at most, where less than all."""
+        """How many keys a row sees at most; None: all of them."""
         before, after = self.pattern.before, self.pattern.after
         return None if before is None or after is None else before + 1 + after
 
     @property
     def entries(self) -> int:
-        """How many different masks there are along the batch, at most."""
-        return 1 if self._is_band and self.counts is None else self.batch
+        """How many masks along the batch may differ."""
+        return 1 if self._is_band and self.key_padding is None else self.batch
 
-    def seen_by(self, rows: slice) -> slice:
-        """The keys that any of these rows may see; at least one."""
+    def keys_of(self, rows: slice) -> slice:
+        """The range of keys that these rows may see; at least one key."""
         if not isinstance(self.shift, int):
             return slice(0, self.keys)
         before, after = self.pattern.before, self.pattern.after
@@ -172,18 +170,18 @@ class LazyMask(BlockMask):
         stop = self.keys if after is None else min(self.keys, rows.stop + self.shift + after)
         return slice(start, max(stop, start + 1))
 
-    def show(self, rows: slice, keys: slice) -> Tensor | None:
-        """Booleans `[batch or 1, 1, rows, keys]`; None where all is seen."""
+    def dense(self, rows: slice, keys: slice) -> Tensor | None:
+        """Booleans `[batch or 1, 1, rows, keys]`; None if all rows see all keys."""
         parts = [*self._band(rows, keys), *self._same_sequence(rows, keys)]
-        if self.counts is not None:
-            parts.append(self.counts[:, None, None, keys])
-        # Not a comprehension: the compiler would make a program for each length of one.
+        if self.key_padding is not None:
+            parts.append(self.key_padding[:, None, None, keys])
+        # No comprehension: torch.compile would compile one program for each length of the list.
         for function in self.pattern.others:
             parts.append(self._other(function, rows, keys))
-        shown = None
+        mask = None
         for part in parts:
-            shown = part if shown is None else shown & part
-        return shown
+            mask = part if mask is None else mask & part
+        return mask
 
     def _band(self, rows: slice, keys: slice) -> list[Tensor]:
         before, after = self.pattern.before, self.pattern.after
@@ -219,7 +217,7 @@ class LazyMask(BlockMask):
         )
 
     def sequences(self) -> list[list[slice]]:
-        """The packed sequences of each batch entry, as ranges of rows. Looks at values."""
+        """The packed sequences of each batch entry, as ranges of rows. This looks at values, so it waits for a GPU."""
         assert self.pattern.sequence_of is not None
         ranges = []
         for numbers in self.pattern.sequence_of.tolist():
@@ -230,13 +228,13 @@ class LazyMask(BlockMask):
     def of_sequence(self, entry: int, rows: slice) -> LazyMask:
         """The mask of one packed sequence by itself."""
         length = rows.stop - rows.start
-        counts = None if self.counts is None else self.counts[entry : entry + 1, rows]
-        pattern = Pattern(self.pattern.before, self.pattern.after)
-        return LazyMask(1, length, length, _bounded(pattern, length, length, 0), 0, counts, device=self.device)
+        padding = None if self.key_padding is None else self.key_padding[entry : entry + 1, rows]
+        pattern = _without_idle_bounds(Pattern(self.pattern.before, self.pattern.after), length, length, 0)
+        return LazyMask(1, length, length, pattern, 0, padding, device=self.device)
 
 
-def _bounded(pattern: Pattern, queries: int, keys: int, shift: int) -> Pattern:
-    """Without bounds that no row and no key of a call can reach."""
+def _without_idle_bounds(pattern: Pattern, queries: int, keys: int, shift: int) -> Pattern:
+    """The pattern without bounds that hide nothing in a call of this size."""
     before, after = pattern.before, pattern.after
     if before is not None and before >= queries - 1 + shift:
         before = None
@@ -260,11 +258,11 @@ def make_mask(
     device: torch.device | str = "cpu",
     **unused: Any,
 ) -> LazyMask | Tensor | None:
-    """The mask function that Transformers calls, once per forward pass and kind of layer.
+    """The function that Transformers calls for a mask, once per forward pass and kind of layer.
 
     Returns:
-        None where the layers' own `is_causal` says it all; a boolean tensor, as for SDPA, for a single query, whose mask is as
-        small as any description of it; else a `LazyMask`.
+        None if the layers' own `is_causal` says it all; a boolean tensor, as for SDPA, for a single query, whose mask is as small
+        as any description of it; else a `LazyMask`.
     """
     function = mask_function or _compat.masking_utils().causal_mask_function
     if q_length == 1:
@@ -283,42 +281,45 @@ def make_mask(
             device=device,
         )
     pattern = recognise(function)
-    shift = _looked_at(q_offset - kv_offset)
+    shift = _as_int(q_offset - kv_offset)
     keys = kv_length
     if isinstance(shift, int):
-        pattern = _bounded(pattern, q_length, kv_length, shift)
+        pattern = _without_idle_bounds(pattern, q_length, kv_length, shift)
         if pattern.after is not None:
             keys = max(1, min(kv_length, q_length + shift + pattern.after))
-    counts = _counts(attention_mask, batch_size, keys, kv_offset)
+    padding = _key_padding(attention_mask, batch_size, keys, kv_offset)
     mask = LazyMask(
         batch_size,
         q_length,
         keys,
         pattern,
         shift,
-        counts,
+        padding,
         key_length=kv_length,
         positions=(q_offset, kv_offset),
         use_vmap=use_vmap,
         device=device,
     )
     starts_together = isinstance(shift, int) and shift == 0
-    if allow_is_causal_skip and counts is None and mask.is_causal and starts_together:
+    if allow_is_causal_skip and padding is None and mask.is_causal and starts_together:
         return None
-    if allow_is_bidirectional_skip and counts is None and mask.is_open:
+    if allow_is_bidirectional_skip and padding is None and mask.is_full:
         return None
     return mask
 
 
-def _looked_at(number: int | Tensor) -> int | Tensor:
-    """As a plain integer, where one may look: the length of a static cache is kept as a tensor."""
+def _as_int(number: int | Tensor) -> int | Tensor:
+    """A plain integer, if the value may be looked at: a static cache keeps its length in a tensor."""
     return number if isinstance(number, int) or is_traced() or not isinstance(number, Tensor) else int(number)
 
 
-def _counts(attention_mask: Tensor | None, batch: int, keys: int, first_key: int) -> Tensor | None:
-    """`[batch, keys]` of what the tokenizer calls attention mask, None if all count; keys that it does not know of yet do not."""
+def _key_padding(attention_mask: Tensor | None, batch: int, keys: int, first_key: int) -> Tensor | None:
+    """`[batch, keys]`, False for padding, from what a tokenizer calls attention mask; None if there is no padding.
+
+    Keys that the attention mask is too short for have not been written yet, and are hidden like padding.
+    """
     if attention_mask is None:
         return None
-    counts = attention_mask.to(torch.bool).expand(batch, -1)[:, first_key : first_key + keys]
-    counts = torch.nn.functional.pad(counts, (0, keys - counts.shape[1]))
-    return None if not is_traced() and bool(counts.all()) else counts
+    padding = attention_mask.to(torch.bool).expand(batch, -1)[:, first_key : first_key + keys]
+    padding = torch.nn.functional.pad(padding, (0, keys - padding.shape[1]))
+    return None if not is_traced() and bool(padding.all()) else padding

@@ -1,43 +1,55 @@
-"""`Memory`: a text that a model has read once, kept in cells in a file, for later questions to attend to."""
+"""`Memory`: a text that a model has read once, kept in cells and in a file, for later questions to attend to."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nearfield import _compat
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.method import Cells
 from nearfield.crossover import dtype_name
-from nearfield.hf.cache import CellCache, CellLayer
-from nearfield.hf.memory_file import MOMENTS, Contents, check_model, fingerprint, read_memory, write_memory
-from nearfield.hf.reading import check_reader, plan_reading, read_text
+from nearfield.hf.cache import CellCache, CellLayer, DynamicCache
+from nearfield.hf.memory_file import MOMENTS, Contents, Reading, check_model, fingerprint, read_memory, write_memory
+from nearfield.hf.register import is_registered
+from nearfield.problem import to_autocast_dtype
 
 PROBES = 256
-"""Cells that a token after the text opens: 4,096 keys where cells have 16 (up to 8,192 tokens), 16,384 of 131,072."""
+"""Cells that a token after the text opens: 4,096 keys if cells have 16 (up to 8,192 tokens), 16,384 of 131,072."""
 
-ONE_ANSWER = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
-"""What `generate` is told of an answer where nobody says otherwise."""
+KNOWN_POSITIONS = 8192
+"""Of a model that does not say how many positions it knows."""
+
+CHUNK, GAP = 4096, 1024
+"""Sizes where positions restart, at most; half and an eighth of the positions that a model knows if that is less."""
+
+RELATIVE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings for which only differences of positions matter, however large the positions are."""
+
+GENERATION = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+"""Options of `generate` for an answer, unless the caller says otherwise."""
 
 
 class Memory:
-    """What a model keeps of a text: its tokens, and per layer its keys and values, in cells as far as segments are closed.
+    """What a model keeps of a text: its tokens, and the keys and values of each layer, in cells as far as segments are closed.
 
     Attributes:
         tokens: `[1, length]`, the text.
-        method: the `Cells(...)` by which it is kept, and attended to.
-        reading: how it was read: which positions its tokens had, and how many of them were read at a time.
-        fingerprint: of the model; `load` and `ask` refuse any other. Nobody asks a cache: use it with no other one either.
+        method: the `Cells(...)` that keeps it and attends to it.
+        reading: how it was read: the positions of its tokens, and how many of them were read at a time.
+        fingerprint: of the model. `load` and `ask` refuse any other model. A cache does not check: use it with this model only.
 
     Questions come after the text. Their tokens attend to it as later tokens attend to a `CellCache`, and nothing of it is
-    computed again. A memory that was loaded leaves keys and values of closed segments in its file, of which a step reads what it
-    opens; the moments of all cells are in memory.
+    computed again. A loaded memory leaves keys and values of closed segments in its file, and a step reads those it opens; the
+    moments of all cells are in memory.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,7 +68,7 @@ class Memory:
         self.reading, self.fingerprint = contents.reading, contents.fingerprint
         self._contents = contents
         self._model = None if model is None else weakref.ref(model)
-        """known to be the one that has read the text"""
+        """a model that is known to be the one that has read the text"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Memory, (self._contents,)
@@ -72,60 +84,59 @@ class Memory:
         chunk: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Memory:
-        """Let a model read a text, integers `[1, length]`.
+        """Let a model read a text, given as integers `[1, length]`.
 
         Args:
-            method: `Cells(...)`, as for `CellCache`. None: `Cells(probes=256)`, for a question is short and may look at more than
-                each token of a long answer.
-            positions: "running": the text is one sequence, and every token sees all before it. "restart": the text may be longer
-                than any that the model was trained on. It is read in chunks, each by itself after the first `sinks` tokens of
-                the text, and all chunks have the same positions, shortly before those of a question. For models with rotary
-                embeddings. None: "restart" if the text would leave a question less than an eighth of the positions the model
+            method: `Cells(...)`, as for `CellCache`. None: `Cells(probes=256)`; a question is short, so each of its tokens may
+                look at more than the tokens of a long answer.
+            positions: "running": the text is one sequence, and every token sees all tokens before it. "restart": for texts longer
+                than any the model was trained on, and models with rotary embeddings. The text is read in chunks, each by itself
+                after the first `sinks` tokens of the text, and all chunks get the same positions, a little before those of a
+                question. None: "restart" if the text would leave a question less than an eighth of the positions that the model
                 knows.
-            chunk: how many tokens are read at a time. None: all; where positions start again 4,096, or half of the positions that
-                the model knows if that is less.
-            progress: is told how many tokens have been read, after every chunk.
+            chunk: tokens to read at a time. None: all of them; if positions restart, 4,096, or half of the positions that the
+                model knows if that is less.
+            progress: called after every chunk with the number of tokens read so far.
         """
         text = _checked_text(tokens)
-        check_reader(model)
+        _check_reader(model)
         method = Cells(probes=PROBES) if method is None else method
         cache = CellCache(method, config=model.config)
-        other = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
-        if other:
-            raise ValueError(f"a memory needs full attention in all layers, and this model has a {other.pop()}")
+        others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
+        if others:
+            raise ValueError(f"a memory needs full attention in all layers, but this model has a {others.pop()}")
         reading = plan_reading(model.config.get_text_config(), text.shape[1], method.sinks, positions, chunk)
-        read_text(model, text.to(model.device), cache, reading, progress)
-        state = [layer.store.state for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.state]
-        bounds = torch.tensor(state[0].bounds)
-        contents = Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, [_kept(x) for x in state])
-        return Memory(contents, model)
+        _read_text(model, text.to(model.device), cache, reading, progress)
+        states = [layer.store.state for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.state]
+        bounds, layers = torch.tensor(states[0].bounds), [_layer_tensors(state) for state in states]
+        return Memory(Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, layers), model)
 
     def __repr__(self) -> str:
         return f"Memory({self.tokens.shape[1]} tokens, {self.method}, {self.reading})"
 
     def cache(self, audit: bool = False, device: torch.device | str | None = None) -> CellCache:
-        """A cache that has the text in it; pass it with the tokens of text and question. The memory stays as it is.
+        """A cache that holds the text; pass it along with the tokens of text and question. The memory itself never changes.
 
-        `device`: where the model is; None: where the memory is, which is the CPU for one that was loaded.
+        `device`: of the model. None: where the memory is; a loaded one is on the CPU.
         """
         cache = CellCache(self.method, audit=audit)
-        for kept in self._contents.layers:
+        for tensors in self._contents.layers:
             layer = CellLayer(self.method, audit)
-            layer.store.state = _held({name: x.to(device) for name, x in kept.items()}, self._contents.bounds, layer)
+            layer.store.state = _restored({name: x.to(device) for name, x in tensors.items()}, self._contents.bounds, layer)
             cache.layers.append(layer)
         return cache
 
     def to(self, device: torch.device | str) -> Memory:
-        """The same memory on another device, so that not every question has to bring it there."""
-        layers = [{name: x.to(device) for name, x in kept.items()} for kept in self._contents.layers]
+        """The same memory on another device, so that not every question has to move it there."""
+        layers = [{name: x.to(device) for name, x in tensors.items()} for tensors in self._contents.layers]
         return Memory(dataclasses.replace(self._contents, layers=layers), self._model and self._model())
 
     def ask(self, model: Any, tokenizer: Any, question: str, max_new_tokens: int = 64, **options: Any) -> str:
-        """What the model says after the text and a question; `options` go to `generate`, which is greedy if they say nothing.
+        """What the model says after the text and a question. `options` go to `generate`, which is greedy by default.
 
-        Beams may be asked for, several answers or a dictionary may not: those are for `generate` itself, and `cache`.
+        Beam search works. For several answers, or for a dictionary, call `generate` yourself with `cache()`.
         """
-        chosen = _one_answer(options)
+        chosen = _generation_options(options)
         if self._model is None or self._model() is not model:
             check_model("this memory", self.fingerprint, self._contents.dtype, model)
             self._model = weakref.ref(model)
@@ -146,15 +157,15 @@ class Memory:
         return answer
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file of safetensors. If that fails or is interrupted, a file that was there before stays as it was."""
+        """Write a safetensors file. If that fails or is interrupted, a file that was there before stays as it was."""
         write_memory(Path(path), self._contents)
 
     @staticmethod
     def load(path: str | os.PathLike[str], model: Any, verify: bool = True) -> Memory:
-        """Read a file that `save` has written of a text that this model has read. Raises ValueError on any other.
+        """Read a file that `save` has written, of a text that this model has read. Raises ValueError on any other file.
 
-        `verify`: look at every byte once, and compare with the digest that the file has of itself. Without it a large file is
-        there at once, and a damaged one may go unnoticed; shapes, sizes and places are checked in any case.
+        `verify`: read every byte once and compare with the digest in the file. Without it a large file loads at once, but damage
+        to its numbers may go unnoticed; shapes, sizes and places are always checked.
         """
         return Memory(read_memory(Path(path), model, verify), model)
 
@@ -170,12 +181,24 @@ def _checked_text(tokens: object) -> Tensor:
     return tokens.detach().to("cpu", torch.int64, copy=True)
 
 
-def _one_answer(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `generate` for an answer that is a text."""
-    given = {name: getattr(options.get("generation_config"), name, None) for name in ONE_ANSWER}
-    chosen = {**ONE_ANSWER, **{name: x for name, x in given.items() if x is not None}, **options}
+def _check_reader(model: Any) -> None:
+    """Raises before any work if the model cannot attend to a cell cache: with "restart" only the first question would tell."""
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout may change what it reads; call model.eval() first")
+    name = _compat.attention_name(model)
+    if not is_registered(name):
+        raise ValueError(
+            f"the model attends by {name!r}, and only attention registered by nearfield can read a memory: hf.register(); "
+            'model.set_attn_implementation("nearfield")'
+        )
+
+
+def _generation_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `generate` for an answer that is one text: those given, those of a `generation_config`, then our own."""
+    config = {name: getattr(options.get("generation_config"), name, None) for name in GENERATION}
+    chosen = {**GENERATION, **{name: x for name, x in config.items() if x is not None}, **options}
     for name in ("num_return_sequences", "return_dict_in_generate"):
-        if (chosen[name] or ONE_ANSWER[name]) != ONE_ANSWER[name]:
+        if (chosen[name] or GENERATION[name]) != GENERATION[name]:
             raise ValueError(
                 f"ask answers with one text, got {name}={chosen[name]}; for more call model.generate with memory.tokens and the "
                 "tokens of the question, and past_key_values=memory.cache()"
@@ -183,28 +206,99 @@ def _one_answer(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _kept(state: CacheState) -> dict[str, Tensor]:
-    """The tensors of a layer, of a cache that nobody uses any more."""
+def plan_reading(config: Any, length: int, sinks: int, positions: str | None, chunk: int | None) -> Reading:
+    """How a model of this configuration reads so many tokens; None: as suits it."""
+    known = getattr(config, "max_position_embeddings", None) or KNOWN_POSITIONS
+    usable = known - known // 8  # an eighth is for question and answer
+    if positions is None:
+        positions = "running" if length <= usable else "restart"
+    if positions == "running":
+        return Reading(positions, length if chunk is None else chunk)
+    gap = min(GAP, known // 8)
+    chunk = max(1, min(CHUNK, known // 2)) if chunk is None else chunk
+    reading = Reading(positions, chunk, gap, max(1.0, math.log(length) / math.log(max(2, known))))
+    if not _is_relative(getattr(config, "rope_parameters", None)):
+        raise ValueError(
+            f"positions can only restart in models with rotary embeddings ({', '.join(RELATIVE)}), got {config.model_type} "
+            f"and a text of {length} tokens; read less of it, or pass positions='running' if the model knows so many"
+        )
+    if not sinks < chunk <= usable - sinks - gap:
+        raise ValueError(
+            f"chunk must be more than {sinks} and at most {usable - sinks - gap}, got {chunk}: the model knows {known} "
+            f"positions, of which {sinks} are for sinks, {gap} are a gap, and an eighth is for question and answer"
+        )
+    return reading
+
+
+def _is_relative(rope: Any) -> bool:
+    if not rope:
+        return False
+    kinds = [rope] if "rope_type" in rope else list(rope.values())  # or one for each kind of layer
+    return all(
+        isinstance(kind, Mapping) and kind.get("rope_type") in RELATIVE and "llama_4_scaling_beta" not in kind for kind in kinds
+    )
+
+
+def _read_text(model: Any, tokens: Tensor, cache: CellCache, reading: Reading, progress: Callable[[int], None] | None) -> None:
+    """Fill an empty cache with a text `[1, length]`."""
+    for start in range(0, tokens.shape[1], reading.chunk):
+        own = slice(start, start + reading.chunk)
+        if reading.positions == "running":
+            model.base_model(tokens[:, own], past_key_values=cache)
+        else:
+            _read_chunk(model, tokens, own, cache, reading)
+        if progress is not None:
+            progress(min(own.stop, tokens.shape[1]))
+    # Chunks that do not attend to each other are grouped into cells together, as one segment, when all of them are there.
+    for layer in cache.layers:
+        if isinstance(layer, CellLayer):
+            layer.store.close()
+
+
+def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, reading: Reading) -> None:
+    """Read a chunk by itself, after the first tokens of the text.
+
+    All chunks get the same positions, which end `gap` before those of a question. A question counts its positions from the length
+    of the text, as always; where only differences matter, that is as good as counting from 0. The first tokens of the text come
+    before every chunk because heads rest on the first tokens they read. Otherwise each chunk would bring such tokens of its own,
+    and together they would outweigh everything else. They are stored once.
+    """
+    stores = [layer.store for layer in cache.layers if isinstance(layer, CellLayer)]
+    sinks = stores[0].sizes.sinks
+    shared = sinks if own.start else 0
+    given = torch.cat([tokens[:, :shared], tokens[:, own]], 1)
+    first = tokens.shape[1] - reading.gap - sinks - reading.chunk
+    positions = torch.arange(first, first + given.shape[1], device=given.device)[None]
+    seen: Any = DynamicCache(config=model.config)
+    model.base_model(given, past_key_values=seen, position_ids=positions)
+    for store, layer in zip(stores, seen.layers, strict=True):
+        key, value = to_autocast_dtype(layer.keys, layer.values)
+        key[:, :, sinks:] *= reading.sharpness
+        store.append(key[:, :, shared:], value[:, :, shared:])
+
+
+def _layer_tensors(state: CacheState) -> dict[str, Tensor]:
+    """The tensors of a layer under their names in a file, from a cache that is not used any more."""
     found = {"keys": state.keys.filled, "values": state.values.filled, "order": state.order.filled, "sinks": state.sinks}
-    # On a GPU some are in bfloat16; a file is for all devices, and tables take them in as they keep them.
-    moments = {name: getattr(state.tables, name).filled for name in MOMENTS}
+    # On a GPU some moments are in bfloat16. A file is for all devices, and tables convert what they take.
+    moments = {name: getattr(state.tables, attribute).filled for name, attribute in MOMENTS.items()}
     found |= {name: x.to(state.tables.cross.dtype) if x.is_floating_point() else x for name, x in moments.items()}
     found |= {"cross": state.tables.cross, "pooled": state.tables.pooled}
     return {name: x.contiguous() for name, x in found.items()}
 
 
-def _held(kept: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> CacheState:
-    """What a store holds after it has read the text: closed segments stay where they are."""
-    keys, values = kept["keys"], kept["values"]
-    closed = kept["order"].shape[2]
-    state = CacheState(keys, values, layer.store.sizes, layer.store.method.partition, base=closed)
+def _restored(tensors: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> CacheState:
+    """The state of a store that has read the text. Keys and values of closed segments stay where they are."""
+    keys, values = tensors["keys"], tensors["values"]
+    closed = tensors["order"].shape[2]
+    state = CacheState(keys, values, layer.store.sizes, layer.store.method.partition, memory_length=closed)
     state.keys.append(keys[:, :, closed:])
     state.values.append(values[:, :, closed:])
-    state.order.append(kept["order"])
-    for name in MOMENTS:
-        getattr(state.tables, name).append(kept[name])
-    state.tables.cross, state.tables.pooled = kept["cross"].clone(), kept["pooled"].clone()
-    state.sinks = kept["sinks"].clone()
+    state.order.append(tensors["order"])
+    for name, attribute in MOMENTS.items():
+        getattr(state.tables, attribute).append(tensors[name])
+    state.tables.cross, state.tables.pooled = tensors["cross"].clone(), tensors["pooled"].clone()
+    state.sinks = tensors["sinks"].clone()
     state.bounds = bounds.tolist()
-    state.mark(None)
+    state.settle_padding(None)
     return state

@@ -1,10 +1,11 @@
-"""The file of a memory: safetensors with a header that says what it is, written whole or not at all, checked when it is read."""
+"""The file of a memory: safetensors and a header. It is written whole or not at all, and checked when it is read."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import secrets
 import stat
@@ -18,31 +19,67 @@ from torch import Tensor
 
 from nearfield.cells.cache.store import check_method
 from nearfield.cells.method import Cells
-from nearfield.cells.partition import BUILT_IN
 from nearfield.cells.sizes import CacheSizes
+from nearfield.checks import check_positive
 from nearfield.crossover import dtype_name
-from nearfield.hf.config import describe
-from nearfield.hf.reading import Reading
+from nearfield.hf.config import describe, parse_method
 
 FORMAT, VERSION = "nearfield-memory", "3"
 
 TOKENS, BOUNDS = "tokens", "bounds"
 
-MOMENTS = ("start", "size", "void", "centroid", "variance", "value")
+MOMENTS = {
+    "start": "start",
+    "size": "size",
+    "void": "log_exists",
+    "centroid": "centroid",
+    "variance": "variance",
+    "value": "value",
+}
+"""Moments of cells: the names of their tensors in a file, and of the attributes of `CacheTables`."""
 
 TENSORS = ("keys", "values", "order", "sinks", *MOMENTS, "cross", "pooled")
-"""Of every layer."""
+"""Names of the tensors of a layer."""
+
+POSITIONS = ("running", "restart")
 
 SAMPLE = 64
-"""Numbers of every weight that go into the fingerprint of a model."""
+"""Entries of each weight that go into the fingerprint of a model."""
 
-NOT_OF_THE_MODEL = (
+IRRELEVANT = (
     *("_*", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("*_token_id", "tokenizer_class", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
     *("output_*", "return_dict", "use_return_dict", "use_cache", "chunk_size_feed_forward", "initializer_range"),
     *("task_specific_params", "pretraining_tp"),
 )
-"""Makes no difference to keys and values: where a model comes from, how it was made, and what becomes of its output."""
+"""Entries of a configuration that do not affect keys and values: where a model comes from, and what becomes of its output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a text was read.
+
+    Attributes:
+        positions: "running" or "restart".
+        chunk: how many tokens were read at a time.
+        gap: positions between the chunks and a question. Heads that look at the last few tokens find the question's own there,
+            and not the end of every chunk.
+        sharpness: factor on the keys after they were read, sinks apart: log(tokens) / log(known positions). Over more keys than
+            the model was trained on, attention would be flatter without it.
+    """
+
+    positions: str
+    chunk: int
+    gap: int = 0
+    sharpness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
+        check_positive("chunk", self.chunk)
+        check_positive("gap", self.gap, least=0)
+        if not isinstance(self.sharpness, float) or not 1.0 <= self.sharpness < math.inf:
+            raise ValueError(f"sharpness must be a number of at least 1, got {self.sharpness!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +95,20 @@ class Contents:
     dtype: str
     """of the model, such as "float32\""""
     bounds: Tensor
-    """`[segments + 1]`: where closed segments end, after where the first one begins; the same in all layers"""
+    """`[segments + 1]`: 0, and where each closed segment ends; the same in all layers"""
     layers: list[dict[str, Tensor]]
     """the tensors of every layer, by name"""
 
 
 def write_memory(path: Path, contents: Contents) -> None:
-    """Write beside the file and then take its place: whatever happens before that, what was there stays as it was."""
+    """Write a file beside `path`, then rename it: until that last step, what was there stays as it was."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    target = Path(os.path.realpath(path))  # where a link leads
+    target = Path(os.path.realpath(path))  # of a link, the file it leads to
     tensors = {TOKENS: contents.tokens.contiguous(), BOUNDS: contents.bounds}
-    for number, kept in enumerate(contents.layers):
-        tensors |= {f"layers.{number}.{name}": x.contiguous() for name, x in kept.items()}
+    for number, layer in enumerate(contents.layers):
+        tensors |= {f"layers.{number}.{name}": x.contiguous() for name, x in layer.items()}
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -81,24 +118,24 @@ def write_memory(path: Path, contents: Contents) -> None:
         "reading": json.dumps(dataclasses.asdict(contents.reading)),
         "layers": str(len(contents.layers)),
     }
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        beside.touch(exist_ok=False)
-        # That of an empty file is what the umask leaves; safetensors makes a file of its own, for the owner only.
-        mode = stat.S_IMODE((target if target.exists() else beside).stat().st_mode)
-        save_file(tensors, str(beside), metadata={**about, "digest": _digest(about, tensors)})
-        with beside.open("rb") as file:
+        partial.touch(exist_ok=False)
+        # An empty file has the mode that the umask leaves. The one that safetensors makes is for its owner only.
+        mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
+        save_file(tensors, str(partial), metadata={**about, "digest": _digest(about, tensors)})
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
-        beside.chmod(mode)
-        os.replace(beside, target)
+        partial.chmod(mode)
+        os.replace(partial, target)
     except (SafetensorError, OSError) as error:
         raise OSError(f"memory {path} cannot be written: {error}; what was there is unchanged") from error
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def read_memory(path: Path, model: Any, verify: bool) -> Contents:
-    """What `write_memory` has written of a text that this model has read. Raises ValueError on any other file."""
+    """Read what `write_memory` has written, of a text that this model has read. Raises ValueError on any other file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -112,14 +149,14 @@ def read_memory(path: Path, model: Any, verify: bool) -> Contents:
     method, reading, layers = _checked_header(path, about)
     check_model(f"memory {path}", about["fingerprint"], about["dtype"], model)
     if verify and about.pop("digest", None) != _digest(about, tensors):
-        raise ValueError(f"memory {path} is damaged: its digest is another one")
-    kept = _checked_tensors(path, tensors, layers, method)
-    return Contents(tensors[TOKENS], method, reading, about["fingerprint"], about["dtype"], tensors[BOUNDS], kept)
+        raise ValueError(f"memory {path} is damaged: it does not match its digest")
+    by_layer = _checked_tensors(path, tensors, layers, method)
+    return Contents(tensors[TOKENS], method, reading, about["fingerprint"], about["dtype"], tensors[BOUNDS], by_layer)
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model: what its configuration says of the computation, and then, with its dtype, some numbers of every weight."""
-    config = json.dumps([type(model).__name__, _of_the_model(model.config.to_dict())], sort_keys=True, default=str)
+    """Of a model: a digest of the relevant configuration, and one of some entries of every weight and their dtype."""
+    config = json.dumps([type(model).__name__, _relevant(model.config.to_dict())], sort_keys=True, default=str)
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         flat = weight.detach().reshape(-1)
@@ -129,22 +166,22 @@ def fingerprint(model: Any) -> str:
     return f"{hashlib.sha256(config.encode()).hexdigest()}-{digest.hexdigest()}"
 
 
-def _of_the_model(config: Any) -> Any:
-    """A configuration, also one inside of another, without what is not of the model."""
+def _relevant(config: Any) -> Any:
+    """A configuration, nested ones included, without its irrelevant entries."""
     if not isinstance(config, dict):
         return config
-    kept = {str(name): x for name, x in config.items() if not any(fnmatchcase(str(name), other) for other in NOT_OF_THE_MODEL)}
-    return {name: _of_the_model(x) for name, x in kept.items()}
+    kept = {str(name): x for name, x in config.items() if not any(fnmatchcase(str(name), pattern) for pattern in IRRELEVANT)}
+    return {name: _relevant(x) for name, x in kept.items()}
 
 
 def check_model(what: str, made_with: str, dtype: str, model: Any) -> None:
-    """Raises ValueError on a model other than the one of this fingerprint and dtype."""
+    """Raises ValueError unless the model has this fingerprint and dtype."""
     found, here = fingerprint(model), dtype_name(model.dtype)
     if found == made_with:
         return
     if here != dtype and found.partition("-")[0] == made_with.partition("-")[0]:
         raise ValueError(
-            f"{what} was made with the model in {dtype}, and this one is in {here}; load it in {dtype} (--dtype {dtype}), or let "
+            f"{what} was made with the model in {dtype}, but this one is in {here}; load it in {dtype} (--dtype {dtype}), or let "
             "it read the text, with Memory.read"
         )
     raise ValueError(f"{what} was made with another model; let this one read the text, with Memory.read")
@@ -163,20 +200,12 @@ def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, Reading, i
         found = f"{about.get('format')!r}, version {about.get('version')!r}"
         raise ValueError(f"memory {path} must be a file of format {FORMAT!r}, version {VERSION!r}, got {found}")
     try:
-        given = json.loads(about["method"])
-        if given.pop("method") != "Cells":
-            raise ValueError("method must be Cells")
-        if "partition" in given:
-            part = given["partition"]
-            given["partition"] = BUILT_IN[part.pop("name")](**part)
-        known = {field.name for field in dataclasses.fields(Cells)}
-        if not set(given) <= known:
-            raise ValueError(f"unknown arguments {sorted(set(given) - known)}")
-        method, reading, layers = Cells(**given), Reading(**json.loads(about["reading"])), int(about["layers"])
+        method = parse_method("method", json.loads(about["method"]))
         check_method(method)
+        reading, layers = Reading(**json.loads(about["reading"])), int(about["layers"])
         if not 0 < layers < 10**5 or not {"fingerprint", "dtype"} <= set(about):
             raise ValueError("layers, fingerprint or dtype missing")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"memory {path} has a header that makes no sense: {error}") from error
     return method, reading, layers
 
@@ -184,36 +213,34 @@ def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, Reading, i
 def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method: Cells) -> list[dict[str, Tensor]]:
     wanted = {TOKENS, BOUNDS} | {f"layers.{number}.{name}" for number in range(layers) for name in TENSORS}
     if set(tensors) != wanted:
-        raise ValueError(f"memory {path} should have other tensors; {sorted(set(tensors) ^ wanted)[:3]} are missing or unknown")
+        raise ValueError(f"memory {path} has the wrong tensors; {sorted(set(tensors) ^ wanted)[:3]} are missing or unknown")
     shape, dtype = tuple(tensors[TOKENS].shape), tensors[TOKENS].dtype
     if len(shape) != 2 or shape[0] != 1 or dtype != torch.int64:
         raise ValueError(f"memory {path} has tokens of shape {shape} and {dtype}, not [1, length] and torch.int64")
     length, bounds = shape[1], tensors[BOUNDS]
-    if not _are_bounds(
-        bounds, max(0, length - CacheSizes.of(method.segment, method.cell_size, method.window, method.sinks).window)
-    ):
+    sizes = CacheSizes.of(method.segment, method.cell_size, method.window, method.sinks)
+    if not _are_bounds(bounds, max(0, length - sizes.window)):
         raise ValueError(f"memory {path} is damaged: bounds")
     found = []
     for number in range(layers):
-        kept = {name: tensors[f"layers.{number}.{name}"] for name in TENSORS}
-        wrong = _wrong(kept, length, bounds, method)
-        if wrong:
-            raise ValueError(f"memory {path} is damaged: layer {number}, {wrong}")
-        found.append(kept)
+        layer = {name: tensors[f"layers.{number}.{name}"] for name in TENSORS}
+        damaged = _damaged(layer, length, bounds, sizes)
+        if damaged:
+            raise ValueError(f"memory {path} is damaged: layer {number}, {damaged}")
+        found.append(layer)
     return found
 
 
 def _are_bounds(bounds: Tensor, most: int) -> bool:
-    """Whether they begin at 0, ascend, and end at `most`, where the window begins, or before."""
+    """Whether they begin at 0, ascend, and end at `most` (where the window begins) or before."""
     if bounds.dim() != 1 or len(bounds) == 0 or bounds.dtype != torch.int64:
         return False
     return bool(bounds[0] == 0) and bool((bounds[1:] > bounds[:-1]).all()) and bool(bounds[-1] <= most)
 
 
-def _wrong(kept: dict[str, Tensor], length: int, bounds: Tensor, method: Cells) -> str | None:
-    """What is wrong with the tensors of a layer, if anything: shapes, dtypes, and places that are not there."""
-    sizes = CacheSizes.of(method.segment, method.cell_size, method.window, method.sinks)
-    keys, values = kept["keys"], kept["values"]
+def _damaged(layer: dict[str, Tensor], length: int, bounds: Tensor, sizes: CacheSizes) -> str | None:
+    """The first tensor of a layer that has a wrong shape or dtype, or places that do not exist; None: all are right."""
+    keys, values = layer["keys"], layer["values"]
     if keys.dim() != 4 or values.dim() != 4 or not keys.is_floating_point():
         return "keys"
     heads, dim, wide = keys.shape[1], keys.shape[3], values.shape[3]
@@ -234,19 +261,20 @@ def _wrong(kept: dict[str, Tensor], length: int, bounds: Tensor, method: Cells) 
         "pooled": ((1, heads), compute),
     }
     for name, (shape, dtype) in expected.items():
-        if kept[name].shape != shape or kept[name].dtype != dtype:
+        if layer[name].shape != shape or layer[name].dtype != dtype:
             return name
     lengths = bounds.diff()
     places: dict[str, tuple[Tensor, int, int | Tensor]] = {
-        "order": (kept["order"], 0, lengths.repeat_interleave(lengths) - 1),
-        "start": (kept["start"], 0, closed),
-        "size": (kept["size"], 0, closed),
-        "sinks": (kept["sinks"], -1, closed - 1),
-        "start and size": (kept["start"] + kept["size"], 0, closed),
+        "order": (layer["order"], 0, lengths.repeat_interleave(lengths) - 1),
+        "start": (layer["start"], 0, closed),
+        "size": (layer["size"], 0, closed),
+        "sinks": (layer["sinks"], -1, closed - 1),
+        "start and size": (layer["start"] + layer["size"], 0, closed),
     }
     for name, (place, least, most) in places.items():
         if place.numel() and not bool(((place >= least) & (place <= most)).all()):
             return name
-    came_from = kept["order"] + bounds[:-1].repeat_interleave(lengths)
-    is_there = torch.zeros(came_from.shape, dtype=torch.bool).scatter_(2, came_from, True)
+    # Within each segment, `order` must be a permutation.
+    key = layer["order"] + bounds[:-1].repeat_interleave(lengths)
+    is_there = torch.zeros(key.shape, dtype=torch.bool).scatter_(2, key, True)
     return None if bool(is_there.all()) else "order"

@@ -1,4 +1,4 @@
-"""What a cache gives to a layer in place of keys and values: a name for them, and an error for whoever takes it for numbers."""
+"""Handles that a cell cache gives to a layer in place of keys and values. Using one as numbers raises an error that explains."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nearfield.cells.cache.store import CellStore
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.masks import LazyMask
 
-_TOLD = {
+_ALLOWED = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "requires_grad", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.get_device}
-"""What may be asked of a handle: nothing that needs numbers."""
+"""What a handle answers: nothing that needs numbers."""
 
 
 class StoredKeys(Tensor):
-    """Keys (or values) of a store `[batch, heads, length, dim]`, which has shape, dtype and device but no numbers.
+    """A handle for the keys (or values) `[batch, heads, length, dim]` of a store: shape, dtype and device, but no numbers.
 
     Attributes:
-        store: where they are.
-        latest: those that the layer has just appended, `[batch, heads, rows, dim]`.
+        store: where the numbers are.
+        latest: the keys (or values) that the layer has just appended, `[batch, heads, rows, dim]`.
     """
 
     store: CellStore
@@ -43,7 +43,7 @@ class StoredKeys(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TOLD:
+        if func in _ALLOWED:
             with _compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
         return refuse(func)
@@ -56,11 +56,11 @@ class StoredKeys(Tensor):
 
 
 def refuse(func: Any) -> Any:
-    # Not a TypeError: Python takes that, of an operator, for a hint to try the other operand.
+    # Not a TypeError: Python would take it for a hint to try the other operand.
     raise RuntimeError(
         f"{getattr(func, '__name__', func)} was called on the keys or values of a CellCache, which only attention registered by "
-        'nearfield can read: hf.register(); model.set_attn_implementation("nearfield"). Where a model changes them before it '
-        "attends, use Transformers' DynamicCache"
+        'nearfield can read: hf.register(); model.set_attn_implementation("nearfield"). If the model itself changes them before '
+        "attending, use Transformers' DynamicCache"
     )
 
 
@@ -68,23 +68,23 @@ REMEDY = "use Transformers' DynamicCache with this model"
 
 
 def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: bool, bias: Tensor | None = None) -> Tensor:
-    """Attention of a layer, `[batch, heads, rows, dim]`: a prompt by the method, what comes later by the cache.
+    """Attention of a layer, `[batch, heads, rows, dim]`: the prompt by the method, later tokens by the cache.
 
-    `call.key` and `call.value` are handles, and what they stand for has just been stored.
+    `call.key` and `call.value` are handles; the keys and values of these rows have just been stored.
     """
     key, value = call.key, call.value
     if not isinstance(key, StoredKeys) or not isinstance(value, StoredKeys):
         raise TypeError(f"this model takes only keys or only values from its cache; {REMEDY}")
     if bias is not None:
-        raise ValueError(f"this model adds a position bias to its logits, which a cell cache does not know; {REMEDY}")
+        raise ValueError(f"this model adds a position bias to its logits, which a cell cache cannot do; {REMEDY}")
     if call.dropout:
         raise ValueError(f"a cell cache has no dropout, got {call.dropout}; call model.eval() first")
     store = key.store
     is_prompt = store.length == call.rows
-    counts = _counts(mask, call, store.length, is_prompt)
-    if counts is not None and len(counts) != len(key):
-        counts = counts.expand(len(key), -1)
-    store.mark(counts)
+    padding = _only_padding(mask, call, store.length, is_prompt)
+    if padding is not None and len(padding) != len(key):
+        padding = padding.expand(len(key), -1)
+    store.mark(padding)
     if not is_prompt:
         return store.attend(call.query, call.scale)
     output = serve(replace(call, key=key.latest, value=value.latest), mask, is_causal)
@@ -92,21 +92,21 @@ def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: boo
     return output
 
 
-def _counts(mask: LazyMask | Tensor | None, call: LayerCall, length: int, is_prompt: bool) -> Tensor | None:
-    """`[batch, length]` of the keys that count, None if all do. Raises on masks that say more than that."""
+def _only_padding(mask: LazyMask | Tensor | None, call: LayerCall, length: int, is_prompt: bool) -> Tensor | None:
+    """`[batch, length]`, False for padding; None if there is none. Raises if the mask hides more than padding and the future."""
     if mask is None:
         if call.rows > 1 and not is_prompt:
             raise ValueError(f"a cell cache with {length - call.rows} keys before the queries needs a mask, got none; {REMEDY}")
         return None
     if mask.shape[3] != length:
         raise ValueError(
-            f"the mask is for {mask.shape[3]} keys, and the cache has {length}; pass an attention_mask for all tokens, also "
-            "those in the cache"
+            f"the mask is for {mask.shape[3]} keys, but the cache has {length}; pass an attention_mask for all tokens, "
+            "including those in the cache"
         )
     if isinstance(mask, Tensor):
         if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != 1:
             raise ValueError(
-                f"a cell cache knows padding only, got a mask of {mask.dtype} and shape {tuple(mask.shape)}; pass an "
+                f"a cell cache takes padding only, got a mask of {mask.dtype} and shape {tuple(mask.shape)}; pass an "
                 f"attention_mask [batch, length], or {REMEDY}"
             )
         return mask[:, 0, 0]
@@ -114,4 +114,4 @@ def _counts(mask: LazyMask | Tensor | None, call: LayerCall, length: int, is_pro
         raise ValueError("this layer has a sliding window: make the cache with CellCache(config=model.config)")
     if not is_prompt and not (mask.is_causal and mask.shift + call.rows == length):
         raise ValueError(f"a cell cache serves causal attention with padding, got {mask}; {REMEDY}")
-    return mask.counts
+    return mask.key_padding

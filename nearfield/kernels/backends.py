@@ -1,4 +1,4 @@
-"""Which kernels serve a call. One vocabulary: `reference`, `cpu` and `triton`, and `auto` for the fastest of them."""
+"""Which kernels serve a call: `reference`, `cpu` or `triton`, or `auto` for the fastest of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from nearfield.kernels import pairs_cpu, pairs_gpu, reference
 from nearfield.kernels.limits import unsupported
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
-"""`reference` is the specification, in plain torch on any device; `cpu` is torch's fused kernels, `triton` ours."""
+"""`reference` is the specification in plain torch, on any device. `cpu` uses the fused kernels of torch, `triton` our own."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_CAPABILITY = (9, 0)
-"""Compute capability of the cards that the Triton kernels are written for."""
+"""The compute capability from which on GPUs run the Triton kernels."""
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Raises on a backend that does not exist, or not on this device."""
+    """Raise where there is no such backend, or none on this device."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "cpu" and device.type != "cpu":
         raise ValueError(f"backend='cpu' needs CPU tensors, got {device}; use backend='auto' or 'reference'")
-    # On a CPU Triton's interpreter runs the kernels, slowly: for tests.
+    # On a CPU Triton's interpreter runs the kernels, slowly. That is for tests.
     if backend == "triton" and not (runs_triton(device) or (HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")):
         raise ValueError(
             "backend='triton' needs Triton and an NVIDIA GPU of compute capability "
@@ -44,30 +44,35 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def without_triton(backend: str, device: torch.device) -> str:
-    """The backend that serves what the Triton kernels do not: `backend`, or torch on this device."""
+    """The name of the backend that serves what the Triton kernels do not."""
     if backend in ("auto", "triton"):
         return "cpu" if device.type == "cpu" else "reference"
     return backend
 
 
+def prefers_triton(backend: str, device: torch.device) -> bool:
+    """Whether Triton serves what it can."""
+    return backend == "triton" or (backend == "auto" and runs_triton(device))
+
+
 def choose_triton(backend: str, device: torch.device, unsupported: str | None) -> bool:
-    """Whether Triton serves a call. Raises where it was asked for by name and `unsupported` says what it cannot do."""
+    """Whether Triton serves a call. `unsupported`: what it cannot serve, in words; then asking for it by name is an error."""
     check_backend(backend, device)
     if backend == "triton" and unsupported is not None:
         raise ValueError(f"the Triton kernels do not serve {unsupported}; use backend='auto'")
-    return unsupported is None and (backend == "triton" or (backend == "auto" and runs_triton(device)))
+    return unsupported is None and prefers_triton(backend, device)
 
 
 def pair_kernels(backend: str, device: torch.device) -> ModuleType:
-    """The module whose kernels for (row, key) pairs serve `backend` on `device`: see `reference`."""
+    """The module whose `pair_scores`, `pair_sums` and `pair_scatter_` serve `backend` on `device`."""
     check_backend(backend, device)
-    if backend == "triton" or (backend == "auto" and runs_triton(device)):
+    if prefers_triton(backend, device):
         return pairs_gpu
     return pairs_cpu if without_triton(backend, device) == "cpu" else reference
 
 
 def pairs_backend(backend: str, *tables: Tensor) -> str:
-    """The backend that serves (row, key) pairs of these tables: `reference`, `cpu` or `triton`."""
+    """The name of the backend that serves pairs with rows of these tables: `reference`, `cpu` or `triton`."""
     device = tables[0].device
     if choose_triton(backend, device, unsupported(*tables)):
         return "triton"
@@ -75,10 +80,10 @@ def pairs_backend(backend: str, *tables: Tensor) -> str:
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Triton starts kernels on the current device, whatever the tensors are on."""
+    """Makes `device` the current one: Triton starts kernels there, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[None]:
-    """Autocast off: inputs were cast once, at the boundary; sums and products are float32 or better from there on."""
+    """Turns autocast off. Inputs were cast once, at the boundary; from there on sums and products are float32 or better."""
     return torch.autocast(like.device.type, enabled=False)

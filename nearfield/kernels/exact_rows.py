@@ -1,14 +1,12 @@
-"""Exact attention of a few rows on a GPU, as an audit needs it: each row's keys in several shares, read where they lie."""
+"""Exact attention of a few rows on a GPU, for audits: the keys of each row in several shares, read where they lie."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.kernels.launch import Kernel, dense, padded
+from nearfield.kernels.launch import LOG2E, Kernel, dense, padded, strides
 
 SHARES = 64
 """Programs per row."""
@@ -24,7 +22,7 @@ def _exact_rows(
     row_of,
     parts,
     tops,
-    masses,
+    sums,
     dim,
     value_dim,
     query_entry,
@@ -40,7 +38,7 @@ def _exact_rows(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Weights of one row to base 2^top, their sum, and that of their values, over a share of the keys that it sees."""
+    """Output of one row over a share of the keys that it sees, as a running softmax: its maximum, and sums relative to it."""
     which, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry, row = tl.load(entry_of + which).to(tl.int64), tl.load(row_of + which).to(tl.int64)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
@@ -51,9 +49,9 @@ def _exact_rows(
     per_share = (blocks + shares - 1) // shares * BN
     begin = share * per_share
     end = tl.minimum(sees, begin + per_share)
-    top = -float("inf")
-    mass = 0.0
-    total = tl.zeros([BV], tl.float32)
+    m_i = -float("inf")
+    l_i = 0.0
+    acc = tl.zeros([BV], tl.float32)
     for start in range(begin, end, BN):
         position = (start + tl.arange(0, BN)).to(tl.int64)
         real = position < end
@@ -68,47 +66,47 @@ def _exact_rows(
             other=0.0,
         )
         logit = tl.where(real, tl.sum(key.to(tl.float32) * query[None, :], 1) * scale, -float("inf"))
-        new = tl.maximum(top, tl.max(logit, 0))
-        weight = tl.exp2(logit - new)
-        shrink = tl.exp2(top - new)
-        mass = mass * shrink + tl.sum(weight, 0)
-        total = total * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
-        top = new
+        m_new = tl.maximum(m_i, tl.max(logit, 0))
+        p = tl.exp2(logit - m_new)
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha + tl.sum(p[:, None] * value.to(tl.float32), 0)
+        m_i = m_new
     into = which * shares + share
-    tl.store(tops + into, top)
-    tl.store(masses + into, mass)
-    tl.store(parts + into * value_dim + value_column, total, mask=value_wide)
+    tl.store(tops + into, m_i)
+    tl.store(sums + into, l_i)
+    tl.store(parts + into * value_dim + value_column, acc, mask=value_wide)
 
 
 def exact_rows(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, entry: Tensor, row: Tensor, scale: float
 ) -> Tensor:
-    """Attention `[count, value_dim]`, float32, of row `row[i]` of `entry[i]`; queries `[entries, rows, dim]`, of which each sees
-    the first `visible` keys. A row that sees none is zero."""
+    """Attention `[count, value_dim]`, float32, of row `row[i]` of entry `entry[i]`, for each i.
+
+    Queries are `[entries, rows, dim]`; each row sees the first `visible` keys, and is zero if it sees none.
+    """
     count, value_dim = len(entry), values.shape[2]
     parts = torch.empty(count, SHARES, value_dim, device=keys.device)
-    tops, masses = (torch.empty(count, SHARES, device=keys.device) for _ in range(2))
+    tops, sums = (torch.empty(count, SHARES, device=keys.device) for _ in range(2))
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     if count:
         _exact_rows[(count, SHARES)](
-            queries,
-            keys,
-            values,
-            visible,
-            entry,
-            row,
-            parts,
-            tops,
-            masses,
-            keys.shape[2],
-            value_dim,
-            *queries.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            visible.stride(0),
-            SHARES,
-            scale * math.log2(math.e),
+            queries=queries,
+            keys=keys,
+            values=values,
+            visible=visible,
+            entry_of=entry,
+            row_of=row,
+            parts=parts,
+            tops=tops,
+            sums=sums,
+            dim=keys.shape[2],
+            value_dim=value_dim,
+            **strides(query=queries, key=keys, value=values),
+            visible_entry=visible.stride(0),
+            shares=SHARES,
+            scale=scale * LOG2E.value,
             BN=64 if max(keys.shape[2], value_dim) <= 128 else 32,
             BD=padded(keys.shape[2]),
             BV=padded(value_dim),
@@ -116,5 +114,5 @@ def exact_rows(
         )
     most = tops.amax(1, keepdim=True)
     factor = torch.exp2(tops - torch.where(most == -torch.inf, 0.0, most))
-    mass = (masses * factor).sum(1)
-    return (parts * factor[..., None]).sum(1) / torch.where(mass == 0, 1.0, mass)[:, None]
+    total = (sums * factor).sum(1)
+    return (parts * factor[..., None]).sum(1) / torch.where(total == 0, 1.0, total)[:, None]

@@ -1,13 +1,17 @@
-"""Starting a kernel for less than Triton asks: what was compiled for a call is found again without asking Triton.
+"""How kernels are launched, and what all of them share.
 
-Triton binds and describes every argument anew at each launch, which takes longer than many of our kernels run. The engine starts
-dozens of them, so that at moderate lengths the card waits for Python.
+Triton binds and describes every argument anew at each launch, which takes longer than many of our kernels run. The engine
+launches dozens of them, so that at moderate lengths the card would wait for Python. A `Kernel` finds what was compiled for a call
+by the call's values, and launches that directly.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,52 +19,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
-from triton.runtime.jit import JITFunction
 
-VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+from nearfield import _compat
 
-KNOWN = VERSION >= (3, 4)
-"""Older versions start what they compiled with other arguments."""
+LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
+"""Kernels take powers and logarithms to base 2. On the host: `LOG2E.value`."""
 
-MOST = 4096
-"""Calls that a kernel remembers."""
+MOST_REMEMBERED = 4096
+"""calls, of one kernel"""
 
 Grid = tuple[int, ...]
 
 
 class Kernel:
-    """A function in Triton's language, to be started as `kernel[grid](*arguments, **constants)`, like one of `triton.jit`.
+    """A function in Triton's language, launched by keyword: `kernel[grid](queries=queries, ..., BM=64, num_warps=4)`.
 
-    Two calls are the same if they have the same numbers, and tensors of the same dtypes that are equally well aligned: all that
-    Triton would look at, and more. Of numbers that change from launch to launch (`varied`) no value gets a version of its own.
+    Keywords come in the order of the signature, tensors first, and Triton's own options (`num_warps`, `num_stages`, `launch_pdl`)
+    last. Two calls are the same if they have the same numbers and options, and tensors of the same dtypes that are equally
+    aligned: all that Triton looks at, and more. Numbers that differ from launch to launch are named in `do_not_specialize`, or
+    Triton would compile a version for some of their values.
     """
 
-    def __init__(self, function: Callable[..., Any], varied: tuple[str, ...] = ()) -> None:
+    def __init__(self, function: Callable[..., Any], do_not_specialize: tuple[str, ...] = ()) -> None:
         self.__name__ = function.__name__
-        self.jitted = triton.jit(function, do_not_specialize=varied)
-        self.remembered: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self.jitted = triton.jit(function, do_not_specialize=do_not_specialize)
+        self.parameters = tuple(inspect.signature(function).parameters)
+        self.tensors = 0
+        """how many of them are tensors; known from the first call on"""
+        self.remembered: dict[Any, Callable[..., None]] = {}
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
-        return functools.partial(self.start, grid)
+        return functools.partial(self.launch, grid)
 
-    def start(self, grid: Grid, *arguments: Any, **constants: Any) -> None:
-        device = arguments[0].get_device()
-        same = [(x.dtype, x.data_ptr() & 15) if type(x) is Tensor else x for x in arguments]
-        key = (device, grid, *constants.items(), *same)
-        found = self.remembered.get(key) if device >= 0 else None
-        if found is not None:
-            run, tail = found
-            run(*arguments, *tail, stream=torch._C._cuda_getCurrentRawStream(device))
+    def launch(self, grid: Grid, /, **arguments: Any) -> None:
+        if not self.tensors:
+            self.tensors = self.check(arguments)
+        values, first_number, first_option = tuple(arguments.values()), self.tensors, len(self.parameters)
+        tensors = values[:first_number]
+        device = tensors[0].get_device()
+        dtypes, alignments = [x.dtype for x in tensors], [x.data_ptr() & 15 for x in tensors]
+        key = (device, grid, *dtypes, *alignments, *values[first_number:], *tuple(arguments)[first_option:])
+        run = self.remembered.get(key)
+        if run is not None:
+            run(*values[:first_option], stream=_compat.raw_stream(device))
             return
-        made = self.jitted[grid](*arguments, **constants)
-        if device < 0 or made is None or not KNOWN or not isinstance(self.jitted, JITFunction):
-            return
-        if any(isinstance(x, Tensor) for x in same):  # of a class of its own, which may be anything
-            return
-        if len(self.remembered) >= MOST:
-            self.remembered.clear()
-        names = self.jitted.arg_names[len(arguments) :]
-        self.remembered[key] = made[(*grid, 1, 1)[:3]], tuple(constants[name] for name in names)
+        self.check(arguments)
+        compiled = self.jitted[grid](**arguments)
+        run = _compat.launcher(self.jitted, compiled, grid) if device >= 0 else None
+        if run is not None:
+            if len(self.remembered) >= MOST_REMEMBERED:
+                self.remembered.clear()
+            self.remembered[key] = run
+
+    def check(self, arguments: dict[str, Any]) -> int:
+        """Raises where keywords are not in the order of the signature. Returns how many of them are tensors."""
+        for given, expected in zip_longest(list(arguments)[: len(self.parameters)], self.parameters):
+            if given != expected:
+                raise TypeError(
+                    f"{self.__name__} takes {expected!r} where it got {given!r}: keywords go in the signature's order"
+                )
+        is_tensor = [isinstance(x, Tensor) for x in arguments.values()]
+        tensors = sum(is_tensor)
+        if not tensors or not all(is_tensor[:tensors]):
+            raise TypeError(f"{self.__name__} takes tensors, and takes them first")
+        return tensors
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """Those of entries and rows, named for a launch: `strides(query=queries)` has `query_entry` and `query_row`."""
+    found = {}
+    for name, x in tensors.items():
+        found[f"{name}_entry"], found[f"{name}_row"] = x.stride()[:2]
+    return found
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -69,7 +99,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def dot_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what is made from inputs and goes into a matrix product: wide range rather than many digits."""
+    """Of what is computed from inputs and goes into a matrix product: a wide range matters more than many digits."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
@@ -97,33 +127,31 @@ def padded(dim: int) -> int:
     return max(16, next_power_of_2(dim))
 
 
-IS_NEW = VERSION >= (3, 6) and hasattr(cuda, "gdc_wait")
-"""Older versions look up every name in a kernel, also in a branch that is not compiled: there must be none."""
-
-
-if IS_NEW:
+# Programmatic dependent launch (PDL): a kernel starts while the one before it still runs, and waits before it reads its results.
+if _compat.has_dependent_launch():
 
     @triton.jit
-    def let_next_start(EARLY: tl.constexpr):
-        if EARLY:
+    def launch_dependents(PDL: tl.constexpr):
+        """Let the next kernel start."""
+        if PDL:
             cuda.gdc_launch_dependents()
 
     @triton.jit
-    def wait_for_last(EARLY: tl.constexpr):
-        """Until the kernel before has ended, and what it wrote is there."""
-        if EARLY:
+    def wait_for_previous(PDL: tl.constexpr):
+        """Until the previous kernel has ended and its results can be read."""
+        if PDL:
             cuda.gdc_wait()
 
 else:
 
     @triton.jit
-    def let_next_start(EARLY: tl.constexpr):
+    def launch_dependents(PDL: tl.constexpr):
         pass
 
     @triton.jit
-    def wait_for_last(EARLY: tl.constexpr):
+    def wait_for_previous(PDL: tl.constexpr):
         pass
 
 
-HAS_EARLY = IS_NEW and isinstance(wait_for_last, JITFunction)
-"""Not in the interpreter, which runs kernels one after the other."""
+HAS_PDL = _compat.has_dependent_launch() and _compat.is_compiled_by_triton(wait_for_previous)
+"""The interpreter has none: it runs kernels one after the other."""

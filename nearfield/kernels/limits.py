@@ -1,4 +1,4 @@
-"""What all Triton kernels take, and what none of them serves. Importing this does not import Triton."""
+"""What no Triton kernel serves. Importing this does not import Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_COLUMNS = 256
 
 
 def unsupported(*tensors: Tensor) -> str | None:
-    """What no Triton kernel serves of these tensors, in words for an error; None: nothing of the kind."""
+    """What about these tensors no Triton kernel serves, in words for an error; None: there is no such thing."""
     for x in tensors:
         if x.dtype not in TRITON_DTYPES:
             return f"{x.dtype}"

@@ -1,4 +1,4 @@
-"""The pair kernels of `reference.py` without materialising a gathered row, which is what costs time on a CPU."""
+"""The pair kernels of `reference.py` without gathered copies of rows, which are what costs time on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @functools.cache
 def _acknowledge_sparse_csr() -> None:
-    """Torch warns, once per process, that its CSR layout is in beta and unchecked; take that here and not in a user's log."""
+    """Torch warns once per process that its CSR layout is in beta and unchecked. Have it do so here, and not in a user's log."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one = torch.ones(1, device="cpu")
@@ -22,7 +22,7 @@ def _acknowledge_sparse_csr() -> None:
 def pair_scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     count, width = ids.shape
     if width >= len(table):
-        # More pairs than products (ids repeat): the sparse routine refuses, and the dense one is cheaper.
+        # More pairs than products, as ids repeat: the sparse routine refuses these, and the dense one is cheaper.
         return (rows @ table.T).gather(1, ids)
     _acknowledge_sparse_csr()
     pattern = torch.sparse_csr_tensor(
@@ -44,7 +44,7 @@ def pair_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 def pair_scatter_(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     if ids.numel() == 0:
         return out
-    # Pairs sorted by place are bags of rows; a stable sort keeps the order of summation, hence every bit, fixed.
+    # Pairs sorted by place are bags of rows. A stable sort fixes the order of summation, and with it every bit.
     place, order = ids.reshape(-1).sort(stable=True)
     place, size = place.unique_consecutive(return_counts=True)
     source = order.div(ids.shape[1], rounding_mode="floor")

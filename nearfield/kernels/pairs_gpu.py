@@ -1,4 +1,4 @@
-"""The pair kernels of `reference.py` on a GPU, in Triton, and the reference itself for what those do not serve."""
+"""The pair kernels of `reference.py` on a GPU: in Triton, or the reference itself where Triton does not serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 
 def pair_scatter_(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    # The kernel adds atomically, that is in any order, and to rows whose columns lie side by side.
+    # The kernel adds atomically, hence in any order, and to rows whose columns are contiguous.
     served = out.dtype == torch.float32 and out.stride(-1) == 1 and not unsupported(rows) and weights.dtype in TRITON_DTYPES
     if not served or torch.are_deterministic_algorithms_enabled():
         return reference.pair_scatter_(out, weights, rows, ids)

@@ -1,4 +1,4 @@
-"""The pair kernels of `reference.py`: rows of the table are read where they lie, and never put down as `[f, t, d]`."""
+"""The pair kernels of `reference.py`: rows of the table are read where they lie, and never gathered into `[f, t, d]`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from nearfield.kernels.launch import Kernel, cdiv, dense, next_power_of_2
 
 NUMBERS = 4096
-"""that a program holds of the table at a time"""
+"""of the table that a program holds at a time"""
 
 MOST_PAIRS, MOST_ROWS = 16, 128
-"""pairs of a row at a time, and rows"""
+"""pairs of a row, and rows, that a program holds at a time"""
 
 WARPS = 4
 
 
 @triton.jit
-def tile_of(rows, ids, count, width, dim, row_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """The pairs of a program: where they are listed, which are real, their keys, the rows themselves, and the columns."""
+def pair_tile(rows, ids, count, width, dim, row_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """The pairs of a program: where they are listed, which of them exist, their ids and rows, and the columns."""
     parts = (width + BT - 1) // BT
     row = (tl.program_id(0) // parts).to(tl.int64) * BM + tl.arange(0, BM)
     pair = tl.program_id(0) % parts * BT + tl.arange(0, BT)
@@ -30,60 +30,60 @@ def tile_of(rows, ids, count, width, dim, row_stride, BM: tl.constexpr, BT: tl.c
     wide = column < dim
     real = (row < count)[:, None] & (pair < width)[None, :]
     place = row[:, None] * width + pair[None, :]
-    key = tl.load(ids + place, mask=real, other=0).to(tl.int64)
-    one = tl.load(rows + row[:, None, None] * row_stride + column, mask=(row < count)[:, None, None] & wide, other=0.0)
-    return place, real, key, one.to(tl.float32), column, wide
+    key_id = tl.load(ids + place, mask=real, other=0).to(tl.int64)
+    row_i = tl.load(rows + row[:, None, None] * row_stride + column, mask=(row < count)[:, None, None] & wide, other=0.0)
+    return place, real, key_id, row_i.to(tl.float32), column, wide
 
 
-@partial(Kernel, varied=("count",))
-def _scores(
+@partial(Kernel, do_not_specialize=("count",))
+def _pair_scores(
     rows, table, ids, found, count, width, dim, row_stride, table_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):
-    place, real, key, one, column, wide = tile_of(rows, ids, count, width, dim, row_stride, BM, BT, BD)
-    two = tl.load(table + key[:, :, None] * table_stride + column, mask=real[:, :, None] & wide, other=0.0)
-    product = tl.sum(one * two.to(tl.float32), 2)
+    place, real, key_id, row, column, wide = pair_tile(rows, ids, count, width, dim, row_stride, BM, BT, BD)
+    key = tl.load(table + key_id[:, :, None] * table_stride + column, mask=real[:, :, None] & wide, other=0.0)
+    product = tl.sum(row * key.to(tl.float32), 2)
     tl.store(found + place, product.to(found.dtype.element_ty), mask=real)
 
 
-@partial(Kernel, varied=("count",))
-def _sums(weights, table, ids, found, count, width, dim, table_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+@partial(Kernel, do_not_specialize=("count",))
+def _pair_sums(weights, table, ids, found, count, width, dim, table_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     column = tl.arange(0, BD)
-    total = tl.zeros([BM, BD], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
     for start in range(0, width, BT):
         pair = start + tl.arange(0, BT)
         real = (row < count)[:, None] & (pair < width)[None, :]
         place = row[:, None] * width + pair[None, :]
-        key = tl.load(ids + place, mask=real, other=0).to(tl.int64)
+        key_id = tl.load(ids + place, mask=real, other=0).to(tl.int64)
         weight = tl.load(weights + place, mask=real, other=0.0).to(tl.float32)
         value = tl.load(
-            table + key[:, :, None] * table_stride + column[None, None, :],
+            table + key_id[:, :, None] * table_stride + column[None, None, :],
             mask=real[:, :, None] & (column < dim)[None, None, :],
             other=0.0,
         )
-        total += tl.sum(weight[:, :, None] * value.to(tl.float32), 1)
+        acc += tl.sum(weight[:, :, None] * value.to(tl.float32), 1)
     mask = (row < count)[:, None] & (column < dim)[None, :]
-    tl.store(found + row[:, None] * dim + column[None, :], total.to(found.dtype.element_ty), mask=mask)
+    tl.store(found + row[:, None] * dim + column[None, :], acc.to(found.dtype.element_ty), mask=mask)
 
 
-@partial(Kernel, varied=("count",))
-def _scatter(
+@partial(Kernel, do_not_specialize=("count",))
+def _pair_scatter(
     out, weights, rows, ids, count, width, dim, out_stride, row_stride, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
 ):
-    place, real, key, one, column, wide = tile_of(rows, ids, count, width, dim, row_stride, BM, BT, BD)
+    place, real, key_id, row, column, wide = pair_tile(rows, ids, count, width, dim, row_stride, BM, BT, BD)
     weight = tl.load(weights + place, mask=real, other=0.0).to(tl.float32)
-    # Pairs that do not count all have the same place: they would queue up there to add nothing.
+    # Pairs that do not count all have the same id: they would queue up there to add nothing.
     mask = (real & (weight != 0.0))[:, :, None] & wide
     tl.atomic_add(
-        out + key[:, :, None] * out_stride + column,
-        weight[:, :, None] * one,
+        out + key_id[:, :, None] * out_stride + column,
+        weight[:, :, None] * row,
         mask=mask,
         sem="relaxed",
     )
 
 
 def _tile(width: int, dim: int) -> dict[str, int]:
-    """Pairs of as many rows as fit."""
+    """The block of a program: pairs of as many rows as fit."""
     pairs, columns = min(MOST_PAIRS, next_power_of_2(width)), next_power_of_2(dim)
     return {"BM": max(1, min(MOST_ROWS, NUMBERS // (pairs * columns))), "BT": pairs, "BD": columns}
 
@@ -94,9 +94,18 @@ def scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     found = rows.new_empty(count, width)
     if found.numel():
         rows, table, tile = dense(rows), dense(table), _tile(width, dim)
-        strides = rows.stride(0), table.stride(0)
-        _scores[(cdiv(count, tile["BM"]) * cdiv(width, tile["BT"]),)](
-            rows, table, ids.contiguous(), found, count, width, dim, *strides, **tile, num_warps=WARPS
+        _pair_scores[(cdiv(count, tile["BM"]) * cdiv(width, tile["BT"]),)](
+            rows=rows,
+            table=table,
+            ids=ids.contiguous(),
+            found=found,
+            count=count,
+            width=width,
+            dim=dim,
+            row_stride=rows.stride(0),
+            table_stride=table.stride(0),
+            **tile,
+            num_warps=WARPS,
         )
     return found
 
@@ -107,8 +116,17 @@ def sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     found = table.new_empty(count, dim)
     if found.numel():
         table, tile = dense(table), _tile(width, dim)
-        _sums[(cdiv(count, tile["BM"]),)](
-            weights.contiguous(), table, ids.contiguous(), found, count, width, dim, table.stride(0), **tile, num_warps=WARPS
+        _pair_sums[(cdiv(count, tile["BM"]),)](
+            weights=weights.contiguous(),
+            table=table,
+            ids=ids.contiguous(),
+            found=found,
+            count=count,
+            width=width,
+            dim=dim,
+            table_stride=table.stride(0),
+            **tile,
+            num_warps=WARPS,
         )
     return found
 
@@ -119,8 +137,17 @@ def scatter_(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     (count, width), dim = ids.shape, rows.shape[1]
     if ids.numel() and dim:
         rows, tile = dense(rows), _tile(width, dim)
-        strides = out.stride(0), rows.stride(0)
-        _scatter[(cdiv(count, tile["BM"]) * cdiv(width, tile["BT"]),)](
-            out, weights.contiguous(), rows, ids.contiguous(), count, width, dim, *strides, **tile, num_warps=WARPS
+        _pair_scatter[(cdiv(count, tile["BM"]) * cdiv(width, tile["BT"]),)](
+            out=out,
+            weights=weights.contiguous(),
+            rows=rows,
+            ids=ids.contiguous(),
+            count=count,
+            width=width,
+            dim=dim,
+            out_stride=out.stride(0),
+            row_stride=rows.stride(0),
+            **tile,
+            num_warps=WARPS,
         )
     return out

@@ -1,6 +1,6 @@
-"""The specification: what every kernel computes, in plain torch, on any device and in any dtype.
+"""The specification of the kernels: plain torch, on any device and in any dtype.
 
-Pairs are given as `ids[f, t]`: row f meets row `ids[f, t]` of a table. Ids are never negative; a pair that should not
+Pairs are given as `ids[f, t]`: row f meets row `ids[f, t]` of a table. Ids are never negative; a pair that must not
 count has weight zero.
 """
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 def pair_scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """Inner product of each pair: rows `[f, d]`, table `[n, d]`, ids `[f, t]` -> `[f, t]`."""
+    """The inner product of each pair: rows `[f, d]`, table `[n, d]`, ids `[f, t]` -> `[f, t]`."""
     return torch.einsum("fd,ftd->ft", rows, table[ids])
 
 
 def pair_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """Weighted sum over the pairs of a row: weights `[f, t]`, table `[n, d]` -> `[f, d]`."""
+    """The weighted sum over the pairs of a row: weights `[f, t]`, table `[n, d]`, ids `[f, t]` -> `[f, d]`."""
     return torch.einsum("ft,ftd->fd", weights, table[ids])
 
 
 def pair_scatter_(out: Tensor, weights: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """The transpose of `pair_sums`: adds each row `[f, d]`, times the pair's weight, to the pair's place of out `[n, d]`."""
+    """The transpose of `pair_sums`: adds rows `[f, d]`, times the weights of their pairs, to the rows `ids` of out `[n, d]`."""
     return out.index_add_(0, ids.reshape(-1), (weights[..., None] * rows[:, None, :]).reshape(-1, rows.shape[-1]))
 
 
@@ -34,22 +34,27 @@ def weighted_softmax(logits: Tensor, log_weight: Tensor | None) -> tuple[Tensor,
     lse = shifted.logsumexp(-1)
     blind = lse == -torch.inf
     weights = (shifted - lse.masked_fill(blind, 0.0)[..., None]).exp()
-    # A normaliser of 1e4 is rounded to 1e-3, and all weights are off by that factor: take it out again.
+    # A normaliser of 1e4 is rounded to 1e-3, so all weights are off by one common factor. Divide it out.
     return weights / weights.sum(-1).masked_fill(blind, 1.0)[..., None], lse
 
 
+def masked(logits: Tensor, mask: Tensor) -> Tensor:
+    """Logits under a mask as SDPA takes it: boolean, False where a key is hidden, or a number to add."""
+    return logits.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else logits + mask
+
+
 def rms_norm(values: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Root mean square norm of the values `[..., n, dim]` that count (`counts` `[..., n]`; the others are zero), `[...]`."""
+    """The root mean square norm of values `[..., n, dim]`: `[...]`. `counts` `[..., n]`: False for values that are zero and not
+    to be counted."""
     square = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(-1)
     mean = square.sum(-1) / (max(1, square.shape[-1]) if counts is None else counts.sum(-1).clamp(min=1))
     return mean.sqrt().clamp(min=torch.finfo(mean.dtype).tiny)
 
 
 def largest(scores: Tensor, k: int, size: int, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """`scores.topk(k)` along the last axis, in two stages: at most k of the groups of `size` columns hold the k best.
+    """`scores.topk(k)` along the last axis, in two stages: the k best are in the k groups of `size` columns with the best maxima.
 
-    A group is every `groups`-th column, so that the maxima vectorise. Only members of the k groups with the best maxima are
-    sorted.
+    A group is every `groups`-th column, so that the maxima vectorise. Only the members of those k groups are compared one by one.
     """
     length = scores.shape[-1]
     groups = length // size
@@ -64,7 +69,7 @@ def largest(scores: Tensor, k: int, size: int, sorted: bool = True) -> tuple[Ten
 
 
 def exact_logits(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
-    """All inner products of rows `[b, r, d]` with keys `[b, n, d]`; -inf beyond the first `visible[b, r]` keys."""
+    """The inner products of rows `[b, r, d]` with keys `[b, n, d]`; -inf beyond the first `visible[b, r]` keys."""
     hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None]
     return (queries @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
 

@@ -1,1 +1,1 @@
-"""kNN attention: top-k, and the indices that find the keys."""
+"""kNN attention: `topk` is the method, `index` has the indices that find its keys."""

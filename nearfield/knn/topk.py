@@ -1,4 +1,8 @@
-"""Plan: which keys a block of rows attends to and with what weight, decided before any attention arithmetic."""
+"""kNN attention: find the k nearest keys of every row, draw a few of the others, and attend to these alone.
+
+A planner decides which keys a block of rows attends to, and with what weight (`Plan`), before any attention arithmetic.
+`weighted_attention` then computes the softmax over planned keys and its gradient.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,8 @@ from nearfield.sampling import hashed_uniform, skip, without_replacement
 class Plan:
     """A weighted set of keys per row: attention is softmax(logits + log_weight) over them.
 
-    A key that is certain to be in the set has weight 1; one that was drawn has one over its inclusion probability, so
-    that numerator and denominator of the softmax are unbiased. All tensors are `[batch, rows, width]`.
+    A key that is certain to be in the set has weight 1. A drawn key has one over its inclusion probability, which makes
+    numerator and denominator of the softmax unbiased. All tensors are `[batch, rows, width]`.
     """
 
     ids: Tensor
@@ -39,31 +43,31 @@ class Plan:
     keep: Tensor | None = None
     """dropout: 0 or 1 / (1 - p), applied to the normalised weights"""
     near: int | None = None
-    """how many of the columns are near (weight 1), the others were drawn; None: all"""
+    """how many of the columns are near keys (weight 1), before the drawn ones; None: all"""
     left_out: Tensor | None = None
     """`[batch, rows]`: how many visible keys the drawn ones stand for"""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """kNN attention: top `k` keys near; `tail` others, drawn without replacement, stand for the far field.
+    """kNN attention: the top `k` keys are near; `tail` others, drawn without replacement, stand for the rest.
 
-    With S the near set of a row that sees n keys, T the drawn ones and l = min(tail, n - k):
+    With S the near set of a row that sees n keys, T the drawn keys and l = min(tail, n - k):
 
         O = (sum_S e^z v + (n-k)/l sum_T e^z v) / (sum_S e^z + (n-k)/l sum_T e^z)       (paper, Theorem on the simpler estimator)
 
-    `tail=0` leaves the far field out, as classic kNN attention does; its exact error is p_far (O_near - O_far). With
+    `tail=0` leaves the other keys out, as classic kNN attention does; its exact error is p_far (O_near - O_far). With
     k * tail >= 2 (1 + 2 eps/3) (n-k) eps^-2 ln(4/delta) an entry is within eps/(1-eps) max|v - O| with probability
     1 - delta (`nearfield.budget`, theorem "tail"; the paper asks for more).
 
     Args:
         k: near keys per row; None: ceil(sqrt(Lk)).
         tail: drawn keys per row.
-        index: what finds the near keys.
+        index: finds the near keys; a built-in index or your own (`nearfield.Index`).
 
-    Cost: the index's search, plus O(rows * (k + tail) * dim). Memory is bounded: rows are taken in blocks, and the
-    backward pass plans each block again instead of storing it, unless there is but one and its plan is no larger than the
-    inputs. Gradients are the exact gradients of the estimator.
+    Cost: the search of the index, plus O(rows * (k + tail) * dim). Memory is bounded: rows are taken in blocks, and the
+    backward pass plans each block again. A plan is stored only if it is the only one and no larger than the inputs. Gradients
+    are the exact gradients of the estimator.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind(0)
@@ -88,7 +92,7 @@ class TopK:
             exact = Exact().run(problem, call)
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
-        built = build_index(self.index, rows.keys.detach())
+        built = build_index(self.index, rows.keys)
         planner = _Planner(rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(backend))
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
@@ -106,13 +110,13 @@ class TopK:
 
 
 def _gathers(backend: str) -> bool:
-    """Whether the kernels hold gathered rows: those of the reference do, and Triton leaves additions in a fixed order to them."""
+    """Whether the kernels gather rows into memory. The reference does, and it replaces Triton for additions in a fixed order."""
     return torch.are_deterministic_algorithms_enabled() if backend == "triton" else backend == "reference"
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """Makes the plan of any block of rows, the same one however often it is asked (the backward pass asks again)."""
+    """Plans any block of rows. Asked again, as by the backward pass, it makes the same plan."""
 
     rows: Rows
     built: BuiltIndex
@@ -121,12 +125,12 @@ class _Planner:
     dropout_p: float
     call: Call
     gathers: bool
-    """whether kernels hold gathered rows"""
+    """whether kernels gather rows into memory"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
         on_gpu = self.rows.queries.device.type != "cpu"
-        # About ten words per pair, and gathered rows.
+        # About ten words per pair, plus a gathered key and value.
         words = 10 + (2 * dim if self.gathers else 0)
         return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size(), on_gpu)
 
@@ -148,12 +152,12 @@ class _Planner:
         """`tail` keys per row, without replacement, from the visible keys that are not near."""
         generator = self.call.seeds.generator(block.start)
         ranks = without_replacement(left_out.reshape(-1), self.tail, generator)
-        # Padding sorts last: beyond every key, so that it pushes no rank up.
+        # Padding goes beyond every key: it sorts last and pushes no rank up.
         taken = near.masked_fill(near == PADDING, 2 * self.rows.length).flatten(0, 1).sort(-1).values
         return skip(ranks, taken).view(*near.shape[:2], self.tail)
 
     def _keep(self, ids: Tensor, block: slice) -> Tensor | None:
-        """Dropout mask, a function of (row, key), so that forward and backward see the same one."""
+        """The dropout mask. It is a function of (row, key), so the backward pass sees the same one."""
         if self.dropout_p == 0.0:
             return None
         device, count = ids.device, self.rows.visible.shape[1]
@@ -166,10 +170,10 @@ class _Planner:
 def weighted_attention(
     queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str = "auto", stderr: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of `[batch, rows, dim]` over the planned keys: output, log-normaliser, standard error.
+    """Attention of queries `[batch, rows, dim]` over the planned keys: output, log-normaliser and standard error.
 
     The logits come with the plan. Queries, keys and values get the exact gradient of the estimator. The standard error
-    is zero where nothing was drawn, and all zeros unless `stderr` asks for it.
+    is zero where nothing was drawn, and everywhere unless `stderr` is set.
     """
     return _WeightedAttention.apply(queries, keys, values, planner, backend, stderr)
 
@@ -198,7 +202,7 @@ class _WeightedAttention(torch.autograd.Function):
             if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
                 kept = parts
         ctx.save_for_backward(queries, keys, values, *kept)
-        # A planner holds on to the inputs: only as long as it has something to do.
+        # A planner keeps the inputs alive, so it stays only where it is needed again.
         ctx.planner, ctx.kernel = None if kept else planner, kernel
         ctx.mark_non_differentiable(lse, error)
         return output, lse, error
@@ -215,7 +219,7 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 
 def _plans(planner: _Planner | None, kept: Sequence[Tensor | None], rows: int) -> Iterator[tuple[slice, Plan]]:
-    """The blocks of the forward pass, with the plan that was kept or made again."""
+    """The blocks of the forward pass with their plans: the one that was kept, or all of them made again."""
     if planner is None:
         ids, logits, log_weight, keep = kept
         assert ids is not None
@@ -253,8 +257,8 @@ def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, T
 def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor) -> Tensor:
     """Standard error of a row by the delta method, as a norm over the columns.
 
-    With drawn weights p_t (t = 1..l) the error is, to first order, the mean of r_t = l p_t (v_t - output) around its
-    expectation; drawing without replacement from `left_out` keys multiplies the variance by 1 - l / left_out.
+    With p_t the weights of the l drawn keys, the error is to first order the deviation of the mean of r_t = l p_t (v_t - output)
+    from its expectation. Drawing without replacement from `left_out` keys multiplies the variance by 1 - l / left_out.
     """
     assert plan.left_out is not None
     drawn = plan.ids[..., plan.near :]

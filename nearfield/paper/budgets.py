@@ -1,8 +1,8 @@
 """From a theorem to sizes: how many keys, draws or walks an (eps, delta) promise costs. Pure arithmetic.
 
-Every theorem comes in the form in which the paper prints it and in a corrected form (`docs/departures.md` gives the reasons).
-Where the paper says O(.), the constant that its own proof gives is used, and named below. Logarithms are natural unless
-called lg (base 2). Counts are per query unless the promise says otherwise.
+Every theorem comes in the form that the paper prints and in a corrected form (`docs/departures.md` gives the reasons). Where the
+paper says O(.), this module uses the constant that its proof gives, and names it. Logarithms are natural, except lg (base 2).
+Counts are per query unless the promise says otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nearfield.checks import check_fraction, check_positive
 
 GROUP_FAILURE = 1 / 8.36
-"""Probability with which one group of the tight median of means may miss (Chebyshev). It minimises the total number of draws."""
+"""How often one group of the tight median of means may miss (Chebyshev). This value minimises the total number of draws."""
 
 GROUPS_PER_LOG = 1 / (0.5 * math.log(0.5 / GROUP_FAILURE) + 0.5 * math.log(0.5 / (1 - GROUP_FAILURE)))
 """1 / KL(1/2 || 1/8.36) = 2.3133...: by Chernoff, half of G groups miss with probability at most exp(-G / 2.3133)."""
@@ -22,14 +22,14 @@ GROUPS_PER_LOG = 1 / (0.5 * math.log(0.5 / GROUP_FAILURE) + 0.5 * math.log(0.5 /
 
 @dataclass(frozen=True)
 class Budget:
-    """The sizes that one theorem asks for; None where it says nothing about a size."""
+    """The sizes that one theorem asks for; None where it does not mention a size."""
 
     theorem: str
     form: str
     k: int | None = None
     """near keys"""
     ell: int | None = None
-    """far keys: sampled (`tail`), or looked at by one lazy Gumbel draw, in expectation (`lazy-gumbel`)"""
+    """far keys: sampled (`tail`), or expected to be looked at by one draw (`lazy-gumbel`)"""
     draws: int | None = None
     """draws from the softmax of one row"""
     groups: int | None = None
@@ -43,7 +43,7 @@ class Budget:
     """the paper's label"""
 
     def takes_everything(self, n: int) -> bool:
-        """Whether near and far keys together are all n keys, so that the estimate is exact and nothing is saved."""
+        """Whether near and far keys together are all n keys: the estimate is then exact, and saves nothing."""
         return self.k is not None and self.k + (self.ell or 0) >= n
 
 
@@ -89,8 +89,8 @@ def budget(
         n: keys that a query sees.
         eps, delta: error (its unit is in `Budget.promise`) and failure probability, both in (0, 1).
         d: columns of the values, for the union bounds.
-        k: `tail` and `lazy-gumbel`: a given number of near keys; the rest is solved for it.
-        draws: `lazy-gumbel`: how many draws the buffer must serve in all; default: every draw of every row of the tight
+        k: number of near keys to solve the rest for (`tail` and `lazy-gumbel` only).
+        draws: how many draws the buffer must serve in all (`lazy-gumbel` only); None: every draw of every row of the tight
             median of means.
         spread: size of one draw in the unit of eps: its standard deviation (`median-of-means`, and printed `dq` and
             `dk`) or its range (`mean`).
@@ -109,12 +109,12 @@ def budget(
     if k is not None:
         check_positive("k", k)
         if theorem not in ("tail", "lazy-gumbel"):
-            raise ValueError(f"k is solved for or unused by theorem {theorem!r}; got k={k!r}")
+            raise ValueError(f"k cannot be given for theorem {theorem!r}, only for 'tail' and 'lazy-gumbel'; got k={k!r}")
         k = min(k, n)
     if draws is not None:
         check_positive("draws", draws)
         if theorem != "lazy-gumbel":
-            raise ValueError(f"draws is only read by theorem 'lazy-gumbel'; got draws={draws!r} for {theorem!r}")
+            raise ValueError(f"draws cannot be given for theorem {theorem!r}, only for 'lazy-gumbel'; got draws={draws!r}")
     if isinstance(spread, bool) or not isinstance(spread, int | float) or not 0 < spread < math.inf:
         raise ValueError(f"spread must be a positive finite number, got {spread!r}")
     return _SOLVERS[theorem](_Question(n, eps, delta, d, form, k, draws, spread))
@@ -126,13 +126,13 @@ def every_budget(n: int, eps: float, delta: float, d: int = 64) -> list[Budget]:
 
 
 def _median_of_means(ask: _Question) -> Budget:
-    """thm:approx-attn. delta' = delta / (n d); one set of draws serves all d columns, the union bound needs no independence.
+    """thm:approx-attn. delta' = delta / (n d). One set of draws serves all d columns: a union bound needs no independence.
 
     printed: C eps^-2 log(n) ln(2 / delta') with C = 4 * 8: groups that miss with probability 1/4 (Chebyshev), and
     Hoeffding over the groups. The paper's proof bounds Var / O^2 by B / O and writes log n for it, which needs V >= 0 and
     O >= B / log n. At n = 1 this is 0 draws.
-    corrected: 8 ln(1 / delta') groups of 4 sigma^2 / eps^2, in units of an additive error.
-    tight: Chernoff instead of Hoeffding and the best split between group size and number of groups, which must be odd.
+    corrected: 8 ln(1 / delta') groups of 4 sigma^2 / eps^2, for an additive error.
+    tight: Chernoff instead of Hoeffding, and the best split between the size of a group and the number of groups (an odd one).
     """
     log_union = math.log(ask.n * ask.d / ask.delta)
     if ask.form == "printed":
@@ -188,8 +188,8 @@ def tail_condition(n: int, eps: float, delta: float, k: int, ell: int, form: str
 def _tail(ask: _Question) -> Budget:
     """thm:simpler_expectation: the smallest k = ell that meets the conditions (n^(2/3) printed, n^(1/2) corrected).
 
-    The conditions only get easier with k and with ell, so bisection finds the smallest sizes. Sampling is without replacement:
-    more than the n - k keys that are left cannot be asked for, and taking them all is exact.
+    The conditions only get easier with k and with ell, so bisection finds the smallest sizes. Sampling is without replacement,
+    so at most the remaining n - k keys can be sampled, and taking them all is exact.
     """
 
     def enough(k: int, ell: int) -> bool:
@@ -201,7 +201,7 @@ def _tail(ask: _Question) -> Budget:
     else:
         k, ell = near, _smallest(lambda size: enough(near, size))
     if k + ell >= ask.n:
-        promise = f"exact: it asks for {k:,} near and {ell:,} sampled keys, and there are {ask.n:,}"
+        promise = f"exact: it asks for {k:,} near and {ell:,} sampled keys, and there are only {ask.n:,}"
     elif ask.form == "printed":
         promise = "|O^ - O| = O(eps) for each entry, if |V| <= C"
     else:
@@ -216,7 +216,7 @@ def _walks(ask: _Question) -> Budget:
     printed: 2 lg(n) / eps^2 with lg the logarithm to base 2 (0 walks at n = 1). corrected: Hoeffding for n (d+1) entries,
     ln(2n(d+1)/delta) / (2 eps^2). dkw: the Dvoretzky-Kiefer-Wolfowitz inequality at eps/2, 2 ln(2(d+1)/delta) / eps^2; better
     only for very large n. signed: walks that carry the sign of x need no lift and no s, but their terms lie between -||x||_1
-    and ||x||_1, which is twice as wide: 2 ln(2nd/delta) / eps^2.
+    and ||x||_1, a range twice as wide: 2 ln(2nd/delta) / eps^2.
     """
     if ask.form == "printed":
         count = _printed_walks(ask)
@@ -236,7 +236,7 @@ def _walks(ask: _Question) -> Budget:
 def _dq(ask: _Question) -> Budget:
     """thm:dq_approximation. D^Q_ij = Cov_{D_i}(D^P_i, K_j).
 
-    printed: E1, E2, E3 estimated apart, each by its own median of means at (eps, delta/3) for every one of n d entries, with the
+    printed: E1, E2 and E3 each have their own median of means at (eps, delta/3), for every one of n d entries, with the
     constant C = 4 * 8; `draws` counts all three, for one entry.
     corrected: the sample covariance of one set of N draws per row, shared by the columns. With t = (ln(2/delta') / (2N))^(1/2),
     delta' = delta / (n(2d+1)), Hoeffding for the means of D^P, of K_j and of their centred product (whose range is at most the
@@ -316,7 +316,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "dq": ("printed", "corrected"),
     "dk": ("printed", "corrected"),
 }
-"""The forms in which each theorem can be asked for."""
+"""The forms of each theorem."""
 
 _SOLVERS: dict[str, Callable[[_Question], Budget]] = {
     "median-of-means": _median_of_means,
@@ -330,7 +330,7 @@ _SOLVERS: dict[str, Callable[[_Question], Budget]] = {
 
 
 def _groups(log_union: float, eps: float, tight: bool = False) -> tuple[int, int]:
-    """Number and size of the groups of a median of means whose failure probability is exp(-log_union), in units of one sd."""
+    """Number and size of the groups of a median of means that fails with probability exp(-log_union); eps in units of one sd."""
     if not tight:
         return max(1, _ceil(8 * log_union)), _ceil(4 / eps**2)
     groups = max(1, _ceil(GROUPS_PER_LOG * log_union))
@@ -346,12 +346,12 @@ def _sqrt_ceil(n: int) -> int:
 
 
 def _ceil(x: float) -> int:
-    """The ceiling, forgiving the rounding of a quotient that should have been an integer."""
+    """The ceiling, except that a quotient which rounding put just above an integer counts as that integer."""
     return math.ceil(x * (1 - 4e-16))
 
 
 def _smallest(enough: Callable[[int], bool]) -> int:
-    """The smallest positive size that is enough, for a condition that becomes true somewhere and stays so."""
+    """The smallest positive size that is enough, for a condition that stays true once it is true."""
     high = 1
     while not enough(high):
         high *= 2

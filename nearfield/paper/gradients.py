@@ -1,21 +1,22 @@
 """Gradients of attention: exact formulas, and the paper's Monte-Carlo estimators of D^V, D^Q and D^K.
 
 `RandomWalk` and `PrintedWalk` are strategies for `nearfield.attention(..., gradient=...)`. The functions of this module
-work on plain tensors `[..., length, dim]` and return gradients of the same shapes.
+take plain tensors `[..., length, dim]` and return gradients of the same shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_gradient, check_positive, refuse_double_backward
+from nearfield.checks import check_gradient, check_index, check_positive, refuse_double_backward
 from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.base import Index
 from nearfield.knn.index.exact import ExactIndex
-from nearfield.paper.printed import PrintedWalk
-from nearfield.paper.walks import RandomWalk, Walker, positive_product, shifted_product, signed_product
+from nearfield.paper.walks import PrintedWalk, RandomWalk, Walker, positive_product, shifted_product, signed_product
 from nearfield.problem import Gradient, Problem, Rows, check, isolate_non_finite
 from nearfield.results import Gradients
 from nearfield.sampling import Seeds
@@ -26,7 +27,7 @@ __all__ = ["Gradient", "Gradients", "PrintedWalk", "RandomWalk", "approx_pos_pro
 def exact(
     query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, *, is_causal: bool = False, scale: float | None = None
 ) -> Gradients:
-    """The gradients by the formulas of the paper's lemma, blocked.
+    """The gradients by the formulas of the paper's lemma, block by block.
 
     Example:
         >>> q, k, v, g = torch.randn(4, 1, 2, 100, 8).unbind(0)
@@ -49,7 +50,7 @@ def estimate(
     scale: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Gradients:
-    """The same gradients estimated by random walks: `RandomWalk` (the estimators to use) or `PrintedWalk` (the paper's).
+    """The same gradients, estimated by random walks: `RandomWalk` (the one to use) or `PrintedWalk` (the paper's).
 
     Example:
         >>> grad = nearfield.gradients.estimate(q, k, v, g, nearfield.gradients.RandomWalk(walks=128))
@@ -72,10 +73,15 @@ def approx_pos_prod(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    k: int | None = None,
+    index: Index | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """ApproxPosProd: an estimate of P^T x for x >= 0, `[..., Lq, columns]` -> `[..., Lk, columns]`, P the softmax matrix."""
-    return _product("positive", query, key, x, walks, is_causal, scale, generator)
+    """ApproxPosProd: an estimate of P^T x for x >= 0, `[..., Lq, columns]` -> `[..., Lk, columns]`, P the softmax matrix.
+
+    `k` and `index` as for `RandomWalk`; None: `ExactIndex()`.
+    """
+    return _product(positive_product, query, key, x, walks, is_causal, scale, k, index, generator)
 
 
 def estimate_product(
@@ -87,37 +93,44 @@ def estimate_product(
     form: str = "signed",
     is_causal: bool = False,
     scale: float | None = None,
+    k: int | None = None,
+    index: Index | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """EstimateProduct: P^T x for any x. `form="signed"` walks with signs, `form="shifted"` is the paper's (more variance)."""
+    """EstimateProduct: the same for any x. Walks carry signs (`form="signed"`), or x is shifted as printed (more variance)."""
     if form not in ("signed", "shifted"):
         raise ValueError(f"form must be 'signed' or 'shifted', got {form!r}")
-    return _product(form, query, key, x, walks, is_causal, scale, generator)
+    function = signed_product if form == "signed" else shifted_product
+    return _product(function, query, key, x, walks, is_causal, scale, k, index, generator)
 
 
 @torch.no_grad()
 def _product(
-    form: str,
+    function: Callable[[Walker, Tensor, int, torch.Generator], Tensor],
     query: Tensor,
     key: Tensor,
     x: Tensor,
     walks: int,
     is_causal: bool,
     scale: float | None,
+    k: int | None,
+    index: Index | None,
     generator: torch.Generator | None,
 ) -> Tensor:
     check_positive("walks", walks)
+    check_positive("k", k, optional=True)
+    index = ExactIndex() if index is None else index
+    check_index("index", index)
     if x.shape[:-1] != query.shape[:-1]:
         raise ValueError(f"x must have shape [..., Lq, columns] to go with query {tuple(query.shape)}, got {tuple(x.shape)}")
     problem = isolate_non_finite(check(query, key, key, is_causal=is_causal, scale=scale), raise_instead=True)
     rows = problem.rows.detach()
     if problem.is_empty:
         return x.new_zeros(*key.shape[:-1], x.shape[-1])
-    function = {"positive": positive_product, "signed": signed_product, "shifted": shifted_product}
     columns = x.reshape(*rows.queries.shape[:2], -1).to(rows.queries.dtype)
     random = Seeds(generator, query.device).generator(0)
     with full_precision(query):
-        return function[form](Walker(rows, ExactIndex(), None), columns, walks, random).reshape(*key.shape[:-1], -1)
+        return function(Walker(rows, index, k), columns, walks, random).reshape(*key.shape[:-1], -1)
 
 
 def _upstream(problem: Problem, grad_output: Tensor) -> Tensor:
@@ -128,7 +141,7 @@ def _upstream(problem: Problem, grad_output: Tensor) -> Tensor:
 
 
 def _like_inputs(problem: Problem, grads: Gradients) -> Gradients:
-    """From the layout of `Rows`, whose queries carry the scale, back to the inputs'."""
+    """Gradients in the layout of `Rows`, whose queries are multiplied by the scale, as gradients of the inputs."""
     leading = problem.leading
     query = (grads.query * problem.scale).reshape(*leading, *problem.query.shape[2:])
     key, value = (x.reshape(*leading, problem.key.shape[2], x.shape[-1]) for x in (grads.key, grads.value))
@@ -155,17 +168,18 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(output: Tensor, rows: Rows, gradient: Gradient, seeds: Seeds) -> Tensor:
     """`output`, with `gradient` as its backward pass."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
-        _ = seeds.base  # drawn here and not in the backward pass, whose order is not ours
+        _ = seeds.base  # drawn now: autograd decides in which order backward passes run
     return _WithGradient.apply(rows.queries, rows.keys, rows.values, output.detach(), rows.visible, gradient, seeds)
 
 
 BLOCK_ELEMENTS = 1 << 22
+"""Logits that `exact_gradients` holds at a time."""
 
 
 def exact_gradients(rows: Rows, grad_output: Tensor) -> Gradients:
     """D^V = P^T D^O;  D^Q_i = sum_k P_ik (D^P_ik - <D^P_i, P_i>) K_k;  D^K_i = sum_k P_ki (D^P_ki - <D^P_k, P_k>) Q_k.
 
-    D^P_ij = <D^O_i, V_j>. Taken over blocks of rows: time O(rows * length * dim), no row-by-key matrix is kept.
+    D^P_ij = <D^O_i, V_j>. Block of rows by block of rows: time O(rows * length * dim), and no matrix of all logits.
     """
     batch, count, _ = rows.queries.shape
     grad = Gradients(torch.empty_like(rows.queries), torch.zeros_like(rows.keys), torch.zeros_like(rows.values))

@@ -36,14 +36,15 @@ class LazyGumbel:
     Args:
         eps, delta: the promise above.
         k: near keys per row; None: ceil(sqrt(Lk)).
-        index: what finds them. Draws are exact for every index that can bound the keys it leaves out (`ExactIndex`,
-            `KMeansIndex`); otherwise `info["certified"]` is False.
+        index: finds them; a built-in index or your own (`nearfield.Index`). Draws are exact for an index that bounds the keys
+            it leaves out (`ExactIndex`, `KMeansIndex`). With any other, `info["certified"]` is False: draws are then exact
+            only for rows whose true top k was found.
         estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
         draws: overrides the number of draws per row.
         certify: False uses the paper's cutoff, which trusts the index to have found the true top k.
 
-    The draws are shared by all columns. Cost: the search, plus O(draws * (log k + E[m] * dim)) per row with E[m] <= n/k. The
-    gradient is `gradients.RandomWalk`, because draws have none of their own.
+    All columns share the draws. Cost: the search, plus O(draws * (log k + E[m] * dim)) per row with E[m] <= n/k. Draws have no
+    gradient of their own, so the gradient is that of `gradients.RandomWalk`.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 256, 16).unbind(0)
@@ -87,7 +88,7 @@ class LazyGumbel:
         return False
 
     def _sizes(self, rows: Rows) -> tuple[int, int]:
-        """Groups and draws per group."""
+        """How many groups, and how many draws in each."""
         if self.estimator == "mean":
             asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="mean")
             return 1, self.draws or asked.draws or 1
@@ -149,7 +150,7 @@ class LazyGumbel:
 
 
 def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:
-    """Standard error of the mean of the draws, as a norm; sqrt(pi/2) larger for a median of several groups."""
+    """Standard error of the mean of the draws, as a norm; for the median of several groups it is sqrt(pi/2) times larger."""
     square = table.square().sum(-1)[place].mean(-1)
     variance = (square - means.mean(1).square().sum(-1)).clamp(min=0) / max(1, place.shape[1] - 1)
     return variance.sqrt() * (math.sqrt(math.pi / 2) if means.shape[1] > 1 else 1.0)

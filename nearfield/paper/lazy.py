@@ -1,14 +1,14 @@
 """Lazy Gumbel sampling: exact draws from a row's softmax without looking at all of its keys (paper, Algorithm 1).
 
 The Gumbel-max trick draws j from softmax(z) as argmax z_j + G_j. Given the maximum M over a near set S and a bound
-U_j >= z_j for every other key, only keys with G_j > M - U_j can beat M, and there are few of them. What this module does
-differently from the printed algorithm, all of it exact:
+U_j >= z_j for every other key, only keys with G_j > M - U_j can beat M, and there are few of them. This module departs from the
+printed algorithm in three ways, and stays exact:
 
 * The bound comes from the index, per group of keys. The printed M - min_S z is right only if S is the true top k.
 * M ~ Gumbel(log Z_S) and the winner within S ~ softmax(z_S) are independent, so a draw costs O(log k), not O(k).
 * The set T of other keys with G_j > M - U_j holds each key independently with probability 1 - exp(-exp(U_j - M)). It is drawn as
-  the distinct keys hit by Poisson(sum_j exp(U_j - M)) points that choose key j in proportion to exp(U_j). That is the law of
-  a binomial number of keys drawn without replacement, for any mixture of bounds at once.
+  the distinct keys hit by Poisson(sum_j exp(U_j - M)) points that choose key j in proportion to exp(U_j). With one bound for all
+  keys that is the law of a binomial number of keys drawn without replacement; here it serves any mixture of bounds at once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from nearfield.problem import Rows
 from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, uniform
 
 POINTS_AT_A_TIME = 1 << 18
+"""Poisson points that are drawn together, about."""
 
 GIVE_UP_SHARE = 0.25
-"""A row whose bounds would make it look at more than this share of its keys per draw is computed exactly instead."""
+"""A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Draws:
     peak: Tensor
     """the perturbed maximum; exp(-peak) is exponential with rate Z, the normaliser of the row"""
     evaluated: Tensor
-    """m, how many keys outside the near set were looked at"""
+    """m: how many keys outside the near set were looked at"""
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,23 @@ class RowDraws(Draws):
     """The same number of draws for every row that sees a key; all tensors are `[seen, draws]`."""
 
     place: Tensor
-    """the keys as places in the keys of all batch entries laid end to end"""
+    """where the key drawn is among the keys of all batch entries, laid end to end"""
 
 
 @dataclass(frozen=True)
 class LazyRows:
-    """Rows prepared for sampling, flattened: batch entry b, row r is number b * rows + r. All logits are float64."""
+    """Rows prepared for sampling, flattened: row r of batch entry b has the number b * rows + r. All logits are float64."""
 
     rows: Rows
     near_ids: Tensor
-    """`[flat, k]`, ascending, `length` where padded"""
+    """`[flat, k]`: ascending; `length` where padded"""
     near_logits: Tensor
     """`[flat, k]`"""
     cutoffs: Cutoffs
     certified: bool
     """whether the bounds are known to hold; if not, draws may miss heavy keys that the index missed"""
     dense: Tensor
-    """`[flat]`, True for rows that are sampled from their full softmax"""
+    """`[flat]`: True for rows that are drawn from their full softmax"""
     backend: str = "auto"
     """the kernels that evaluate keys"""
 
@@ -75,7 +76,7 @@ class LazyRows:
         return self.rows.visible.reshape(-1).gt(0).nonzero()[:, 0]
 
     def spread(self, x: Tensor) -> Tensor:
-        """What belongs to the `seen` rows as `[batch, rows, ...]`, zero for the others."""
+        """Values of the `seen` rows as `[batch, rows, ...]`, with zeros for the others."""
         full = x.new_zeros(self.rows.visible.numel(), *x.shape[1:])
         full[self.seen] = x
         return full.unflatten(0, self.rows.visible.shape)
@@ -87,23 +88,23 @@ class LazyRows:
 
     @cached_property
     def log_envelope(self) -> Tensor:
-        """log of the sum of exp(U_j) over the visible keys, `[flat, groups]`; near keys are included, and sorted out later."""
+        """log of the sum of exp(U_j) over the visible keys, `[flat, groups]`. Near keys are included; `_draw` discards them."""
         return (self.cutoffs.counts.double().log() + self.cutoffs.bounds.double()).flatten(0, 1)
 
     def expected_evaluations(self) -> Tensor:
-        """E[m] = sum over the other keys of e^U / (e^U + Z_S), `[flat]`, known before anything is drawn."""
+        """E[m] = sum over the keys outside S of e^U / (e^U + Z_S), `[flat]`, known before anything is drawn."""
         log_near = self.log_near[:, None]
         bounds = self.cutoffs.bounds.double().flatten(0, 1)
         per_key = torch.sigmoid(bounds - log_near)
         total = (per_key * self.cutoffs.counts.flatten(0, 1)).sum(-1)
         smallest = self.near_logits.masked_fill(self.near_logits == -torch.inf, torch.inf).amin(-1)
         near = (self.near_ids < self.rows.length).sum(-1)
-        # Near keys lie in groups that were searched; the bound there is the smallest near score.
+        # Near keys lie in groups that were searched, where the bound is the smallest near score.
         expected = total - near * torch.sigmoid(smallest - self.log_near)
         return expected.clamp(min=0).masked_fill(self.dense, 0.0)
 
     def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
-        """A number of draws for every `seen` row."""
+        """`draws` draws for every `seen` row."""
         result = self.draw(self.seen.repeat_interleave(draws), generator)
         ids, peak, evaluated = (x.view(-1, draws) for x in (result.ids, result.peak, result.evaluated))
         start = self.seen // self.rows.visible.shape[1] * self.rows.length
@@ -156,7 +157,7 @@ class LazyRows:
         return Draws(ids, best, torch.bincount(owner, minlength=len(segment)))
 
     def _key_of(self, row: Tensor, group: Tensor, generator: torch.Generator) -> Tensor:
-        """A uniformly drawn visible key of the group."""
+        """A visible key of the group, drawn uniformly."""
         batch = row // self.rows.queries.shape[1]
         count = self.cutoffs.counts.flatten(0, 1)[row, group]
         rank = (uniform(tuple(row.shape), generator) * count).ceil().long().sub(1).clamp(min=0)
@@ -178,7 +179,7 @@ class LazyRows:
         """Keys and perturbed maxima drawn from the full softmax of their rows."""
         batch, count = self.rows.visible.shape
         columns = self.dense.view(batch, count).any(0).nonzero()[:, 0]
-        # Rows are taken in blocks over all batch entries, draws sorted by the block of their row.
+        # Blocks of rows, over all batch entries; the draws are sorted by the block of their row.
         column, order = torch.searchsorted(columns, segment % count).sort(stable=True)
         ids, peak = torch.empty_like(segment), gumbel(tuple(segment.shape), generator)
         for block in row_blocks((batch, len(columns)), 32 * max(1, self.rows.length)):
@@ -198,7 +199,7 @@ def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True, backend
     """Find the near keys of every row and the bounds for the others.
 
     Args:
-        certify: ask the index for bounds that hold. If False, or if the index has none, the smallest near score is used, as
+        certify: ask the index for bounds that hold. If False, or if the index knows none, the smallest near score is used, as
             the paper prints it; draws are then exact only where the near set is the true top k.
     """
     logits, ids = built.search(rows.queries, k, rows.causal_offset)
@@ -216,12 +217,6 @@ def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True, backend
 
 
 def _printed_cutoffs(rows: Rows, logits: Tensor, ids: Tensor) -> Cutoffs:
-    batch = ids.shape[0]
     smallest = logits.masked_fill(ids == PADDING, torch.inf).amin(-1)
     complete = (ids != PADDING).sum(-1) >= rows.visible
-    return Cutoffs(
-        bounds=smallest.masked_fill(complete, -torch.inf)[..., None],
-        counts=rows.visible[..., None],
-        starts=torch.zeros(batch, 1, dtype=torch.long, device=ids.device),
-        order=torch.arange(rows.length, device=ids.device).expand(batch, -1),
-    )
+    return Cutoffs.one_group(smallest.masked_fill(complete, -torch.inf), rows.visible, rows.length)

@@ -1,8 +1,10 @@
 """Gradients by random walks of one step: from a row to a key drawn from its softmax.
 
-Products with P are expectations over a row's softmax; products with the transpose of P are what walks that start in rows
-leave behind in keys. The paper draws the walks of each column, and for D^K of each entry, apart (`printed.py`). Here the same
-few walks from every row serve D^Q, D^K and D^V in all columns at once.
+A product with P, the softmax matrix, is an expectation over the softmax of a row. A product with its transpose is what walks
+that start in rows leave behind in the keys they reach. `RandomWalk` draws a few walks from every row and uses them for D^Q, D^K
+and D^V in all columns at once. `PrintedWalk` follows the paper, which draws other walks for each column, and for D^K for each
+entry; it is there for the record and for small inputs. Where the printed algorithm cannot run or is wrong, it is mended, and a
+docstring says so.
 """
 
 from __future__ import annotations
@@ -13,15 +15,22 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_index, check_positive
+from nearfield.checks import check_fraction, check_index, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
 from nearfield.knn.index.base import PADDING, Index, build_index, default_k
 from nearfield.knn.index.exact import ExactIndex
+from nearfield.paper.budgets import budget
 from nearfield.paper.lazy import LazyRows, prepare
 from nearfield.problem import Rows
 from nearfield.results import Gradients
-from nearfield.sampling import Seeds, categorical
+from nearfield.sampling import Seeds, categorical, median_of_means, uniform
+
+TABLE_BYTES = 2 << 30
+"""The most that the cumulative sums of the printed D^K may take."""
+
+WALKS_AT_A_TIME = 1 << 18
+"""Walks of the printed D^K that are taken together."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +46,13 @@ class RandomWalk:
 
     Args:
         walks: draws per row, at least 2.
-        k, index: for the lazy Gumbel sampler; None: ceil(sqrt(Lk)).
+        k, index: near keys of the lazy Gumbel sampler (None: ceil(sqrt(Lk))), and what finds them.
 
     Cost: one search per row, plus O(walks * (E[m] + 1) * dim) per row; memory O(inputs).
 
     Example:
-        >>> q, k, v = (torch.randn(1, 4, 2048, 64, requires_grad=True) for _ in range(3))
-        >>> nearfield.attention(q, k, v, gradient=RandomWalk(walks=64)).square().sum().backward()
+        >>> q, k, v = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3))
+        >>> nearfield.attention(q, k, v, gradient=RandomWalk(walks=16)).square().sum().backward()
     """
 
     walks: int = 64
@@ -57,11 +66,54 @@ class RandomWalk:
 
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
-        return shared_walks(rows, grad_output, self, seeds)
+        return shared_walks(Walker(rows, self.index, self.k), grad_output, self.walks, seeds)
+
+
+@dataclass(frozen=True)
+class PrintedWalk:
+    """The paper's Monte-Carlo gradients, with the walks and draws that the corrected theorems ask for at (eps, delta).
+
+    D^V: EstimateProduct per column. D^Q: three medians of means per row. D^K: walks per entry, and EstimateProduct. The error
+    of the walks is eps times an l1 norm over all rows, at realistic sizes far more than the gradient itself. Use `RandomWalk`
+    to train.
+
+    Args:
+        eps, delta: the parameters of the theorems.
+        k, index: near keys of the lazy Gumbel sampler (None: ceil(sqrt(Lk))), and what finds them.
+        walks: overrides the number of walks per column (and per entry of D^K).
+    """
+
+    eps: float = 0.1
+    delta: float = 0.1
+    k: int | None = None
+    index: Index = field(default_factory=ExactIndex)
+    walks: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fraction("eps", self.eps)
+        check_fraction("delta", self.delta)
+        check_positive("k", self.k, optional=True)
+        check_positive("walks", self.walks, optional=True)
+        check_index("index", self.index)
+
+    @torch.no_grad()
+    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
+        walker = Walker(rows, self.index, self.k)
+        generator = seeds.generator(-3)
+        count, dim = rows.visible.shape[1], max(rows.queries.shape[-1], rows.values.shape[-1])
+        walks = self.walks or budget(count, self.eps, self.delta, d=dim, theorem="walks").walks or 1
+        sizes = budget(count, self.eps, self.delta, d=dim, theorem="median-of-means", form="tight")
+        groups, size = sizes.groups or 1, sizes.group_size or 1
+        row_sums = positive_product(walker, torch.ones_like(grad_output[..., :1]), walks, generator)
+        return Gradients(
+            query=printed_dq(walker, grad_output, groups, size, generator),
+            key=printed_dk(walker, grad_output, walks, groups, size, row_sums, generator),
+            value=shifted_product(walker, grad_output, walks, generator, row_sums),
+        )
 
 
 class Walker:
-    """Takes steps from rows to keys, with the index built once."""
+    """Takes steps from rows to keys, with an index that is built once."""
 
     def __init__(self, rows: Rows, index: Index, k: int | None) -> None:
         self.rows = rows
@@ -69,14 +121,14 @@ class Walker:
         self.built = build_index(index, rows.keys)
 
     def blocks(self, walks: int) -> Iterator[slice]:
-        """Ranges of rows for which a number of walks each fit into memory."""
+        """Ranges of rows for which `walks` walks each fit into memory."""
         return row_blocks(self.rows.visible.shape, 80 * max(walks, self.k, self.built.groups))
 
     def prepare(self, block: slice) -> LazyRows:
         return prepare(self.rows.at(block), self.built, self.k)
 
     def step(self, source: Tensor, generator: torch.Generator) -> Tensor:
-        """One step from every flat row number of `source` (batch * rows + row): the key it reaches, or `PADDING`."""
+        """One step from every flat row number of `source` (batch entry * rows + row): the key it reaches, or `PADDING`."""
         count = self.rows.visible.shape[1]
         entry, row = source // count, source % count
         by_row, order = row.sort(stable=True)
@@ -93,11 +145,10 @@ class Walker:
         return reached
 
 
-def shared_walks(rows: Rows, grad_output: Tensor, recipe: RandomWalk, seeds: Seeds) -> Gradients:
+def shared_walks(walker: Walker, grad_output: Tensor, walks: int, seeds: Seeds) -> Gradients:
     """The estimators of `RandomWalk`."""
-    walker = Walker(rows, recipe.index, recipe.k)
+    rows = walker.rows
     kernel = backends.pair_kernels("auto", rows.keys.device)
-    walks = recipe.walks
     key_table, value_table = rows.keys.flatten(0, 1), rows.values.flatten(0, 1)
     grad = Gradients(torch.zeros_like(rows.queries), torch.zeros_like(key_table), torch.zeros_like(value_table))
     for block in walker.blocks(walks):
@@ -117,8 +168,8 @@ def shared_walks(rows: Rows, grad_output: Tensor, recipe: RandomWalk, seeds: See
 def positive_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator) -> Tensor:
     """ApproxPosProd: P^T x for x >= 0. x `[batch, rows, columns]` -> `[batch, length, columns]`.
 
-    `walks` walks per column start in row i with probability x_i / sum x; the share that ends in key v, times sum x, is an
-    unbiased estimate of (P^T x)_v with error at most eps sum x for `budget(theorem="walks")` walks.
+    `walks` walks per column start in row i with probability x_i / sum x. The share that ends in key v, times sum x, is an
+    unbiased estimate of (P^T x)_v, with an error of at most eps sum x for `budget(theorem="walks")` walks.
     """
     if bool((x < 0).any()):
         raise ValueError("approx_pos_prod needs x >= 0; use estimate_product for x of any sign")
@@ -128,8 +179,8 @@ def positive_product(walker: Walker, x: Tensor, walks: int, generator: torch.Gen
 def signed_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator) -> Tensor:
     """P^T x for any x: a walk starts in row i with probability |x_i| / ||x||_1 and carries the sign of x_i.
 
-    Variance of entry v: (||x||_1 (P^T |x|)_v - (P^T x)_v^2) / walks. A column of zeros is estimated as zero. The error is at most
-    eps ||x||_1 for `budget(theorem="walks", form="signed")` walks.
+    Variance of entry v: (||x||_1 (P^T |x|)_v - (P^T x)_v^2) / walks. The estimate for a column of zeros is zero. The error is at
+    most eps ||x||_1 for `budget(theorem="walks", form="signed")` walks.
     """
     batch, rows, columns = x.shape
     by_column = x.transpose(1, 2).reshape(batch * columns, rows)
@@ -151,7 +202,7 @@ def signed_product(walker: Walker, x: Tensor, walks: int, generator: torch.Gener
 
 
 def shifted_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator, row_sums: Tensor | None = None) -> Tensor:
-    """EstimateProduct as printed: lift every column by its most negative entry, walk, and take the lift out again.
+    """EstimateProduct as printed: lift every column by its most negative entry, walk, and subtract the lift again.
 
     P^T x = P^T (x + M) - M P^T 1, with P^T 1 estimated once (`row_sums`, `[batch, length, 1]`). Unbiased, but with many times the
     variance of `signed_product` for x of mixed sign.
@@ -160,3 +211,113 @@ def shifted_product(walker: Walker, x: Tensor, walks: int, generator: torch.Gene
         row_sums = positive_product(walker, torch.ones_like(x[..., :1]), walks, generator)
     lift = (-x).clamp(min=0).amax(1, keepdim=True)
     return positive_product(walker, x + lift, walks, generator) - lift * row_sums
+
+
+def printed_dq(walker: Walker, grad_output: Tensor, groups: int, size: int, generator: torch.Generator) -> Tensor:
+    """Algorithm on D^Q: E1 - E2 E3, each by its own median of means.
+
+    E1 = E[D^P_ik K_k], E2 = E[K_k], E3 = E[D^P_ik] over k ~ softmax of row i. Mended: E3 does not depend on the column, so it is
+    estimated once per row. The columns share their draws.
+    """
+    rows = walker.rows
+    key_table, value_table = rows.keys.flatten(0, 1), rows.values.flatten(0, 1)
+    kernel = backends.pair_kernels("auto", key_table.device)
+    grad = torch.zeros_like(rows.queries)
+    draws = groups * size
+    for block in walker.blocks(draws * rows.keys.shape[-1]):
+        lazy = walker.prepare(block)
+        upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
+        first, second, third = (lazy.draw_each(draws, generator).place for _ in range(3))
+        with_keys = kernel.pair_scores(upstream, value_table, first)[..., None] * key_table[first]
+        e1 = median_of_means(with_keys.unflatten(1, (groups, size)))
+        e2 = median_of_means(key_table[second].unflatten(1, (groups, size)))
+        scores = kernel.pair_scores(upstream, value_table, third)
+        e3 = median_of_means(scores.view(-1, groups, size, 1))
+        grad[:, block] = lazy.spread(e1 - e2 * e3)
+    return grad
+
+
+def printed_dk(
+    walker: Walker, grad_output: Tensor, walks: int, groups: int, size: int, row_sums: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Algorithm on D^K: A - B, with A entry by entry (part 1) and B column by column (part 2)."""
+    positive = _printed_a(walker, grad_output, walks, row_sums, generator)
+    mean_scores = _mean_scores(walker, grad_output, groups, size, generator)
+    negative = shifted_product(walker, walker.rows.queries * mean_scores, walks, generator, row_sums)
+    return positive - negative
+
+
+def _printed_a(walker: Walker, grad_output: Tensor, walks: int, row_sums: Tensor, generator: torch.Generator) -> Tensor:
+    """A_ij = sum_k P_ki Y_kj with Y_kj = Q_kj <D^O_k, V_i>, by walks that start in row k in proportion to Y_kj + M.
+
+    A start is found by bisection in cumulative sums <V_i, sum_{s<=l} Q_sj D^O_s> + l M, whose table serves every i. Mended: the
+    step leaves from the sampled row k (the paper draws it from row i, with the near keys of row i); the sums are float64; M is
+    not assumed but computed, max |Q_kj| ||D^O_k|| max ||V_i||; a causal walk starts only from rows that see key i.
+    """
+    rows = walker.rows
+    batch, count, dim = rows.queries.shape
+    value_dim, length = rows.values.shape[-1], rows.length
+    needed = 2 * batch * count * dim * value_dim * 8  # products and their sums
+    if needed > TABLE_BYTES:
+        raise ValueError(
+            f"the printed D^K needs {needed / 2**30:.1f} GiB of cumulative sums for {count} rows of dimension {dim}; "
+            "use RandomWalk"
+        )
+    queries, upstream, values = rows.queries.double(), grad_output.double(), rows.values.double()
+    table = (queries[..., :, None] * upstream[..., None, :]).cumsum(1)  # [batch, rows, dim, value_dim]
+    largest = (queries.abs().amax(-1) * upstream.norm(dim=-1)).amax(-1)
+    lift = largest * values.norm(dim=-1).amax(-1)  # [batch]
+    first_row = _first_row_that_sees(rows)
+
+    out = torch.zeros(batch * length * dim, dtype=torch.float64, device=queries.device)
+    entries = torch.arange(batch * length * dim, device=queries.device)
+    for part in entries.split(max(1, WALKS_AT_A_TIME // walks)):
+        entry, key, column = part // (length * dim), part // dim % length, part % dim
+        value, shift, low = values[entry, key], lift[entry], first_row[entry, key]
+
+        def mass(
+            upto: Tensor, entry: Tensor = entry, column: Tensor = column, value: Tensor = value, shift: Tensor = shift
+        ) -> Tensor:
+            """Cumulative sum over rows 0..upto, `[entries, walks]`; zero at -1."""
+            sums = table[entry[:, None], upto.clamp(min=0), column[:, None]]
+            total = torch.einsum("ewv,ev->ew", sums, value) + (upto + 1) * shift[:, None]
+            return total.masked_fill(upto < 0, 0.0)
+
+        below = mass(low[:, None] - 1)
+        total = mass(torch.full_like(low, count - 1)[:, None]) - below
+        target = below + uniform((len(part), walks), generator) * total
+        lower, upper = low[:, None].expand_as(target), torch.full_like(target, count - 1, dtype=torch.long)
+        for _ in range(max(1, count).bit_length()):
+            middle = (lower + upper) // 2
+            enough = mass(middle) >= target
+            lower, upper = torch.where(enough, lower, middle + 1), torch.where(enough, middle, upper)
+            lower = torch.minimum(lower, upper)
+        start = upper
+        reached = walker.step((entry[:, None] * count + start).reshape(-1), generator).view(start.shape)
+        share = (reached == key[:, None]).double().mean(1)
+        out[part] = share * total[:, 0] - shift * row_sums[entry, key, 0].double()
+    return out.view(batch, length, dim).to(rows.keys.dtype)
+
+
+def _first_row_that_sees(rows: Rows) -> Tensor:
+    """For every key the first row that sees it, if every later row sees it too (visibility only grows); otherwise 0."""
+    monotone = bool((rows.visible[:, 1:] >= rows.visible[:, :-1]).all())
+    keys = torch.arange(rows.length, device=rows.visible.device).expand(rows.keys.shape[0], -1).contiguous()
+    if not monotone:
+        return torch.zeros_like(keys)
+    return torch.searchsorted(rows.visible.contiguous(), keys, right=True).clamp(max=rows.visible.shape[1] - 1)
+
+
+def _mean_scores(walker: Walker, grad_output: Tensor, groups: int, size: int, generator: torch.Generator) -> Tensor:
+    """<D^P_k, P_k> of every row k by median of means, `[batch, rows, 1]`. Mended: with the near keys of row k, not of row i."""
+    rows = walker.rows
+    value_table = rows.values.flatten(0, 1)
+    kernel = backends.pair_kernels("auto", value_table.device)
+    out = rows.queries.new_zeros(*rows.visible.shape, 1)
+    draws = groups * size
+    for block in walker.blocks(draws):
+        lazy = walker.prepare(block)
+        place = lazy.draw_each(draws, generator).place
+        scores = kernel.pair_scores(grad_output[:, block].flatten(0, 1)[lazy.seen], value_table, place)
+        out[:, block] = lazy.spread(median_of_means(scores.view(-1, groups, size, 1)))
+    return out

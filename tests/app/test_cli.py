@@ -1,8 +1,12 @@
-"""The command line: the plan's numbers, the demo's table and picture, and what they say when something is missing."""
+"""The command line: the numbers of the plan, the table and plot of the demo, and what is said if a package is missing."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import nearfield
+from nearfield.app import calibrate
 from nearfield.app.cli import app
+from nearfield.kernels import backends
 from nearfield.paper.budgets import FORMS
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,9 +49,9 @@ def test_plan_cuts_no_number(n: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--eps", "2"), "eps must lie strictly between 0 and 1, got 2.0"),
-        (("--n", "0"), "n must be an integer of at least 1, got 0"),
-        (("--delta", "0"), "delta must lie strictly between 0 and 1, got 0.0"),
+        (("--eps", "2"), "eps must be a number between 0 and 1, got 2.0"),
+        (("--n", "0"), "n must be a positive integer, got 0"),
+        (("--delta", "0"), "delta must be a number between 0 and 1, got 0.0"),
     ],
 )
 def test_plan_refuses_bad_arguments(arguments: tuple[str, ...], message: str) -> None:
@@ -84,3 +91,92 @@ def test_demo_refuses_an_unknown_family() -> None:
     code, printed = invoke("demo", "--family", "nope")
     assert code == 2
     assert "family must be one of" in " ".join(printed.split())
+
+
+# Missing packages.
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {names} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def run_without(names: set[str], folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python in which these packages are not installed."""
+    (folder / "sitecustomize.py").write_text(WITHOUT.format(names=names))
+    path = os.pathsep.join([str(folder), str(Path(nearfield.__file__).parents[1])])
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, check=False)
+
+
+NEEDS = "the nearfield command needs typer and rich: pip install 'nearfield[cli]'"
+
+
+def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
+    result = run_without({"typer"}, tmp_path, "-m", "nearfield", "plan")
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", NEEDS + "\n")
+
+
+def test_the_library_needs_torch_and_numpy_only(tmp_path: Path) -> None:
+    """What needs more says in one line which extra that is."""
+    code = """
+import runpy, torch, nearfield
+from nearfield import hf
+from nearfield.app.environment import environment
+from nearfield.app.evaluate.models import load_model
+q = torch.zeros(1, 1, 40, 4)
+assert nearfield.attention(q, q, q, method=nearfield.Cells()).shape == q.shape
+assert environment()["nearfield"] == nearfield.__version__
+for call in (nearfield.FaissIndex("Flat").build, hf.register, load_model, lambda _: hf.CellCache, lambda _: hf.Memory):
+    try:
+        call(q[0])
+    except ImportError as error:
+        print(error)
+runpy.run_module("nearfield.app.cli", run_name="__main__")
+"""
+    extras = {"typer", "rich", "matplotlib", "faiss", "transformers", "triton", "scipy"}
+    result = run_without(extras, tmp_path, "-c", code)
+    assert (result.returncode, result.stderr) == (1, NEEDS + "\n")
+    named = [re.findall(r"pip install '?nearfield\[(\w+)\]'?$", line) for line in result.stdout.splitlines()]
+    assert named == [["faiss"], *[["transformers"]] * 4]
+
+
+@pytest.mark.parametrize("command", ["eval", "remember"])
+def test_commands_for_models_say_that_they_need_transformers(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "nearfield.hf.memory", raising=False)
+    monkeypatch.delitem(sys.modules, "nearfield.hf.cache", raising=False)
+    more = ("--out", str(tmp_path / "out"))
+    code, printed = invoke(command, "model", "text.txt", "--device", "cpu", *more)
+    assert code == 1
+    assert printed.count("\n") == 1
+    assert "pip install 'nearfield[transformers]'" in printed
+
+
+def test_gguf_files_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "model.gguf").touch()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
+    code, printed = invoke("eval", str(tmp_path / "model.gguf"), "text.txt", "--device", "cpu")
+    assert (code, printed) == (1, ".gguf files need the package gguf: pip install 'nearfield[real]'\n")
+
+
+def test_the_title_says_where_the_triton_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearfield.crossover.place", lambda device: "cuda, some card")
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    device = torch.device("cuda")
+    assert calibrate._title(device, torch.bfloat16) == "cuda, some card, bfloat16"
+    assert calibrate._title(device, torch.float64).endswith("do not serve torch.float64: cells run in plain torch)")
+    monkeypatch.setattr(backends, "runs_triton", lambda device: False)
+    assert "do not serve this GPU" in calibrate._title(device, torch.bfloat16)
+    assert "Triton" not in calibrate._title(torch.device("cpu"), torch.float64)

@@ -1,4 +1,4 @@
-"""`nearfield remember` and `nearfield ask`: a file between them, the same answer as from Python, and errors with a remedy."""
+"""`nearfield remember` and `nearfield ask`: the same answer as from Python, and errors with a remedy."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_an_answer_is_that_of_the_memory(
         (("remember", "nothing", "short.txt", "-o", "unused"), "give the folder of one or a .gguf file"),
         (("remember", "model", "nothing.txt", "-o", "unused"), "not a text file in UTF-8"),
         (("remember", "model", "empty.txt", "-o", "unused"), "has no tokens; give a text to read"),
-        (("remember", "model", "short.txt", "-o", "nowhere/unused"), "--out must be a file in a folder that is there"),
-        (("remember", "model", "short.txt", "-o", "model"), "--out must be a file in a folder that is there"),
+        (("remember", "model", "short.txt", "-o", "nowhere/unused"), "--out must be a file in an existing folder"),
+        (("remember", "model", "short.txt", "-o", "model"), "--out must be a file in an existing folder"),
         (("remember", "model", "short.txt", "-o", "unused", "--positions", "both"), "one of running, restart, got 'both'"),
         (
             ("remember", "model", "long.txt", "-o", "unused", "--chunk", "500"),

@@ -1,7 +1,8 @@
-"""`nearfield eval`: losses, errors and costs are right, the choice is the best there is, and the command hands it over."""
+"""`nearfield eval`: losses, errors and costs are right, the choice is near the best, and the command writes it to a file."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -29,7 +30,7 @@ from nearfield.app.cli import app
 from nearfield.app.evaluate import measure, report
 from nearfield.app.evaluate.measure import attending, compared, measure_errors, measure_sensitivity, token_losses
 from nearfield.app.evaluate.models import load_model
-from nearfield.app.evaluate.run import Evaluation, Shown, evaluate
+from nearfield.app.evaluate.run import Evaluation, SettingResult, evaluate
 from nearfield.app.evaluate.settings import Geometry, Ladder, PastTopK, Setting, Trial, choose_budgets, usual_segment
 from nearfield.hf.config import LayerConfig
 
@@ -41,7 +42,7 @@ TOKENS = 200
 
 
 def scaled(name: str) -> Any:
-    """Models whose logits are more than what their head says."""
+    """Models that change the logits of their head."""
     if name == "capped":
         return model("gemma2", final_logit_softcapping=0.5)
     torch.manual_seed(0)
@@ -111,19 +112,19 @@ def test_what_is_not_a_number_is_never_within_a_tolerance() -> None:
         assert compared(losses, fine).excess == compared(losses, fine).perplexity == math.inf
     first, second = compared(fine, fine), compared(broken, fine)
     for order in ([first, second], [second, first]):
-        assert Shown(Setting("cells", nf.Cells()), order, 0.0).excess == math.inf
+        assert SettingResult(Setting("cells", nf.Cells()), order, 0.0).excess == math.inf
 
 
 def test_one_method_at_a_time() -> None:
     net = model("llama")
-    with attending(net, nf.Exact()), pytest.raises(RuntimeError, match="leave it first"), attending(net, nf.TopK(3)):
+    with attending(net, nf.Exact()), pytest.raises(RuntimeError, match="leave the outer one first"), attending(net, nf.TopK(3)):
         pass
 
 
 def test_the_worst_text_counts() -> None:
     losses = torch.rand(50, dtype=torch.float64)
     texts = [compared(losses + more, losses) for more in (0.01, 0.02, 0.005)]
-    assert Shown(Setting("cells", nf.Cells()), texts, 1.0).excess == pytest.approx(math.exp(0.02) - 1)
+    assert SettingResult(Setting("cells", nf.Cells()), texts, 1.0).excess == pytest.approx(math.exp(0.02) - 1)
 
 
 # What is compared.
@@ -166,7 +167,7 @@ def test_budgets_are_shares_of_the_past() -> None:
 
 
 def test_cells_read_as_many_keys_as_top_k() -> None:
-    """About: cells are of about the same size."""
+    """Up to 5%: cells differ a little in size."""
     geometry = Geometry(2048, 256, 16, 16)
     query, key, value = torch.randn(3, 1, 2, 2048, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
     read = [
@@ -182,12 +183,12 @@ def test_cells_read_as_many_keys_as_top_k() -> None:
         (lambda: Geometry(1500, 1024), "segment of at most 750"),
         (lambda: Geometry(1500, 16, 16), "sinks must be fewer than the 16 keys"),
         (lambda: Geometry(8192).probes(0.0), "more than 0%"),
-        (lambda: Geometry(8192).settings(("cells", "lsh"), (0.1,)), "of cells, topk, auto; got lsh"),
+        (lambda: Geometry(8192).settings(("cells", "lsh"), (0.1,)), "among cells, topk, auto; got lsh"),
         (lambda: usual_segment(100), "at least 256 tokens"),
         (lambda: evaluate(model("llama"), {}), "at least one text"),
         (
             lambda: evaluate(model("llama"), {"one": tokens(1, 256)}, config=LayerConfig({}, 3)),
-            "for a model of 3 layers, and this one has 2",
+            "for a model of 3 layers, but this one has 2",
         ),
     ],
 )
@@ -204,7 +205,7 @@ def test_errors_are_those_of_the_layers_own_tensors() -> None:
     method = nf.Cells(4, 2, segment=32, sinks=2)
     seen: list[tuple[Tensor, ...]] = []
 
-    class Keep:
+    class Keep(nf.Method):
         def run(self, problem: Any, call: Any) -> Any:
             seen.append((problem.query, problem.key, problem.value))
             return nf.Exact().run(problem, call)
@@ -281,7 +282,7 @@ def test_layers_that_cannot_be_replaced_cost_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 0.3, 5.0])
 def test_the_choice_is_measured_and_near_the_best(scale: float) -> None:
-    """Whatever the predictions are off by, as long as their order is right."""
+    """However far off the predictions are, as long as their order is right."""
     ladder, asked = random_ladder(7, layers=12), []
 
     def verify(rungs: tuple[int, ...]) -> float:
@@ -292,7 +293,7 @@ def test_the_choice_is_measured_and_near_the_best(scale: float) -> None:
     assert chosen.excess <= 0.4
     assert len(asked) == len(trials) - 1 <= 7
     tried = trials[1:]
-    for i, one in enumerate(tried):  # between what passed and what did not
+    for i, one in enumerate(tried):  # each trial lies between what has passed and what has failed
         assert all((later.mixture.keys < one.mixture.keys) == (one.excess <= 0.4) for later in tried[i + 1 :])
     best = min(mixture.keys for mixture in ladder.mixtures() if scale * mixture.predicted**1.5 <= 0.4)
     assert chosen.mixture.keys <= best + 5.0
@@ -332,14 +333,16 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_the_command_hands_over_a_config_that_does_what_it_says(folder: Path, tmp_path: Path) -> None:
+def test_the_command_hands_over_a_config_that_does_what_it_says(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "found"
     small = ("--methods", "cells,topk", "--budgets", "20,40", "--cell-size", "4", "--sinks", "2", "--device", "cpu")
     given = (folder / "model", folder / "one.txt", folder / "two.txt", *small)
     code, printed = invoke(*given, "--tolerance", "2%", "--ladder", "10,60", "--out", out)
     assert code == 0
-    for word in ("cells, 20%", "topk, 40%", "by layer", "--tokens 8,192 was cut", "300 tokens", "hf.register(config="):
+    for word in ("cells, 20%", "topk, 40%", "by layer", "--tokens 8,192 is more than", "300 tokens", "hf.register(config="):
         assert word in printed, word
     assert (out / "eval.png").read_bytes().startswith(PNG)
     saved = json.loads((out / "eval.json").read_text())
@@ -356,11 +359,15 @@ def test_the_command_hands_over_a_config_that_does_what_it_says(folder: Path, tm
     net.set_attn_implementation("nearfield-chosen")
     assert float(token_losses(net, ids).mean().exp()) == pytest.approx(chosen["perplexity"][1], rel=1e-6)
 
-    code, _ = invoke(*given, "--methods", "cells,auto", "--config", out / "config.json", "--out", tmp_path / "again")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest))
+    code, printed = invoke(*given, "--methods", "cells,auto", "--config", out / "config.json", "--out", tmp_path / "again")
     assert code == 0
+    assert "pip install 'nearfield[plots]'" in printed
+    assert not (tmp_path / "again" / "eval.png").exists()
     again = json.loads((tmp_path / "again" / "eval.json").read_text())
     assert [one["label"] for one in again["settings"]] == ["exact", "cells, 20%", "cells, 40%", "auto", "config"]
-    assert again["settings"][-2]["excess"] == pytest.approx([0.0, 0.0], abs=1e-6)  # as short a text is exact
+    assert again["settings"][-2]["excess"] == pytest.approx([0.0, 0.0], abs=1e-6)  # auto is exact for so short a text
     assert again["settings"][-1]["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-6)
     assert again["recommendation"] is None
     assert not (tmp_path / "again" / "config.json").exists()
@@ -371,9 +378,9 @@ def test_the_command_hands_over_a_config_that_does_what_it_says(folder: Path, tm
     [
         (("nothing", "one.txt"), "give the folder of one or a .gguf file"),
         (("model", "nothing.txt"), "not a text file in UTF-8"),
-        (("model", "one.txt", "--tolerance", "many"), "--tolerance must be per cents between 0 and 100, got 'many'"),
+        (("model", "one.txt", "--tolerance", "many"), "--tolerance must be between 0 and 100 per cent, got 'many'"),
         (("model", "one.txt", "--budgets", "7,-1"), "got '-1'"),
-        (("model", "one.txt", "--methods", "lsh"), "of cells, topk, auto; got lsh"),
+        (("model", "one.txt", "--methods", "lsh"), "among cells, topk, auto; got lsh"),
         (("model", "one.txt", "--tokens", "50"), "at least 256 tokens"),
         (("model", "one.txt", "--segment", "256"), "segment of at most 150"),
         (("model", "one.txt", "--dtype", "int8"), "--dtype must be one of"),
@@ -393,7 +400,7 @@ def test_what_was_measured_is_json_whatever_it_is(tmp_path: Path) -> None:
     numbers = [0.00123456789012345, 0.002345678901234568, math.nan, math.inf, 17.25]
     geometry = Geometry(512, 64)
     perplexities = [measure.Perplexity(x, x, x) for x in numbers]
-    exact = Shown(Setting("exact", nf.Exact()), perplexities, 1.0, keys=256.5)
+    exact = SettingResult(Setting("exact", nf.Exact()), perplexities, 1.0, keys=256.5)
     found = Evaluation([str(x) for x in numbers], geometry, 2, exact, [], None)
     (path,) = report.save(found, {"model": "some"}, tmp_path)
     assert json.loads(path.read_text())["settings"][0]["perplexity"] == [*numbers[:2], None, None, numbers[4]]

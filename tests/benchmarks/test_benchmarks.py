@@ -1,13 +1,12 @@
-"""The benchmarks run in their quick form, write nothing then, and what they compute on the way is right."""
+"""The benchmarks run in their quick form, which writes nothing, and what they compute is right."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import pickle
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,20 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WRITTEN = (*BENCHMARKS.glob("results/*.json"), *(BENCHMARKS.parent / "docs" / "figures").glob("*.png"))
 
 
-def run(script: str, *arguments: str) -> str:
-    """What a benchmark prints; it leaves every result and figure as it was."""
-    before = {path: path.stat().st_mtime_ns for path in WRITTEN}
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert result.returncode == 0, result.stderr
-    assert before == {path: path.stat().st_mtime_ns for path in WRITTEN}
-    assert "written" not in result.stdout
-    return result.stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a benchmark prints. It must leave every result and figure as it was."""
+
+    def run(name: str, *arguments: str) -> str:
+        before = {path: path.stat().st_mtime_ns for path in WRITTEN}
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        load(name, monkeypatch).main()
+        assert before == {path: path.stat().st_mtime_ns for path in WRITTEN}
+        printed = capsys.readouterr().out
+        assert "written" not in printed
+        return printed
+
+    return run
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -39,8 +42,8 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(name)
 
 
-def test_every_section_of_the_cells_benchmark_runs() -> None:
-    shown = run("bench_cells.py", "--quick")
+def test_every_section_of_the_cells_benchmark_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_cells", "--quick")
     titles = (
         "forward, no mask",
         "forward and backward, causal",
@@ -53,11 +56,11 @@ def test_every_section_of_the_cells_benchmark_runs() -> None:
         assert title in shown, title
 
 
-def test_the_benchmark_on_real_inputs_runs_on_saved_ones(tmp_path: Path) -> None:
+def test_the_benchmark_on_real_inputs_runs_on_saved_ones(run: Callable[..., str], tmp_path: Path) -> None:
     for layer in range(2):
         query, key, value = make("local", 1, 2, 2048, 16, kv_heads=1, seed=layer)
         torch.save({"q": query, "k": key, "v": value}, tmp_path / f"layer_{layer:02}.pt")
-    shown = run("bench_real.py", "--captured", str(tmp_path), "--rows", "8", "--quick")
+    shown = run("bench_real", "--captured", str(tmp_path), "--rows", "8", "--quick")
     assert "relative error, all layers, 2,048 tokens" in shown
     assert "without layer 0" in shown
     assert "routed per group" in shown
@@ -75,6 +78,7 @@ def test_real_inputs_are_asked_for_where_there_are_none(
 def test_the_dense_cells_of_the_benchmark_are_the_librarys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     real = load("bench_real", monkeypatch)
+    monkeypatch.setattr(real, "SETTINGS", real.SETTINGS[:1])
     layers = [(layer, *make("local", 1, 4, 4096, 16, kv_heads=2, seed=layer)) for layer in (0, 3)]
     results = real.measure(layers, rows=4)
     library, dense = results["settings"][0], results["routing"]["per head"]
@@ -96,7 +100,7 @@ def test_the_dense_cells_of_the_benchmark_open_as_many_keys_as_the_librarys(monk
             rows * nf.estimate(query[:, :, :rows], key, value, is_causal=True, method=method).info["keys_per_query"]
             for rows in (past, 4096)
         ]
-        # What the rows of the last segment read, less their own segment and the sinks.
+        # What the rows of the last segment read, minus their own segment and the sinks.
         opened = (read[1] - read[0]) / real.SEGMENT - (real.SEGMENT + 1) / 2 - real.SINKS
         assert float(real.routed(group, cell_size, probes)[1]) == pytest.approx(opened, rel=1e-4)
 
@@ -127,7 +131,7 @@ def test_sections_are_merged_with_their_own_environment(monkeypatch: pytest.Monk
 def test_peak_memory_counts_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     speed, record = load("cells_speed", monkeypatch), load("record", monkeypatch)
     for task in (speed.forward_task, speed.training_task):
-        assert pickle.loads(pickle.dumps(task)) is task  # it travels to a fresh process
+        assert pickle.loads(pickle.dumps(task)) is task  # so that it can go to a fresh process
     needed = record._peak_of(lambda n: lambda: torch.ones(n, 1 << 18), 64)
     assert 60 < needed < 80
 

@@ -1,4 +1,4 @@
-"""benchmarks/bench_language.py: it runs in its quick form, and needles are where it says."""
+"""benchmarks/bench_language.py runs in its quick form, and needles are where it says."""
 
 from __future__ import annotations
 

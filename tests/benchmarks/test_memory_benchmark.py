@@ -1,4 +1,4 @@
-"""benchmarks/cache_memory.py: it runs in its quick form, and tells what is found from what is not."""
+"""benchmarks/cache_memory.py: it runs in its quick form, and knows a number that was found from one that was not."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_a_number_is_found_if_it_is_what_the_model_says(bench: Any, tokenizer: A
     given = (net, tokenizer, ids, "The market is")
     last = (nearfield.Cells(segment=32), 128, tmp_path / "memory")
     with attending(net, nearfield.Exact()):
-        row = bench.remembered(*given, torch.tensor([5, 6, 7]), *last)
+        row = bench.ask_memory(*given, torch.tensor([5, 6, 7]), *last)
         said = bench.ids_of(tokenizer, row["said"])[0]
         assert len(said) == 3
-        assert bench.remembered(*given, said, *last)["found"]
-        assert not bench.remembered(*given, said + 1, *last)["found"]
+        assert bench.ask_memory(*given, said, *last)["found"]
+        assert not bench.ask_memory(*given, said + 1, *last)["found"]
         greedy = net.generate(ids, max_new_tokens=3, do_sample=False)
         assert bench.completes(net, greedy, 3)
         greedy[0, -1] += 1

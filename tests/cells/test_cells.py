@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_hand import QKV, attention64, gradients, inputs, logits64, seeded
-from cells_cases import LEVELS, PADDED, heights_at_most, method_of, problem
+from cells_cases import PADDED, method_of, problem, span_levels_at_most
 from torch import Tensor
 
 import nearfield as nf
@@ -37,40 +38,27 @@ CASES: dict[str, dict[str, Any]] = {
     "padding-left-causal": {"mask": "left", "causal": True, "group": 2, **PADDED},
     "padding-anywhere": {"mask": "anywhere", **PADDED},
     "padding-anywhere-causal": {"mask": "anywhere", "causal": True, **PADDED},
-    "padding-levels": {"mask": "left", "causal": True, **PADDED, **LEVELS},
     "padding-samples": {"mask": "right", "causal": True, "samples": 3, **PADDED},
     "padding-dropout": {"mask": "left", "causal": True, "dropout_p": 0.3, **PADDED},
-    "levels": LEVELS,
-    "levels-causal": {"causal": True, **LEVELS},
-    "levels-groups": {"causal": True, "group": 3, **LEVELS},
-    "levels-of-one": {"causal": True, **LEVELS, "branching": 1},
-    "levels-all-unfolded": {**LEVELS, "unfold": 99},
-    "levels-all-opened": {**LEVELS, "unfold": 99, "probes": 99},
-    "levels-more-probes-than-children": {**LEVELS, "unfold": 1, "probes": 20},
     "samples": {"samples": 3},
     "samples-causal": {"samples": 3, "causal": True, "group": 2},
-    "samples-levels": {"samples": 5, **LEVELS},
-    "samples-levels-causal": {"samples": 2, "causal": True, **LEVELS},
     "samples-nothing-left": {"samples": 3, "probes": 99},
     "dropout": {"dropout_p": 0.3},
     "dropout-causal": {"dropout_p": 0.3, "causal": True, "group": 2},
-    "dropout-levels": {"dropout_p": 0.3, "causal": True, **LEVELS},
     "dropout-samples": {"dropout_p": 0.3, "samples": 4},
-    "dropout-samples-levels": {"dropout_p": 0.3, "samples": 4, "causal": True, **LEVELS},
+    "dropout-samples-causal": {"dropout_p": 0.3, "samples": 4, "causal": True, "cell_size": 2},
     "window": {"causal": True, "window": 20},
-    "window-levels": {"causal": True, "window": 1, **LEVELS},
     "window-over-all": {"causal": True, "window": 1000},
     "no-sinks": {"causal": True, "sinks": 0},
     "default-sinks": {"causal": True, "sinks": 16},
     "sinks-over-a-segment": {"causal": True, "sinks": 40},
     "sinks-over-all": {"sinks": 1000},
     "blocks": {"causal": True, "partition": nf.Blocks()},
-    "blocks-levels": {"partition": nf.Blocks(), **LEVELS},
     "hash": {"partition": nf.HashBuckets()},
-    "hash-levels": {"causal": True, "partition": nf.HashBuckets(bits=3, seed=1), **LEVELS},
+    "hash-causal": {"causal": True, "partition": nf.HashBuckets(bits=3, seed=1)},
     "wide-values": {"value_dim": 19, "causal": True},
     "narrow-values": {"value_dim": 1, "dropout_p": 0.2},
-    "odd-dims": {"dim": 5, "value_dim": 7, "causal": True, "group": 2, "samples": 2, **LEVELS},
+    "odd-dims": {"dim": 5, "value_dim": 7, "causal": True, "group": 2, "samples": 2},
     "one-dim": {"dim": 1},
     "cells-of-one": {"cell_size": 1, "causal": True},
     "one-cell": {"cell_size": 1000, "probes": 1},
@@ -78,31 +66,27 @@ CASES: dict[str, dict[str, Any]] = {
     "segment-over-all": {"causal": True, "segment": 1000},
     "cells-over-a-page": {"queries": 150, "keys": 900, "cell_size": 400, "probes": 1},
     "empty-cells": {"kind": "few-places", "cell_size": 4, "causal": True},
-    "empty-cells-levels": {"kind": "few-places", "samples": 3, **LEVELS},
+    "empty-cells-samples": {"kind": "few-places", "cell_size": 2, "samples": 3},
     "duplicates": {"kind": "duplicates", "causal": True, "samples": 2},
     "identical": {"kind": "identical"},
-    "identical-levels": {"kind": "identical", "causal": True, **LEVELS},
+    "identical-causal": {"kind": "identical", "causal": True, "cell_size": 2},
     "zero-queries": {"spread": 0.0, "causal": True},
     "sharp": {"spread": 8.0, "causal": True},
-    "sharp-levels": {"spread": 8.0, **LEVELS},
     "scale": {"scale": 1.3, "causal": True},
     "negative-scale": {"scale": -0.7},
     "many-spans": {"causal": True, "segment": 7, "cell_size": 3},
-    "many-spans-levels": {"causal": True, "segment": 7, "group": 2, **LEVELS},
-    "many-spans-empty-cells": {"kind": "few-places", "causal": True, "segment": 7, "sinks": 9, **LEVELS},
-    "many-spans-duplicates": {"kind": "duplicates", "causal": True, "segment": 9, "samples": 2, "sinks": 12, **LEVELS},
-    "spans-of-one": {"causal": True, "segment": 7, "heights": 1},
-    "spans-of-two": {"causal": True, "segment": 7, "heights": 2, "group": 2},
-    "spans-of-two-levels": {"causal": True, "segment": 7, "heights": 2, **LEVELS},
-    "spans-of-two-samples": {"causal": True, "segment": 7, "heights": 2, "samples": 3, "window": 5},
-    "spans-of-four-dropout": {"causal": True, "segment": 5, "heights": 3, "dropout_p": 0.3, "samples": 2, **LEVELS},
-    "spans-of-four-padding": {"causal": True, "segment": 5, "heights": 3, "mask": "left", **PADDED},
-    "everything": {
-        "mask": "anywhere", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "window": 5, **PADDED, **LEVELS,
-    },
+    "many-spans-groups": {"causal": True, "segment": 7, "group": 2, "cell_size": 2},
+    "many-spans-empty-cells": {"kind": "few-places", "causal": True, "segment": 7, "sinks": 9, "cell_size": 2},
+    "many-spans-duplicates": {"kind": "duplicates", "causal": True, "segment": 9, "samples": 2, "sinks": 12, "cell_size": 2},
+    "spans-of-one": {"causal": True, "segment": 7, "span_levels": 1},
+    "spans-of-two": {"causal": True, "segment": 7, "span_levels": 2, "group": 2},
+    "spans-of-two-samples": {"causal": True, "segment": 7, "span_levels": 2, "samples": 3, "window": 5},
+    "spans-of-four-dropout": {"causal": True, "segment": 5, "span_levels": 3, "dropout_p": 0.3, "samples": 2, "cell_size": 2},
+    "spans-of-four-padding": {"causal": True, "segment": 5, "span_levels": 3, "mask": "left", **PADDED},
+    "everything": {"mask": "anywhere", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "window": 5, **PADDED},
     "everything-many-spans": {
-        "mask": "left", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "segment": 6, "heights": 3,
-        **PADDED, **LEVELS,
+        "mask": "left", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "segment": 6, "span_levels": 3,
+        "cell_size": 2, **PADDED,
     },
 }  # fmt: skip
 
@@ -111,7 +95,7 @@ def results(case: dict[str, Any], dtype: torch.dtype, backend: str = "auto") -> 
     """Output, log-normaliser and gradients."""
     tensors, mask = problem(case, dtype)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    with heights_at_most(case.get("heights")):
+    with span_levels_at_most(case.get("span_levels")):
         est = nf.estimate(
             *leaves, mask, case.get("dropout_p", 0.0), case.get("causal", False), case.get("scale"), True,
             method=method_of(case), generator=seeded(3), backend=backend,
@@ -121,46 +105,46 @@ def results(case: dict[str, Any], dtype: torch.dtype, backend: str = "auto") -> 
     return {"output": est.output.detach(), "lse": est.lse, **dict(zip("qkv", grads, strict=True))}
 
 
-def assert_parity(case: dict[str, Any], dtype: torch.dtype) -> None:
+@functools.cache
+def reference_of(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    return results(CASES[name], dtype, "reference")
+
+
+def assert_parity(case: dict[str, Any], dtype: torch.dtype, expected: dict[str, Tensor] | None = None) -> None:
+    """The engine computes what the reference says (`expected`, where that is known already)."""
     tolerance = (1e-10 if dtype == torch.float64 else 1e-4) * max(1.0, case.get("spread", 1.0))
-    expected = results(case, dtype, "reference")
+    expected = expected or results(case, dtype, "reference")
     for name, found in results(case, dtype).items():
         true = expected[name]
         size = max(1.0, float(true[true.isfinite()].abs().max())) if true.isfinite().any() else 1.0
         torch.testing.assert_close(found, true, rtol=tolerance, atol=tolerance * size, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_computes_what_the_reference_says(name: str, dtype: torch.dtype) -> None:
+    assert_parity(CASES[name], dtype, reference_of(name, dtype))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_small_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is done in blocks is done in many of them."""
+    expected = reference_of(name, torch.float64)
     monkeypatch.setattr(torch_head, "LEAST_BLOCK_BYTES", 1)
     monkeypatch.setattr(torch_head, "MOST_BLOCK_BYTES", 1)
-    monkeypatch.setattr(torch_forward, "CHILDREN_PER_PASS", 1)
     monkeypatch.setattr(torch_tiles, "SCALARS_PER_PASS", 1)
     monkeypatch.setattr(cells_moments, "KEYS_PER_PASS", 5)
     # The other sizes are defaults of arguments.
     for module in (torch_forward, torch_backward):
         monkeypatch.setattr(module, "row_parts", lambda part, cost, budget=1, plain=torch_forward.row_parts: plain(part, cost, 1))
-    for module in (torch_forward, torch_backward):
         monkeypatch.setattr(module, "stacks", partial(torch_tiles.stacks, page_size=3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_engine_computes_what_the_reference_says(name: str, dtype: torch.dtype) -> None:
-    assert_parity(CASES[name], dtype)
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("name", CASES)
-def test_in_small_pieces(name: str) -> None:
-    assert_parity(CASES[name], torch.float64)
+    assert_parity(CASES[name], torch.float64, expected)
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", [name for name in CASES if "padding" in name or "everything" in name])
 def test_nothing_is_left_unwritten(name: str) -> None:
-    assert_parity(CASES[name], torch.float64)
+    assert_parity(CASES[name], torch.float64, reference_of(name, torch.float64))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -169,14 +153,13 @@ def test_nothing_is_left_unwritten(name: str) -> None:
 def test_lengths_and_dims(length: int, dim: int, causal: bool) -> None:
     sizes = {"cell_size": 50 if length > 64 else 4, "segment": max(1, length // 5)}
     case = {"queries": length, "dim": dim, "causal": causal, **sizes}
-    for options in ({}, {"branching": 3, "unfold": 2}):
-        assert_parity(case | options, torch.float64 if length < 1000 else torch.float32)
+    assert_parity(case, torch.float64 if length < 1000 else torch.float32)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, LEVELS, {"causal": True, **LEVELS}], ids=str)
-def test_spreads_that_are_cut_off(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_spreads_that_are_cut_off(causal: bool) -> None:
     """u_c of some 10^10 and logits of 10^5: the far field stays finite, and its variances have no gradient."""
-    assert_parity({"spread": 1e5} | options, torch.float64)
+    assert_parity({"spread": 1e5, "causal": causal}, torch.float64)
 
 
 # Everything near
@@ -205,7 +188,7 @@ def assert_as_good_as_torch(tensors: QKV, method: nf.Cells, causal: bool, unit: 
 
 
 NEAR = {
-    "levels": {"cell_size": 2, "branching": 4, "unfold": 9999},
+    "small-cells": {"cell_size": 2},
     "window": {"cell_size": 6, "window": 40, "sinks": 0},
     "hash": {"cell_size": 5, "partition": nf.HashBuckets()},
     "over-a-page": {"cell_size": 300, "segment": 600},
@@ -216,7 +199,7 @@ NEAR = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", NEAR)
 def test_everything_near_is_exact(name: str, causal: bool, dtype: torch.dtype) -> None:
-    """One level, and small cells, for more shapes: `test_attention.py`."""
+    """With other sizes of cells, for more shapes: `test_attention.py`."""
     options = {"segment": 32, "probes": 9999} | NEAR[name]
     if not causal:
         options.pop("window", None)
@@ -255,8 +238,8 @@ def test_rows_whose_reference_was_too_low(
 
 
 METHODS = {
-    "one-level": nf.Cells(cell_size=8, probes=2, segment=32, sinks=3, partition=nf.Blocks()),
-    "levels": nf.Cells(cell_size=2, probes=2, segment=32, sinks=0, branching=3, unfold=2, partition=nf.Blocks()),
+    "plain": nf.Cells(cell_size=8, probes=2, segment=32, sinks=3, partition=nf.Blocks()),
+    "small-cells": nf.Cells(cell_size=2, probes=2, segment=32, sinks=0, partition=nf.Blocks()),
     "samples": nf.Cells(cell_size=8, probes=2, segment=32, sinks=3, samples=4, partition=nf.Blocks()),
 }
 methods = pytest.mark.parametrize("name", METHODS)
@@ -293,7 +276,7 @@ def test_linear_in_the_values(name: str, causal: bool) -> None:
 @methods
 def test_full_budget(name: str, causal: bool) -> None:
     tensors = inputs(2, 4, queries=150, dim=8, kv_heads=2, dtype=torch.float64)
-    method = dataclasses.replace(METHODS[name], probes=999, unfold=999, samples=3)
+    method = dataclasses.replace(METHODS[name], probes=999, samples=3)
     est = estimate(tensors, method, causal)
     torch.testing.assert_close(est.output, attention64(*tensors, causal=causal))
     torch.testing.assert_close(est.lse, logits64(*tensors[:2], causal=causal).logsumexp(-1))

@@ -1,8 +1,9 @@
-"""Cells: what the estimate is worth. Draws are unbiased and say their error, dropout is dropout, the far field earns its keep."""
+"""Cells: the formulas of the far field by hand, and what the estimate is worth: unbiased draws, dropout, accuracy."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -13,18 +14,21 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield import synthetic
+from nearfield.cells import far_field
 from nearfield.cells import method as cells_method
+from nearfield.cells.moments import SeenCells
 from nearfield.cells.operator import CellsResult, Recipe, cells_attention
-from nearfield.cells.sizes import CellSettings
+from nearfield.cells.partition import to_plain
+from nearfield.cells.sizes import CellSizes
 from nearfield.cells.spans import closed_keys
 from nearfield.cells.torch import head as torch_head
 from nearfield.problem import check
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CellsResult, CellSettings]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CellsResult, CellSizes]]:
     """What the operator returned to the calls that a test makes, for the plans in it."""
-    seen: list[tuple[CellsResult, CellSettings]] = []
+    seen: list[tuple[CellsResult, CellSizes]] = []
     plain = cells_method.cells_attention
 
     def spy(*given: Any) -> CellsResult:
@@ -38,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[CellsResult, CellSettin
 
 @dataclasses.dataclass(frozen=True)
 class Cells:
-    """The cells of one head, one level, in float64: written out once more, cell by cell."""
+    """The cells of one head, in float64: written out once more, cell by cell."""
 
     queries: Tensor
     """times scale"""
@@ -55,7 +59,7 @@ class Cells:
     mean: Tensor
 
     @staticmethod
-    def of(tensors: QKV, result: CellsResult, sizes: CellSettings, causal: bool, rows: slice = slice(None)) -> Cells:
+    def of(tensors: QKV, result: CellsResult, sizes: CellSizes, causal: bool, rows: slice = slice(None)) -> Cells:
         query, keys, values = (x[0, 0].double() for x in tensors)
         cell_of = result.cell_of[0].long()
         members = [(cell_of == cell).any(0).nonzero()[:, 0] for cell in range(int(cell_of.max()) + 1)]
@@ -65,9 +69,9 @@ class Cells:
         size = sizes.segment or len(keys)
         home = torch.full((len(closed), len(keys)), -1)
         for row, edge in enumerate(closed.tolist()):
-            for height, first in spans_seen(edge // size, sizes.heights):
-                place = slice(first * size, (first + 2**height) * size)
-                home[row, place] = cell_of[height, place]
+            for level, first in spans_seen(edge // size, sizes.span_levels):
+                place = slice(first * size, (first + 2**level) * size)
+                home[row, place] = cell_of[level, place]
         return Cells(
             (query / query.shape[1] ** 0.5)[rows], keys, values, visible[rows], closed, home,
             result.opened[0, rows].long(), members, torch.stack([k.mean(0) for k, _ in own]),
@@ -128,9 +132,77 @@ class Cells:
 # Rules
 
 
+def three_cells() -> SeenCells:
+    """Five keys around (1, 0) with variances (4, 0), none, and three around (0, 3) with variances (1, 9)."""
+
+    def row(*numbers: Any) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    moments = row(5, 0, 3), row(0, -torch.inf, 0), row([1, 0], [0, 0], [0, 3]), row([4, 0], [0, 0], [1, 9]), row([0], [0], [0])
+    return SeenCells(*moments, [0], [slice(0, 3)], torch.arange(3), torch.arange(3), 8, row([0, 0]))
+
+
+def test_scores_by_hand() -> None:
+    """q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; an empty cell is never opened."""
+    queries = torch.tensor([[1.0, 0.0], [2.0, 1.0]], dtype=torch.float64)
+    first, spread = far_field.moments(queries, three_cells())
+    assert first.tolist() == [[1, -math.inf, 0], [2, -math.inf, 3]]
+    assert spread.tolist() == [[4, 0, 1], [16, 0, 13]]
+    expected = [[4, -math.inf, 1.5], [8, -math.inf, 3 + 1.5 * 13**0.5]]
+    torch.testing.assert_close(far_field.score(first, spread), torch.tensor(expected, dtype=torch.float64))
+    assert far_field.open_best(first, spread, 1).tolist() == [[0], [2]]
+    assert far_field.open_best(first, spread, 4).sort(1).values.tolist() == [[-1, 0, 2]] * 2
+    assert far_field.largest_first(first, torch.tensor([[2, -1], [0, 2]])).tolist() == [0, 3]
+    assert far_field.largest_first(first, torch.tensor([[-1], [-1]])).tolist() == [-math.inf] * 2
+
+
+@pytest.mark.parametrize(
+    ("opened", "masses", "top"),
+    [([0], [0, 0, 3 * 4.25**2], 3.0), ([2], [5 * 5**2, 0, 0], 2.0), ([0, 2, -1], [0, 0, 0], -math.inf)],
+    ids=["the-first", "the-last", "all"],
+)
+def test_masses_by_hand(opened: list[int], masses: list[float], top: float) -> None:
+    """n_c e^{q.mu_c} (1 + u_c/4)^2 of the cells that are not opened, around the largest q.mu_c of them."""
+    cells = three_cells()
+    first, spread = far_field.moments(torch.tensor([[2.0, 1.0]], dtype=torch.float64), cells)
+    found = far_field.masses(first, spread, torch.tensor([opened]), cells.size)
+    torch.testing.assert_close(found, tuple(torch.tensor(x, dtype=torch.float64) for x in ([masses], [top])))
+
+
+def test_boost() -> None:
+    spread = torch.cat([torch.zeros(1), torch.logspace(-6, 8, 200)]).double()
+    torch.testing.assert_close(far_field.boost(spread), (1 + spread / 4) ** 2)
+    torch.testing.assert_close(far_field.boost(spread).log(), far_field.log_boost(spread), atol=1e-14, rtol=1e-12)
+    # As e^{u/2} to second order.
+    few = spread[spread < 1e-2]
+    assert bool(((far_field.log_boost(few) - few / 2).abs() <= few.square() / 16).all())
+
+
+def test_gradient_of_the_boost() -> None:
+    """That of log b, times what comes in; none where u was cut off."""
+    spread = torch.cat([torch.zeros(1), torch.logspace(-6, 7.9, 200)]).double().requires_grad_()
+    upstream = torch.randn(201, generator=seeded(0), dtype=torch.float64)
+    (expected,) = torch.autograd.grad(far_field.log_boost(spread), spread, upstream)
+    torch.testing.assert_close(far_field.boost_backward(upstream.clone(), spread.detach()), expected)
+    cut = torch.tensor([[1.0, far_field.MOST_SPREAD, 3.0, 2 * far_field.MOST_SPREAD]])
+    found = far_field.boost_backward(torch.ones(1, 4), cut)
+    torch.testing.assert_close(found, torch.tensor([[1 / 2.5, 0.0, 1 / 3.5, 0.0]]))
+
+
+def test_spreads_and_squares_are_cut_off() -> None:
+    """So that nothing overflows, and no score is NaN."""
+    cells = three_cells()
+    first, spread = far_field.moments(torch.tensor([[1e5, 0.0], [1e200, 1e200]], dtype=torch.float64), cells)
+    assert float(spread.max()) == far_field.MOST_SPREAD
+    assert spread[:, 1].tolist() == [0, 0]
+    assert not bool(far_field.score(first, spread).isnan().any())
+    assert float(far_field.squares(torch.tensor([1e30])).max()) == pytest.approx(far_field.MOST_SQUARE)
+    assert math.isfinite(float(far_field.boost(spread.float()).max()))
+
+
 @pytest.mark.parametrize("partition", [nf.KMeans(), nf.Blocks(), nf.HashBuckets()], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_level_by_hand(causal: bool, partition: Any, calls: list[Any]) -> None:
+def test_cells_by_hand(causal: bool, partition: Any, calls: list[Any]) -> None:
     """Routing by q.mu_c + 1.5 sqrt(u_c), mass n_c e^{q.mu_c} (1 + u_c/4)^2, value v_c + X q."""
     q, k, v = inputs(1, 1, queries=200, dim=6, dtype=torch.float64)
     tensors = (2 * q, k, v)
@@ -192,13 +264,13 @@ def test_joined_segments_pay() -> None:
     """Cells that have members from all of the past are tighter than those of each segment by itself, for as many keys read."""
     tensors = synthetic.make("clustered", 1, 1, 4096, 32)
     problem = check(*tensors, None, 0.0, True, None, False)
-    sizes = nf.Cells(segment=128, cell_size=16).settings(problem)
-    assert sizes.heights == 6
+    sizes = nf.Cells(segment=128, cell_size=16).sizes(problem)
+    assert sizes.span_levels == 6
     rows = problem.grouped
     exact = attention64(*tensors, causal=True)[0, 0]
     errors = []
-    for heights in (1, 3, sizes.heights):
-        recipe = Recipe(sizes._replace(heights=heights), problem.scale, 0.0, "KMeans", dataclasses.astuple(nf.KMeans()), "torch")
+    for levels in (1, 3, sizes.span_levels):
+        recipe = Recipe(sizes._replace(span_levels=levels), problem.scale, 0.0, *to_plain(nf.KMeans()), "torch")
         output = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, torch.tensor(0), recipe).output[0]
         errors.append(float((output.double() - exact)[1024:].norm(dim=-1).mean()))
     assert errors[1] < 0.4 * errors[0]
@@ -217,9 +289,8 @@ def test_most_rows_are_better_than_top_k_even_without_clusters() -> None:
 # Draws
 
 SAMPLING: dict[str, dict[str, Any]] = {
-    "one-level": {"samples": 3},
+    "few": {"samples": 3},
     "many": {"samples": 12},
-    "levels": {"samples": 3, "cell_size": 2, "branching": 2, "unfold": 1},
 }
 
 
@@ -246,7 +317,7 @@ def test_both_sums_are_unbiased(name: str, causal: bool, dropout_p: float) -> No
 
 
 def test_keys_are_drawn_by_the_mass_of_their_cells(calls: list[Any]) -> None:
-    """Probability g_c / F, factor F / (l g_c): by hand, for one level."""
+    """Probability g_c / F, factor F / (l g_c): by hand."""
     problem = inputs(1, 1, queries=3, keys=60, dim=4, dtype=torch.float64, seed=3)
     method = nf.Cells(cell_size=5, probes=2, sinks=3, samples=4)
     nf.attention(*repeated(problem, 4000), enable_gqa=True, method=method, generator=seeded(1))
@@ -262,11 +333,10 @@ def test_keys_are_drawn_by_the_mass_of_their_cells(calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", ["one-level", "levels"])
-def test_standard_error_is_calibrated(name: str, causal: bool) -> None:
+def test_standard_error_is_calibrated(causal: bool) -> None:
     """Root mean square error over root mean square standard error: about 1, up to the bias of a ratio, O(1/samples)."""
     problem = synthetic.make("gaussian", 1, 1, 200, 8, dtype=torch.float64)
-    method = sampled(name, samples=48, segment=25, cell_size=8 if name == "one-level" else 4)
+    method = sampled("many", samples=48, segment=25, cell_size=8)
     est = nf.estimate(*repeated(problem, 40), is_causal=causal, enable_gqa=True, method=method, generator=seeded(6))
     assert est.stderr is not None
     error = (est.output - attention64(*problem, causal=causal))[:, :, 60:]
@@ -277,15 +347,14 @@ def test_standard_error_is_calibrated(name: str, causal: bool) -> None:
     assert bool((est.stderr[:, :, 60:] > 0).all())
 
 
-@pytest.mark.parametrize("name", SAMPLING)
-def test_draws_belong_to_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_belong_to_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads, entries and calls draw apart; blocks of rows change nothing; the same generator state draws the same."""
     problem = inputs(1, 1, queries=100, dim=4, dtype=torch.float64)
     q, k, v = (x.expand(2, heads, -1, -1) for x, heads in zip(problem, (6, 3, 3), strict=True))
     generator = seeded(1)
 
     def run(generator: torch.Generator, dropout_p: float = 0.0) -> Tensor:
-        return nf.attention(q, k, v, None, dropout_p, True, enable_gqa=True, method=sampled(name), generator=generator)
+        return nf.attention(q, k, v, None, dropout_p, True, enable_gqa=True, method=sampled("few"), generator=generator)
 
     first, second = run(generator), run(generator)
     assert not torch.equal(first, second)
@@ -329,9 +398,9 @@ def test_dropout_takes_near_keys_and_far_cells(p: float) -> None:
     assert bool((by_cell[near].any(1) & ~by_cell[near].all(1)).any()), "near keys one by one"
 
 
-@pytest.mark.parametrize("name", ["near", "one-level", "levels"])
-def test_dropout_does_not_change_the_mean(name: str) -> None:
-    method = nf.Cells(cell_size=4, probes=99, sinks=0) if name == "near" else sampled(name, samples=0)
+@pytest.mark.parametrize("probes", [99, 1], ids=["near", "far"])
+def test_dropout_does_not_change_the_mean(probes: int) -> None:
+    method = nf.Cells(cell_size=4, probes=probes, segment=8, sinks=0)
     problem = inputs(1, 1, queries=20, dim=4, dtype=torch.float64)
     tensors = repeated(problem, 3000)
     for causal in (False, True):
@@ -339,24 +408,22 @@ def test_dropout_does_not_change_the_mean(name: str) -> None:
         assert_mean(dropped[0], nf.attention(*problem, is_causal=causal, method=method)[0, 0])
 
 
-@pytest.mark.parametrize("name", SAMPLING)
-def test_dropout_leaves_the_denominator(name: str) -> None:
+def test_dropout_leaves_the_denominator() -> None:
     q, k, _ = inputs(2, 2, queries=60, dim=4, dtype=torch.float64)
     ones = torch.ones(2, 2, 60, 1, dtype=torch.float64)
-    plain, dropped = (nf.estimate(q, k, ones, None, p, True, method=sampled(name), generator=seeded(9)) for p in (0.0, 0.5))
+    plain, dropped = (nf.estimate(q, k, ones, None, p, True, method=sampled("few"), generator=seeded(9)) for p in (0.0, 0.5))
     torch.testing.assert_close(dropped.lse, plain.lse)
     torch.testing.assert_close(plain.output, ones)
     assert float(((dropped.output - 1).abs() > 1e-6).double().mean()) > 0.95
     assert_mean(dropped.output.reshape(-1, 1), torch.ones(1))
 
 
-@pytest.mark.parametrize("name", ["one-level", "levels"])
-def test_dropout_belongs_to_rows(name: str) -> None:
+def test_dropout_belongs_to_rows() -> None:
     problem = inputs(1, 1, queries=40, dim=4)
     q, k, v = (x.expand(2, heads, -1, -1) for x, heads in zip(problem, (4, 2, 2), strict=True))
     generator = seeded(0)
     first, second = (
-        nf.attention(q, k, v, None, 0.5, True, enable_gqa=True, method=sampled(name, samples=0), generator=generator)
+        nf.attention(q, k, v, None, 0.5, True, enable_gqa=True, method=sampled("few", samples=0), generator=generator)
         for _ in range(2)
     )
     flat = torch.cat([first.flatten(0, 1), second.flatten(0, 1)])
@@ -367,11 +434,11 @@ def test_what_is_deterministic_draws_nothing() -> None:
     tensors = inputs(1, 2, queries=40, dim=4)
     generator = seeded(0)
     before = generator.get_state(), torch.get_rng_state()
-    nf.attention(*tensors, is_causal=True, method=sampled("one-level", samples=0), generator=generator)
+    nf.attention(*tensors, is_causal=True, method=sampled("few", samples=0), generator=generator)
     assert torch.equal(generator.get_state(), before[0])
     expected = seeded(0)
     torch.randint(torch.iinfo(torch.int64).max, (), generator=expected)
-    nf.attention(*tensors, None, 0.2, True, method=sampled("levels"), generator=generator)
+    nf.attention(*tensors, None, 0.2, True, method=sampled("many"), generator=generator)
     assert torch.equal(generator.get_state(), expected.get_state()), "one number, whatever is random"
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -380,19 +447,27 @@ def test_what_is_deterministic_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "3"])
-@pytest.mark.parametrize("argument", ["cell_size", "probes", "samples", "window", "sinks", "segment", "branching", "unfold"])
+@pytest.mark.parametrize("argument", ["cell_size", "probes", "samples", "window", "sinks", "segment"])
 def test_wrong_sizes(argument: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match=rf"{argument} must be .*{wrong!r}"):
         nf.Cells(**{argument: wrong})
 
 
-@pytest.mark.parametrize("argument", ["cell_size", "probes", "segment", "unfold"])
+@pytest.mark.parametrize("argument", ["cell_size", "probes", "segment"])
 def test_sizes_that_must_not_be_zero(argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument} must be a positive integer"):
         nf.Cells(**{argument: 0})
 
 
-@pytest.mark.parametrize("wrong", [nf.KMeans, nf.KMeansIndex(), "KMeans", None, 3])
+@pytest.mark.parametrize("argument", ["branching", "unfold"])
+@pytest.mark.parametrize("value", [0, 4])
+def test_there_is_one_level_of_cells(argument: str, value: int) -> None:
+    with pytest.raises(TypeError, match=f"no {argument} since version 0.2: there is one level .* leave out {argument}={value}"):
+        nf.Cells(**{argument: value})
+    assert argument not in repr(nf.Cells())
+
+
+@pytest.mark.parametrize("wrong", [nf.KMeans, "KMeans", None, 3, object()])
 def test_wrong_partitions(wrong: Any) -> None:
     with pytest.raises(TypeError, match="partition must be"):
         nf.Cells(partition=wrong)
@@ -411,7 +486,7 @@ def test_a_window_needs_a_causal_mask() -> None:
 @pytest.mark.parametrize(("window", "segments"), [(None, 0), (0, 0), (1, 1), (16, 1), (17, 2), (33, 3)])
 def test_windows_are_whole_segments(window: int | None, segments: int) -> None:
     problem = check(*inputs(1, 1, queries=100), None, 0.0, True, None, False)
-    sizes = nf.Cells(window=window, segment=16).settings(problem)
+    sizes = nf.Cells(window=window, segment=16).sizes(problem)
     assert sizes.window == segments
     visible = torch.arange(1, 101)
     near = visible - closed_keys(visible, sizes)
@@ -421,12 +496,9 @@ def test_windows_are_whole_segments(window: int | None, segments: int) -> None:
 def test_sizes_are_held_to_what_there_is() -> None:
     """Tables have as many columns as there are cells, however many a caller would open."""
     problem = check(*inputs(1, 1, queries=100), None, 0.0, False, None, False)
-    sizes = nf.Cells(cell_size=10, probes=10**12, branching=2, unfold=10**12).settings(problem)
-    # Five groups of two, and as many more as it takes to split those of more than four.
-    assert (sizes.probes, sizes.unfold) == (10, 8)
-    assert nf.Cells(cell_size=10, probes=10**12, branching=0).settings(problem).unfold == 0
+    assert nf.Cells(cell_size=10, probes=10**12).sizes(problem).probes == 10
     causal = check(*inputs(1, 1, queries=100), None, 0.0, True, None, False)
-    assert nf.Cells(cell_size=10, probes=10**12, segment=30).settings(causal).probes == 9
+    assert nf.Cells(cell_size=10, probes=10**12, segment=30).sizes(causal).probes == 9
 
 
 def test_info() -> None:

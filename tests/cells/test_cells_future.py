@@ -8,43 +8,36 @@ from typing import Any
 import pytest
 import torch
 from by_hand import inputs, seeded
-from cells_cases import LEVELS, heights_at_most, method_of, problem
+from cells_cases import method_of, problem, span_levels_at_most
 from torch import Tensor
 
 import nearfield as nf
 
 FUTURES: dict[str, dict[str, Any]] = {
-    "one-level": {},
-    "levels": LEVELS,
-    "levels-many-children": {"cell_size": 1, "branching": 8, "unfold": 2, "segment": 64},
+    "plain": {},
     "groups": {"group": 3},
-    "groups-levels": {"group": 2, **LEVELS},
     "window": {"window": 20},
     "samples": {"samples": 3},
-    "samples-levels": {"samples": 3, **LEVELS},
     "dropout": {"dropout_p": 0.3, "group": 3},
-    "dropout-levels": {"dropout_p": 0.3, "samples": 2, **LEVELS},
+    "dropout-samples": {"dropout_p": 0.3, "samples": 2, "cell_size": 2},
     "odd-dims": {"dim": 5, "group": 3, "segment": 32},
     "odd-dims-wide-values": {"dim": 3, "value_dim": 11, "group": 3, "segment": 32},
-    "odd-dims-levels": {"dim": 7, **LEVELS},
     "head-dim": {"dim": 80, "segment": 50, "probes": 4},
     "no-sinks": {"sinks": 0, "segment": 4, "cell_size": 2, "probes": 9},
     "many-sinks": {"sinks": 70},
     "blocks": {"partition": nf.Blocks(), "segment": 32},
     "hash": {"partition": nf.HashBuckets(), "segment": 32},
     "cross-attention": {"keys": 150},
-    "cross-attention-levels": {"queries": 150, "keys": 200, **LEVELS},
+    "cross-attention-few-queries": {"queries": 150, "keys": 200, "cell_size": 2},
     "many-spans": {"segment": 8, "cell_size": 3, "probes": 3},
-    "many-spans-levels": {"segment": 8, "group": 2, **LEVELS},
     "many-spans-samples": {"segment": 8, "cell_size": 3, "samples": 3},
-    "many-spans-samples-levels": {"segment": 8, "samples": 3, **LEVELS},
-    "many-spans-sinks": {"segment": 6, "sinks": 15, **LEVELS},
-    "many-spans-empty-cells": {"segment": 8, "kind": "few-places", **LEVELS},
-    "many-spans-empty-cells-sinks": {"segment": 9, "kind": "few-places", "sinks": 12, **LEVELS},
-    "spans-of-two": {"segment": 8, "heights": 2},
-    "spans-of-two-levels": {"segment": 8, "heights": 2, "samples": 2, **LEVELS},
+    "many-spans-sinks": {"segment": 6, "sinks": 15, "cell_size": 2},
+    "many-spans-empty-cells": {"segment": 8, "kind": "few-places", "cell_size": 2},
+    "many-spans-empty-cells-sinks": {"segment": 9, "kind": "few-places", "sinks": 12, "cell_size": 2},
+    "spans-of-two": {"segment": 8, "span_levels": 2},
+    "spans-of-two-samples": {"segment": 8, "span_levels": 2, "samples": 2, "cell_size": 2},
     "padding-left": {"mask": "left", "segment": 8, "group": 2, "batch": 3},
-    "padding-left-levels": {"mask": "left", "segment": 8, "samples": 3, "batch": 3, **LEVELS},
+    "padding-left-samples": {"mask": "left", "segment": 8, "samples": 3, "batch": 3, "cell_size": 2},
     "padding-anywhere": {"mask": "anywhere", "segment": 8, "batch": 3},
 }
 
@@ -55,7 +48,7 @@ def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: int = 12
     tensors, mask = problem(case, dtype)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with heights_at_most(case.get("heights")):
+        with span_levels_at_most(case.get("span_levels")):
             est = nf.estimate(
                 q, k, v, mask, case.get("dropout_p", 0.0), True, enable_gqa=True, method=method_of(case), generator=seeded(3)
             )
@@ -86,9 +79,7 @@ def test_the_future_has_no_influence_on_any_bit(name: str, dtype: torch.dtype) -
     assert_no_future(FUTURES[name], dtype)
 
 
-@pytest.mark.parametrize(
-    "name", ["one-level", "samples-levels", "many-spans-levels", "spans-of-two-levels", "padding-left-levels"]
-)
+@pytest.mark.parametrize("name", ["plain", "many-spans-samples", "spans-of-two", "padding-left-samples"])
 def test_the_future_has_no_influence_on_bfloat16(name: str) -> None:
     assert_no_future(FUTURES[name], torch.bfloat16)
 
@@ -105,7 +96,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["one-level", "many-spans-samples", "many-spans-levels", "padding-left"])
+@pytest.mark.parametrize("name", ["plain", "many-spans-samples", "padding-left"])
 def test_the_future_has_no_influence_with_two_threads(name: str, dtype: torch.dtype) -> None:
     assert_no_future(FUTURES[name], dtype, changes=6)
 
@@ -113,7 +104,7 @@ def test_the_future_has_no_influence_with_two_threads(name: str, dtype: torch.dt
 @pytest.mark.usefixtures("two_threads")
 def test_the_future_has_no_influence_on_long_inputs_with_two_threads() -> None:
     """Long enough for torch to share the work of one operation out."""
-    case = {"queries": 2000, "dim": 64, "group": 2, "segment": 64, "cell_size": 4, "probes": 8, "samples": 2, "branching": 4}
+    case = {"queries": 2000, "dim": 64, "group": 2, "segment": 64, "cell_size": 4, "probes": 8, "samples": 2}
     assert_no_future(case, torch.float32, changes=3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,11 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield.cells.operator import CellsResult, Recipe, _reference, cells_attention
+from nearfield.cells.partition import to_plain
 from nearfield.cells.reference import CellPlan
-from nearfield.cells.sizes import CellSettings
+from nearfield.cells.sizes import CellSizes
 from nearfield.cells.torch.head import Head
 
-LEVELS = {"cell_size": 1, "branching": 2, "unfold": 1}
-CAUSAL_LEVELS = {"causal": True, "segment": 4, "cell_size": 1, "branching": 2, "unfold": 2}
 CASES: dict[str, dict[str, Any]] = {
     "near-keys": {"probes": 9},
     "centroids": {"cell_size": 1},  # a cell of one key has no variance and no tilt
@@ -35,26 +35,16 @@ CASES: dict[str, dict[str, Any]] = {
     "few-keys": {"queries": 9, "keys": 6, "causal": True, "segment": 2, "cell_size": 1},
     "many-spans": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15},
     "many-spans-window": {"causal": True, "segment": 2, "cell_size": 1, "keys": 15, "window": 1, "group": 2},
-    "spans-of-one": {"causal": True, "heights": 1},
-    "spans-of-two": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15, "heights": 2},
-    "spans-of-two-samples": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15, "heights": 2, "samples": 3},
-    "spans-of-two-levels": {**CAUSAL_LEVELS, "segment": 2, "keys": 15, "heights": 2},
-    "spans-of-four-levels-samples": {**CAUSAL_LEVELS, "segment": 2, "cell_size": 2, "keys": 16, "heights": 3, "samples": 2},
-    "levels": LEVELS,
-    "levels-two-keys-per-cell": {**LEVELS, "cell_size": 2, "keys": 14, "queries": 4},
-    "levels-all-unfolded": {**LEVELS, "unfold": 9},
-    "levels-causal": CAUSAL_LEVELS,
-    "levels-causal-groups": {**CAUSAL_LEVELS, "group": 2, "keys": 9, "queries": 9},
+    "spans-of-one": {"causal": True, "span_levels": 1},
+    "spans-of-two": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15, "span_levels": 2},
+    "spans-of-two-samples": {"causal": True, "segment": 2, "cell_size": 2, "keys": 15, "span_levels": 2, "samples": 3},
+    "spans-of-four-samples": {"causal": True, "segment": 2, "cell_size": 1, "keys": 16, "span_levels": 3, "samples": 2},
     "samples": {"samples": 3},
     "samples-groups": {"samples": 2, "group": 2, "queries": 4},
     "samples-causal": {"samples": 3, "causal": True},
-    "samples-levels": {"samples": 4, **LEVELS},
-    "samples-levels-causal": {"samples": 3, **CAUSAL_LEVELS},
     "dropout": {"dropout_p": 0.3},
     "dropout-causal": {"dropout_p": 0.3, "causal": True},
-    "dropout-levels": {"dropout_p": 0.3, **CAUSAL_LEVELS},
     "dropout-samples": {"dropout_p": 0.3, "samples": 3, "causal": True},
-    "dropout-samples-levels": {"dropout_p": 0.3, "samples": 3, **LEVELS},
     "blocks": {"partition": nf.Blocks(), "causal": True},
     "hash": {"partition": nf.HashBuckets()},
     "padded": {"seen": 7, "causal": True},
@@ -80,8 +70,8 @@ class Setting:
         """Output and log-normaliser `[1, rows, ...]` by the specification, for the plan of this call."""
         plan, recipe = self.plan, self.recipe
         head = Head(
-            queries[0], keys[0], values[0], self.visible[0], plan.cell_of.long(), plan.coarse_of.long(), recipe.sizes,
-            recipe.scale, recipe.dropout_p, int(SEED),
+            queries[0], keys[0], values[0], self.visible[0], plan.cell_of.long(), recipe.sizes, recipe.scale, recipe.dropout_p,
+            int(SEED),
         )  # fmt: skip
         output, lse = _reference(head, plan, queries[0], keys[0], values[0])
         return output[None], lse[None]
@@ -105,13 +95,12 @@ def setting(case: dict[str, Any]) -> Setting:
     position = torch.arange(1, length + 1).clamp(max=keys) if causal else torch.full((length,), keys)
     visible = position.clamp(max=case.get("seen", keys)).repeat(group)[None]
     segment = case.get("segment", 3) if causal else 0
-    sizes = CellSettings(group, segment, case.get("window", 0), case.get("sinks", 1), case.get("cell_size", 3), 0, 1, 0, 0)
-    sizes = sizes._replace(branching=case.get("branching", 0), unfold=case.get("unfold", 0), samples=case.get("samples", 0))
-    heights = case.get("heights", max(1, (keys // segment).bit_length()) if causal else 1)
-    sizes = sizes._replace(probes=case.get("probes", 1), heights=heights)
-    partition = case.get("partition", nf.KMeans())
-    named = type(partition).__name__, tuple(vars(partition).values())
-    recipe = Recipe(sizes, case.get("scale", 0.7), case.get("dropout_p", 0.0), *named, "torch")
+    sizes = CellSizes(
+        group, segment, case.get("window", 0), case.get("sinks", 1), case.get("cell_size", 3), case.get("probes", 1),
+        case.get("samples", 0), case.get("span_levels", max(1, (keys // segment).bit_length()) if causal else 1),
+    )  # fmt: skip
+    partition = to_plain(case.get("partition", nf.KMeans()))
+    recipe = Recipe(sizes, case.get("scale", 0.7), case.get("dropout_p", 0.0), *partition, "torch")
     tensors = (case.get("spread", 1.0) * query, clusters(keys, dim)[None], value)
     return Setting(tensors, visible, recipe, cells_attention(*tensors, visible, SEED, recipe))
 
@@ -143,9 +132,7 @@ def test_gradcheck_with_the_plan_frozen(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: Frozen.apply(*x, frozen), leaves(frozen.tensors))
 
 
-@pytest.mark.parametrize(
-    "name", ["near-keys", "variances-and-tilt", "causal", "levels", "dropout-levels", "padded", "spans-of-two"]
-)
+@pytest.mark.parametrize("name", ["near-keys", "variances-and-tilt", "causal", "dropout-causal", "padded", "spans-of-two"])
 def test_gradcheck_of_the_engine(name: str) -> None:
     """Finite differences of the engine itself, where the plan stays what it is."""
     frozen = setting(CASES[name])
@@ -193,18 +180,18 @@ def test_spreads_that_were_cut_off_have_no_gradient() -> None:
 LARGE: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
-    "levels": {"causal": True, "cell_size": 2, "branching": 3, "unfold": 3},
     "samples": {"samples": 4, "causal": True},
-    "samples-levels": {"samples": 4, "cell_size": 2, "branching": 3, "unfold": 3},
+    "samples-small-cells": {"samples": 4, "cell_size": 2},
     "dropout": {"dropout_p": 0.3, "causal": True},
     "groups": {"group": 3, "causal": True},
-    "spans-of-two": {"causal": True, "heights": 2, "samples": 3, "cell_size": 2, "branching": 3, "unfold": 3},
+    "spans-of-two": {"causal": True, "span_levels": 2, "samples": 3, "cell_size": 2},
 }
 
 
 SIZES = {"keys": 150, "queries": 150, "dim": 6, "value_dim": 5, "segment": 16, "cell_size": 6}
 
 
+@functools.cache
 def large(name: str) -> tuple[Setting, Tensor, tuple[Tensor, ...]]:
     """A call on 150 keys with an upstream gradient and what it leads to."""
     frozen = setting(SIZES | LARGE[name])
@@ -232,12 +219,13 @@ def test_values_times_their_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in LARGE.items() if case.get("causal")])
 def test_the_past_has_no_gradient_in_the_future(name: str) -> None:
     """d(rows up to r) / d(keys, values, queries after r) is zero, not only small."""
-    frozen = setting(SIZES | LARGE[name])
+    frozen, _, _ = large(name)
     group = frozen.recipe.sizes.group
+    x = leaves(frozen.tensors)
+    output = cells_attention(*x, frozen.visible, SEED, frozen.recipe).output.unflatten(1, (group, 150))
     for row in (0, 15, 16, 40, 100, 148):
-        x = leaves(frozen.tensors)
-        output = cells_attention(*x, frozen.visible, SEED, frozen.recipe).output.unflatten(1, (group, 150))
-        query_grad, key_grad, value_grad = torch.autograd.grad(output[:, :, : row + 1].square().sum(), x)
+        some = output[:, :, : row + 1].square().sum()
+        query_grad, key_grad, value_grad = torch.autograd.grad(some, x, retain_graph=True)
         for grad in (query_grad.unflatten(1, (group, 150))[0].transpose(0, 1), key_grad[0], value_grad[0]):
             assert not bool(grad[row + 1 :].any())
             assert bool(grad[: row + 1].any()) or row == 0
@@ -263,7 +251,7 @@ def test_low_precision_is_a_matter_of_storage(name: str, dtype: torch.dtype) -> 
 
 def test_what_is_asked_for_is_what_is_made() -> None:
     """Gradients of some inputs alone, and none where nothing needs one."""
-    frozen, upstream, every = large("levels")
+    frozen, upstream, every = large("causal")
     for wanted in ((0,), (1,), (2,), (0, 2)):
         x = [y.clone().requires_grad_(number in wanted) for number, y in enumerate(frozen.tensors)]
         output = cells_attention(*x, frozen.visible, SEED, frozen.recipe).output

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from laws import seeded
-from operator_calls import DRAWN, LENGTH, METHOD, TWO_LEVELS, assert_all_equal, attend, compiled, grads, leaves, states, tensors
+from by_hand import seeded
+from operator_calls import DRAWN, LENGTH, MANY_SPANS, METHOD, assert_all_equal, attend, compiled, grads, leaves, states, tensors
 from torch import Tensor
 
 import nearfield as nf
 from nearfield.cells.operator import Recipe, cells_attention
-from nearfield.cells.sizes import CellSettings
+from nearfield.cells.sizes import CellSizes
 
 # opcheck
 
@@ -24,14 +24,13 @@ def arguments(
     causal: bool = False,
     samples: int = 0,
     dropout_p: float = 0.0,
-    branching: int = 0,
     padded: bool = False,
     layout: str = "contiguous",
     partition: tuple[str, tuple[int, ...]] = ("KMeans", (3, 0)),
     dtype: torch.dtype = torch.float32,
     value_dim: int = 8,
     window: int = 0,
-    heights: int = 2,
+    span_levels: int = 2,
 ) -> tuple[Any, ...]:
     """What `nearfield::cells` is called with."""
     batch, length = 2, 20
@@ -48,21 +47,19 @@ def arguments(
     if padded:
         visible = visible.clamp(max=length - 7).clone()
         visible[1].clamp_(max=11)
-    sizes = CellSettings(group, 6 if causal else 0, window, 2, 3, branching, 2, 1 if branching else 0, samples)
-    sizes = sizes._replace(heights=heights if causal else 1)
-    recipe = Recipe(sizes, 0.35, dropout_p, *partition, "cpu")
+    sizes = CellSizes(group, 6 if causal else 0, window, 2, 3, 2, samples, span_levels if causal else 1)
+    recipe = Recipe(sizes, 0.35, dropout_p, *partition, "torch")
     return queries, keys, values, visible, torch.tensor(5), *recipe.arguments()
 
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "plain": {},
     "permuted": {"layout": "permuted"},
-    "strided-causal": {"layout": "strided", "causal": True, "heights": 1},
+    "strided-causal": {"layout": "strided", "causal": True, "span_levels": 1},
     "expanded": {"layout": "expanded"},
     "grouped": {"group": 2, "value_dim": 5},
     "grouped-causal-permuted": {"group": 3, "causal": True, "window": 1, "layout": "permuted"},
-    "two-levels": {"branching": 3},
-    "two-levels-causal-samples": {"branching": 2, "causal": True, "samples": 3},
+    "samples-causal": {"causal": True, "samples": 3},
     "samples-grouped": {"samples": 4, "group": 2},
     "dropout-causal": {"dropout_p": 0.2, "causal": True},
     "padding-dropout-hashed": {"padded": True, "dropout_p": 0.2, "partition": ("HashBuckets", (0, 1))},
@@ -101,7 +98,7 @@ def batched(in_dims: tuple[int | None, ...], shape: tuple[int, ...] = (1, 2, 24,
 
 
 @pytest.mark.parametrize("in_dims", IN_DIMS)
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "method": TWO_LEVELS}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "method": MANY_SPANS}])
 def test_vmap(in_dims: tuple[int | None, ...], options: dict[str, Any]) -> None:
     function, inputs = partial(attend, **options), batched(in_dims)
     assert_all_equal(torch.vmap(function, in_dims)(*inputs), stacked(function, in_dims, inputs))
@@ -228,7 +225,6 @@ def clusters(groups: int, size: int, dim: int) -> Tensor:
 
 FROZEN: dict[str, dict[str, Any]] = {
     "causal-window": {"method": nf.Cells(2, 1, sinks=0, segment=2, window=2), "is_causal": True},
-    "two-levels": {"method": nf.Cells(2, 1, sinks=0, branching=2, unfold=1)},
     "dropout": {"method": nf.Cells(2, 1, sinks=1), "dropout_p": 0.4},
     "padded-causal": {
         "method": nf.Cells(2, 1, sinks=1, segment=4),
@@ -250,9 +246,9 @@ def test_gradcheck(case: str) -> None:
 
 def test_only_the_output_is_differentiable() -> None:
     queries, keys, values, visible, seed, *settings = arguments(samples=2)
-    recipe = Recipe(CellSettings(*settings[0]), *settings[1:])
+    recipe = Recipe.of(settings)
     result = cells_attention(*leaves(queries, keys, values), visible, seed, recipe)
-    assert [x.requires_grad for x in result] == [True] + [False] * 8
+    assert [x.requires_grad for x in result] == [True] + [False] * 6
 
 
 def test_second_derivatives_are_refused() -> None:

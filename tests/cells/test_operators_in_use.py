@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import seeded
+from by_hand import seeded
 from operator_calls import (
     DRAWN,
     LENGTH,
+    MANY_SPANS,
     METHOD,
-    TWO_LEVELS,
     assert_all_equal,
     attend,
     compiled,
@@ -77,7 +77,9 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, False),
     "causal-grouped-padded": ({"is_causal": True, "kv_heads": 1}, True),
     "dropout": ({"is_causal": True, "dropout_p": 0.3}, False),
-    "samples-two-levels": ({"method": nf.Cells(4, 2, 4, sinks=0, branching=3, unfold=2)}, False),
+    "samples": ({"method": nf.Cells(4, 2, 4, sinks=0)}, False),
+    "blocks": ({"method": nf.Cells(4, 2, partition=nf.Blocks())}, False),
+    "hash": ({"method": nf.Cells(4, 2, partition=nf.HashBuckets(seed=1))}, False),
     "reference": ({"is_causal": True, "backend": "reference"}, False),
 }
 
@@ -124,8 +126,7 @@ def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
     assert torch.equal(function(states()), model(states()))
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("method", [METHOD, nf.Exact(), nf.Auto()])
+@pytest.mark.parametrize(("method", "scale"), [(METHOD, None), (METHOD, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)])
 def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> None:
     eager = partial(attend, is_causal=True, scale=scale, method=method)
     function = compiled(eager, dynamic=True)
@@ -217,7 +218,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert attend(*inputs).dtype == expected.dtype
 
 
-@pytest.mark.parametrize("method", [METHOD, TWO_LEVELS])
+@pytest.mark.parametrize("method", [METHOD, MANY_SPANS])
 def test_autocast_ends_before_the_backward_pass(method: Any) -> None:
     def function(inside: bool) -> list[Tensor]:
         inputs = leaves(*tensors())

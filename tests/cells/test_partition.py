@@ -1,20 +1,27 @@
-"""Partitions group keys as they promise, tables hold the moments of the groups, and gradients of moments reach the keys."""
+"""Partitions, own ones too, group keys as they promise; tables hold the moments of cells; gradients of moments reach the keys."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from by_hand import seeded
+from operator_calls import LENGTH, assert_all_equal, attend, compiled, grads, tensors
 from partitions import PARTITIONS, normal
 from torch import Tensor
 
 import nearfield as nf
 from nearfield.cells import moments as cells_moments
 from nearfield.cells.moments import TableGradient, tabulate
-from nearfield.cells.partition import BY_NAME, kmeans
+from nearfield.cells.partition import from_plain, kmeans, to_plain
 
 BALANCED = ("blocks", "hash", "hash-one-bit")
 SHAPES = {  # batch, length, dim, cells
@@ -72,8 +79,9 @@ def test_equal_keys(name: str, count: int) -> None:
 def test_every_partition_travels_by_name() -> None:
     """An operator is told the name and the fields of a partition: both must lead back to it."""
     for partition in PARTITIONS.values():
-        assert BY_NAME[type(partition).__name__](*vars(partition).values()) == partition
-        assert all(isinstance(value, int) for value in vars(partition).values())
+        name, options = to_plain(partition)
+        assert from_plain(name, options) == partition
+        assert all(isinstance(value, int) for value in options)
 
 
 def within(keys: Tensor, assigned: Tensor, weight: Tensor | None = None) -> float:
@@ -178,16 +186,160 @@ def test_wrong_arguments(wrong: Any) -> None:
         nf.HashBuckets(bits=31)
 
 
+# Partitions of users
+
+
+class Consecutive:
+    """What `nf.Blocks` does, by a class of no particular kind."""
+
+    def build(self, keys: Tensor, cells: int) -> Tensor:
+        place = torch.arange(keys.shape[1], device=keys.device, dtype=torch.int32)
+        return (place * cells // max(1, keys.shape[1])).expand(keys.shape[:2])
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """What `nf.HashBuckets` does."""
+
+    seed: int
+
+    def build(self, keys: Tensor, cells: int) -> Tensor:
+        return nf.HashBuckets(seed=self.seed).build(keys, cells)
+
+
+class Slotted:
+    """The same, by an object without weak references."""
+
+    __slots__ = ("seed",)
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def build(self, keys: Tensor, cells: int) -> Tensor:
+        return nf.HashBuckets(seed=self.seed).build(keys, cells)
+
+
+OWN = {
+    "class": (Consecutive(), nf.Blocks()),
+    "dataclass": (Hashed(3), nf.HashBuckets(seed=3)),
+    "slots": (Slotted(5), nf.HashBuckets(seed=5)),
+}
+own = pytest.mark.parametrize("name", OWN)
+
+
+def both(name: str, **options: Any) -> list[nf.Cells]:
+    """A method with a user's partition, and one with the built-in partition that makes the same cells."""
+    return [nf.Cells(cell_size=4, probes=2, segment=16, sinks=2, partition=one, **options) for one in OWN[name]]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "dropout_p": 0.2}], ids=str)
+@own
+def test_own_partitions_make_cells(name: str, options: dict[str, Any], backend: str) -> None:
+    def run(method: nf.Cells) -> tuple[Tensor, ...]:
+        return grads(partial(attend, method=method, backend=backend, generator=seeded(0), **options), *tensors())
+
+    assert_all_equal(*map(run, both(name)))
+
+
+@own
+def test_own_partitions_in_estimates(name: str) -> None:
+    def run(method: nf.Cells) -> nf.Estimate:
+        return nf.estimate(*tensors(), is_causal=True, method=method, audit=20, generator=seeded(1))
+
+    mine, built_in = map(run, both(name, samples=3))
+    for attribute in ("output", "lse", "stderr"):
+        assert torch.equal(getattr(mine, attribute), getattr(built_in, attribute))
+    assert mine.audit is not None
+    assert built_in.audit is not None
+    assert mine.audit.additive == built_in.audit.additive
+    assert mine.info["keys_per_query"] == built_in.info["keys_per_query"]
+    assert type(OWN[name][0]).__name__ in mine.info["method"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@own
+def test_own_partitions_are_compiled(name: str, is_causal: bool) -> None:
+    mine, built_in = (partial(attend, method=one, is_causal=is_causal) for one in both(name))
+    assert_all_equal(grads(compiled(mine), *tensors()), grads(built_in, *tensors()))
+
+
+@own
+def test_own_partitions_are_mapped(name: str) -> None:
+    mine, built_in = (partial(attend, method=one, is_causal=True) for one in both(name))
+    assert_all_equal(torch.vmap(mine)(*tensors()), built_in(*tensors()))
+    gradient = torch.func.grad(lambda *x: mine(*x).square().sum(), (0, 1, 2))
+    _, *expected = grads(lambda *x: built_in(*x).square().sum(), *tensors())
+    weight = torch.randn((), generator=seeded(3))  # what `grads` multiplies with
+    torch.testing.assert_close([weight * x for x in gradient(*tensors())], expected)
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@own
+def test_copies_with_own_partitions(name: str, clone: Any) -> None:
+    """A copy may have a partition that no call has seen yet."""
+    mine, built_in = both(name)
+    assert_all_equal(compiled(partial(attend, method=clone(mine)))(*tensors()), attend(*tensors(), method=built_in))
+
+
+def test_own_partitions_of_one_class_are_told_apart() -> None:
+    inputs = tensors()
+    first, second = (attend(*inputs, method=nf.Cells(cell_size=4, probes=2, partition=Hashed(seed))) for seed in (3, 4))
+    assert not torch.equal(first, second)
+
+
+def test_own_partitions_are_freed() -> None:
+    """Each step of a training may make its own method. An operator that asks for what is gone is told so."""
+    partition = Hashed(7)
+    name, options = to_plain(partition)
+    attend(*tensors(), method=nf.Cells(partition=partition))
+    assert from_plain(name, options) is partition
+    seen = weakref.ref(partition)
+    del partition
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(RuntimeError, match="traced with a partition that no longer exists"):
+        from_plain(name, options)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a list": ([0, 1], r"must return a tensor of integers of shape \(1, 48\), got list"),
+    "floats": (torch.zeros(1, LENGTH), r"must return integers of shape \(1, 48\), got torch.float32 of shape \(1, 48\)"),
+    "truth values": (torch.zeros(1, LENGTH, dtype=torch.bool), "must return integers .* got torch.bool"),
+    "no batch": (torch.zeros(LENGTH, dtype=torch.long), r"must return integers .* got torch.int64 of shape \(48,\)"),
+    "too few": (torch.zeros(1, LENGTH - 1, dtype=torch.long), r"must return integers .* got torch.int64 of shape \(1, 47\)"),
+    "too large": (torch.full((1, LENGTH), 12), "must return cells from 0 to 11, got 12 to 12"),
+    "negative": (torch.arange(LENGTH)[None] % 12 - 1, "must return cells from 0 to 11, got -1 to 10"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_answers_of_own_partitions(name: str, backend: str) -> None:
+    answer, message = WRONG[name]
+
+    class Wrong:
+        def __repr__(self) -> str:
+            return "Wrong()"
+
+        def build(self, keys: Tensor, cells: int) -> Any:
+            return answer
+
+    method = nf.Cells(cell_size=4, probes=2, partition=Wrong())
+    with pytest.raises(ValueError, match=rf"Wrong\(\).build {message}"):
+        attend(*tensors(1, 1, LENGTH, 8), method=method, backend=backend)
+
+
 # Tables
 
-LENGTH = 60
+KEYS = 60
 SPANS = [0, 4, 8, 16]
 """Three segments of 20 keys in spans: the first, the third, and the first two together."""
 
 
 def ragged() -> Tensor:
-    """Cells of 60 keys at two heights: some keys in none, cells 2, 5 and 9 and all of the second span but one empty."""
-    cell_of = torch.full((2, LENGTH), -1)
+    """Cells of 60 keys at two levels: some keys in none, cells 2, 5 and 9 and all of the second span but one empty."""
+    cell_of = torch.full((2, KEYS), -1)
     cell_of[0, :20] = torch.randint(4, (20,), generator=seeded(3))
     cell_of[0, 40:] = 6
     cell_of[1, :40] = torch.randint(8, 16, (40,), generator=seeded(4))
@@ -222,7 +374,7 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_moments(dtype: torch.dtype) -> None:
-    keys, values, cell_of = normal(LENGTH, 5, dtype=dtype), normal(LENGTH, 3, seed=1, dtype=dtype), ragged()
+    keys, values, cell_of = normal(KEYS, 5, dtype=dtype), normal(KEYS, 3, seed=1, dtype=dtype), ragged()
     table = tabulate(keys, values, cell_of, SPANS)
     expected = moments(keys.double(), values.double(), cell_of)
     tolerance = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-5}
@@ -238,7 +390,7 @@ def test_moments(dtype: torch.dtype) -> None:
         assert own.tolist() == (cell_of == cell).any(0).nonzero()[:, 0].tolist()
         assert bool((table.cell[table.starts[cell] : table.starts[cell + 1]] == cell).all())
         assert float(table.size[cell]) == len(own)
-        assert float(table.void[cell]) == (0.0 if len(own) else -torch.inf)
+        assert float(table.log_exists[cell]) == (0.0 if len(own) else -torch.inf)
     covered = torch.cat([torch.arange(part.start, part.stop) for _, part in table.passes()])
     assert covered.tolist() == list(range(len(table.order)))
     for span, part in table.passes():
@@ -247,9 +399,9 @@ def test_moments(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("known", "spans"), [(20, [0]), (40, [0, 2])], ids=["first-segment", "first-two"])
 def test_moments_know_nothing_of_later_segments(known: int, spans: list[int]) -> None:
-    keys, values, cell_of = normal(LENGTH, 8), normal(LENGTH, 8, seed=1), ragged()
+    keys, values, cell_of = normal(KEYS, 8), normal(KEYS, 8, seed=1), ragged()
     early = tabulate(keys, values, cell_of, SPANS)
-    keys[known:], values[known:] = 1e6 * normal(LENGTH - known, 8, seed=2), 1e6 * normal(LENGTH - known, 8, seed=3)
+    keys[known:], values[known:] = 1e6 * normal(KEYS - known, 8, seed=2), 1e6 * normal(KEYS - known, 8, seed=3)
     later = tabulate(keys, values, cell_of, SPANS)
     for span in spans:
         own = slice(SPANS[span], SPANS[span + 1])
@@ -261,7 +413,7 @@ def test_moments_know_nothing_of_later_segments(known: int, spans: list[int]) ->
 @pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("which", ["centroid", "variance", "value", "cross", "all"])
 def test_gradients_of_moments_reach_the_keys(which: str) -> None:
-    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    keys, values, cell_of = normal(KEYS, 5), normal(KEYS, 3, seed=1), ragged()
     leaves = keys.clone().requires_grad_(), values.clone().requires_grad_()
     wanted = moments(*leaves, cell_of)
     table = tabulate(keys, values, cell_of, SPANS)
@@ -271,7 +423,7 @@ def test_gradients_of_moments_reach_the_keys(which: str) -> None:
         if which in (name, "all"):
             place.copy_(normal(*place.shape, seed=10 + number))
     expected = torch.autograd.grad(wanted, leaves, into)
-    found = normal(LENGTH, 5, seed=20), normal(LENGTH, 3, seed=21)
+    found = normal(KEYS, 5, seed=20), normal(KEYS, 3, seed=21)
     before = [x.clone() for x in found]
     gradient.spread_(table, keys, values, *found)
     for x, start, true in zip(found, before, expected, strict=True):
@@ -297,7 +449,7 @@ def seen_moments(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]
 
 @pytest.mark.parametrize("spans", SEEN, ids=str)
 def test_what_some_rows_see(spans: list[int]) -> None:
-    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    keys, values, cell_of = normal(KEYS, 5), normal(KEYS, 3, seed=1), ragged()
     table = tabulate(keys, values, cell_of, SPANS)
     seen = table.seen(spans)
     columns = columns_of(spans)
@@ -308,7 +460,7 @@ def test_what_some_rows_see(spans: list[int]) -> None:
     assert len(seen) == len(columns)
     assert seen.ids.tolist() == columns
     assert seen.size.tolist() == [int((cell_of == cell).sum()) for cell in columns]
-    assert torch.equal(seen.void, torch.where(seen.size == 0, -torch.inf, 0.0).double())
+    assert torch.equal(seen.log_exists, torch.where(seen.size == 0, -torch.inf, 0.0).double())
     assert seen.pooled == int(seen.size.sum())
     assert seen.columns(torch.arange(-1, 16)).tolist() == [columns.index(x) if x in columns else -1 for x in range(-1, 16)]
 
@@ -316,7 +468,7 @@ def test_what_some_rows_see(spans: list[int]) -> None:
 @pytest.mark.usefixtures("passes")
 def test_gradients_of_what_rows_see_reach_the_keys() -> None:
     """Rows that see different spans, one after the other, into the gradient of one table."""
-    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    keys, values, cell_of = normal(KEYS, 5), normal(KEYS, 3, seed=1), ragged()
     leaves = keys.clone().requires_grad_(), values.clone().requires_grad_()
     table = tabulate(keys, values, cell_of, SPANS)
     gradient = TableGradient.zeros_like(table)
@@ -337,12 +489,14 @@ def test_gradients_of_what_rows_see_reach_the_keys() -> None:
 
 def test_spans_without_members_have_no_covariance() -> None:
     """Where all keys of a span are sinks."""
-    keys, values, cell_of = normal(LENGTH, 5), normal(LENGTH, 3, seed=1), ragged()
+    keys, values, cell_of = normal(KEYS, 5), normal(KEYS, 3, seed=1), ragged()
     cell_of[0, :20] = -1
     table = tabulate(keys, values, cell_of, SPANS)
     seen = table.seen([0])
     assert seen.pooled == 0
     assert not bool(seen.cross.any())
     gradient = TableGradient.zeros_like(table)
-    gradient.add_cross_(seen, torch.ones_like(seen.cross))
+    own = TableGradient.zeros_like(seen)
+    own.cross.fill_(1.0)
+    gradient.add_(seen, own)
     assert bool(gradient.cross.isfinite().all())

@@ -1,4 +1,4 @@
-"""`hf.CellCache`: with everything near, tokens are those of SDPA and a DynamicCache; and nobody else can read it."""
+"""`hf.CellCache`: with all cells opened, tokens are those of SDPA with a DynamicCache; other attention cannot read it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nets() -> dict[str, tuple[Any, Any]]:
 
 
 def prompts() -> dict[str, Tensor]:
-    """Two of them, the first one shorter by more than a segment."""
+    """Two prompts, the first one shorter by more than a segment."""
     ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     ids[0, :11], mask[0, :11] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -178,7 +178,7 @@ def test_encoder_and_decoder() -> None:
     assert torch.equal(found, theirs)
 
 
-# What cannot be had.
+# Errors.
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -1,4 +1,4 @@
-"""Methods by layer from a file: what is written is read again, what is wrong is named with its place, and layers obey."""
+"""Methods by layer from a file: what is written can be read, errors name their place, and layers use what the file says."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_what_is_no_method_of_the_library_cannot_be_written() -> None:
         ({"format": "nearfield-layers"}, "version None, and this nearfield reads version 1; write it again"),
         ({**HEAD, "version": 2}, "version 2, and this nearfield reads version 1"),
         ({**HEAD, "layer": {}}, "'layer', did you mean 'layers'"),
-        ({**HEAD, "layers": []}, "must be an object from numbers of layers"),
-        ({**HEAD, "layers": {"first": EXACT}}, "numbers of layers as names, such as \"0\"; got 'first'"),
+        ({**HEAD, "layers": []}, "must be an object from layer numbers"),
+        ({**HEAD, "layers": {"first": EXACT}}, "must be layer numbers, such as \"0\"; got 'first'"),
         ({**HEAD, "layers": {"-1": EXACT}}, "got '-1'"),
-        ({**HEAD, "num_hidden_layers": 2, "layers": {"2": EXACT}}, "no layer 2 in a model of 2"),
+        ({**HEAD, "num_hidden_layers": 2, "layers": {"2": EXACT}}, "a model of 2 layers has no layer 2"),
         ({**HEAD, "num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({**HEAD, "layers": {"1": EXACT, "01": EXACT}}, "layer 1 is there twice"),
         ({**HEAD, "layers": {"0": "Exact"}}, "config, layer 0 must be an object such as"),
@@ -140,5 +140,5 @@ def test_a_config_is_for_one_model() -> None:
     hf.register("nearfield-three", config={**HEAD, "num_hidden_layers": 3})
     net = model("llama")
     net.set_attn_implementation("nearfield-three")
-    with pytest.raises(ValueError, match="for a model of 3 layers, and this one has 2; make one for it"):
+    with pytest.raises(ValueError, match="for a model of 3 layers, but this one has 2; make one for it"):
         net(tokens(1, 20))

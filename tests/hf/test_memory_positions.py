@@ -1,4 +1,4 @@
-"""`hf.Memory` of a text that is longer than what the model knows: chunks are read by themselves, at the same positions."""
+"""`hf.Memory` of a text with more positions than the model knows: chunks are read by themselves, at the same positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from hf_models import model, pair, tokens
 
 import nearfield
 from nearfield import hf
-from nearfield.hf.reading import Reading, plan_reading
+from nearfield.hf.memory import plan_reading
+from nearfield.hf.memory_file import Reading
 
 NAME = "nearfield-positions"
 KNOWN, GAP, SINKS, CHUNK, LENGTH, NEW = 48, 6, 3, 20, 70, 8
@@ -41,7 +42,7 @@ def text() -> Tensor:
 
 
 def by_hand(net: Any, text: Tensor, more: Tensor, first: int = 0) -> Tensor:
-    """Logits of `more` after a text, of a plain model in one pass: chunks see the first tokens and themselves, `more` sees all.
+    """Logits of `more` after a text, by a plain model in one pass: chunks see the first tokens and themselves, `more` sees all.
 
     `first` is the position of the first token.
     """
@@ -71,7 +72,7 @@ def by_hand(net: Any, text: Tensor, more: Tensor, first: int = 0) -> Tensor:
 
 
 def after_memory(net: Any, memory: hf.Memory, more: Tensor) -> Tensor:
-    """The same by a memory; nobody says a word about positions."""
+    """The same by a memory, which finds the positions itself."""
     with torch.no_grad():
         logits: Tensor = net(more, past_key_values=memory.cache()).logits
     return logits

@@ -246,13 +246,13 @@ def test_who_serves_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     served = [torch.zeros(3, 256, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
     missed = {"torch.float64": torch.zeros(3, 2, dtype=torch.float64), "more than 256 columns": torch.zeros(3, 257)}
     for backend in ("auto", "triton"):
-        assert backends.pairs_in_triton(backend, *served)
+        assert backends.pairs_backend(backend, *served) == "triton"
     for backend in ("reference", "cpu"):
-        assert not backends.pairs_in_triton(backend, *served)
+        assert backends.pairs_backend(backend, *served) == backend
     for what, table in missed.items():
-        assert not backends.pairs_in_triton("auto", served[0], table)
-        with pytest.raises(ValueError, match=f"the kernels in Triton do not serve {what}; backend='auto' takes others"):
-            backends.pairs_in_triton("triton", served[0], table)
+        assert backends.pairs_backend("auto", served[0], table) == "cpu"
+        with pytest.raises(ValueError, match=f"the Triton kernels do not serve {what}; use backend='auto'"):
+            backends.pairs_backend("triton", served[0], table)
 
 
 def test_cpu_kernels_leave_no_warning(recwarn: pytest.WarningsRecorder) -> None:

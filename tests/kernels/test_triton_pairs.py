@@ -206,7 +206,7 @@ def test_what_ran_is_told() -> None:
 def test_asked_for_by_name_they_serve_or_refuse(dim: int, dtype: torch.dtype, what: str) -> None:
     q, k, v = (x.to(DEVICE) for x in inputs(1, 1, queries=20, dim=dim, dtype=dtype))
     for method in (nf.TopK(k=3), nf.LazyGumbel(draws=4)):
-        with pytest.raises(ValueError, match=f"the kernels in Triton do not serve {what}; backend='auto' takes others"):
+        with pytest.raises(ValueError, match=f"the Triton kernels do not serve {what}; use backend='auto'"):
             nf.attention(q, k, v, method=method, backend="triton")
 
 

@@ -1,27 +1,83 @@
-"""Every index keeps the same contract; approximate ones also keep their recall."""
+"""Every index keeps the same contract, also one that a user brings; approximate ones also keep their recall."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from by_hand import gradients, inputs, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import assert_frequencies
 from torch import Tensor
 
+import nearfield as nf
 from nearfield.chunks import row_chunks
-from nearfield.knn.index.base import PADDING, BuiltIndex, gathered_scores, lift_keys, lift_queries
+from nearfield.knn.index import PADDING, BuiltIndex, ConcentricLSH, Cutoffs, ExactIndex, FaissIndex, KMeansIndex, gathered_scores
+from nearfield.knn.index.base import build_index, lift_keys, lift_queries
 from nearfield.knn.index.candidates import best_of_lists
-from nearfield.knn.index.exact import ExactIndex
-from nearfield.knn.index.faiss import FaissIndex
-from nearfield.knn.index.kmeans import KMeansIndex
-from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.paper.lazy import prepare
+from nearfield.problem import Rows
+
+Answer = tuple[Tensor, Tensor]
+
+
+def as_it_is(scores: Tensor, ids: Tensor) -> Answer:
+    return scores, ids
+
+
+@dataclass(frozen=True)
+class OwnIndex:
+    """What a user may bring: no base class, just `build`, and `search` on what it returns. It answers as the exact index does."""
+
+    change: Callable[[Tensor, Tensor], Any] = as_it_is
+    """makes another answer of the right one"""
+    calls: list[tuple[Tensor, ...]] = field(default_factory=list, compare=False, repr=False)
+    """queries, keys and causal offsets of every search"""
+
+    def build(self, keys: Tensor) -> OwnSearch:
+        return OwnSearch(self, keys)
+
+
+class OwnSearch:
+    def __init__(self, index: OwnIndex, keys: Tensor) -> None:
+        self.index, self.keys = index, keys
+
+    def search(self, queries: Tensor, number: int, offset: Tensor) -> Any:
+        self.index.calls.append((queries, self.keys, offset))
+        return self.index.change(*ExactIndex().build(self.keys).search(queries, number, offset))
+
+
+class BuiltWithoutBounds(BuiltIndex):
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> Answer:
+        return ExactIndex().build(self.keys)._search(queries, k, visible)
+
+
+class BuiltWithBounds(BuiltWithoutBounds):
+    def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs:
+        return ExactIndex().build(self.keys)._cutoffs(queries, ids, visible)
+
+
+@dataclass(frozen=True)
+class Subclassed:
+    """The other thing a user may bring: an index that builds a subclass of `BuiltIndex`."""
+
+    kind: type[BuiltIndex]
+
+    def build(self, keys: Tensor) -> BuiltIndex:
+        return self.kind(keys)
+
 
 KINDS: dict[str, Any] = {
     "exact": ExactIndex(),
+    "own": OwnIndex(),
+    "subclassed": Subclassed(BuiltWithBounds),
     "kmeans": KMeansIndex(probes=3, leaf=32),
     "kmeans-one-probe": KMeansIndex(cells=40, probes=1, iterations=2, sample=50, leaf=20),
     "lsh": ConcentricLSH(leaf=32),
@@ -41,6 +97,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     if request.param.startswith("faiss"):
         pytest.importorskip("faiss")
     return str(request.param)
+
+
+def build(kind: str, keys: Tensor) -> BuiltIndex:
+    return build_index(KINDS[kind], keys)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,15 +175,19 @@ def assert_bounds(built: BuiltIndex, queries: Tensor, ids: Tensor, offset: int |
     assert bool((upper[visible == 0] == -torch.inf).all())
 
 
+@cache
+def built_once(kind: str) -> BuiltIndex:
+    return build(kind, random(3, 300, 8, seed=1))
+
+
 @pytest.mark.parametrize("k", [1, 7, 64, 400])
 @pytest.mark.parametrize("offset", [None, 0, 150, -20])
-def test_contract(kind: str, k: int, offset: int | None) -> None:
-    built = KINDS[kind].build(random(3, 300, 8, seed=1))
-    assert_contract(kind, built, random(3, 90, 8, seed=2), k, offset)
+def test_search_keeps_its_contract(kind: str, k: int, offset: int | None) -> None:
+    assert_contract(kind, built_once(kind), random(3, 90, 8, seed=2), k, offset)
 
 
 def test_contract_with_an_offset_per_row(kind: str) -> None:
-    built = KINDS[kind].build(random(2, 200, 8, seed=3))
+    built = build(kind, random(2, 200, 8, seed=3))
     queries = random(2, 40, 8, seed=4)
     generator = torch.Generator().manual_seed(5)
     assert_contract(kind, built, queries, 9, torch.randint(-50, 250, (2, 1), generator=generator))
@@ -133,19 +197,19 @@ def test_contract_with_an_offset_per_row(kind: str) -> None:
 @pytest.mark.parametrize(("length", "rows", "k"), [(1, 1, 1), (1, 5, 3), (2, 3, 2), (3, 4, 10), (17, 0, 2), (5, 300, 5)])
 @pytest.mark.parametrize("offset", [None, 0])
 def test_small_sizes(kind: str, length: int, rows: int, k: int, offset: int | None) -> None:
-    built = KINDS[kind].build(random(2, length, 4, seed=6))
+    built = build(kind, random(2, length, 4, seed=6))
     assert_contract(kind, built, random(2, rows, 4, seed=7), k, offset)
 
 
 def test_no_keys(kind: str) -> None:
-    scores, ids = KINDS[kind].build(torch.zeros(2, 0, 4)).search(random(2, 3, 4), 2)
+    scores, ids = build(kind, torch.zeros(2, 0, 4)).search(random(2, 3, 4), 2)
     assert bool((ids == PADDING).all())
     assert bool((scores == -torch.inf).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_dtypes(kind: str, dtype: torch.dtype) -> None:
-    built = KINDS[kind].build(random(2, 150, 16, seed=8, dtype=dtype))
+    built = build(kind, random(2, 150, 16, seed=8, dtype=dtype))
     assert built.keys.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_contract(kind, built, random(2, 20, 16, seed=9, dtype=dtype), 5, 100)
 
@@ -158,26 +222,26 @@ def test_degenerate_keys(kind: str, offset: int | None) -> None:
     outlier = random(2, 100, 8, seed=12)
     outlier[:, 50] *= 1000
     for keys in (identical, torch.zeros(2, 100, 8), duplicates, outlier):
-        built = KINDS[kind].build(keys)
+        built = build(kind, keys)
         assert_contract(kind, built, queries, 12, offset)
         assert_contract(kind, built, torch.zeros(2, 100, 8), 12, offset)
 
 
 def test_layouts_do_not_matter(kind: str) -> None:
     keys, queries = random(2, 120, 8, seed=13), random(2, 30, 8, seed=14)
-    expected = KINDS[kind].build(keys).search(queries, 6, 60)
+    expected = build(kind, keys).search(queries, 6, 60)
     strided = keys.transpose(0, 1).contiguous().transpose(0, 1), queries.transpose(1, 2).contiguous().transpose(1, 2)
     assert not strided[0].is_contiguous()
-    for got, want in zip(KINDS[kind].build(strided[0]).search(strided[1], 6, 60), expected, strict=True):
+    for got, want in zip(build(kind, strided[0]).search(strided[1], 6, 60), expected, strict=True):
         torch.testing.assert_close(got, want)
 
 
 def test_batch_entries_are_independent(kind: str) -> None:
     keys, queries = random(3, 200, 8, seed=15), random(3, 25, 8, seed=16)
-    together = KINDS[kind].build(keys).search(queries, 10)[1]
+    together = build(kind, keys).search(queries, 10)[1]
     other = keys.clone()
     other[0] = random(200, 8, seed=17)
-    changed = KINDS[kind].build(other).search(queries, 10)[1]
+    changed = build(kind, other).search(queries, 10)[1]
     assert torch.equal(together[1:], changed[1:])
     assert not torch.equal(together[0], changed[0])
 
@@ -185,7 +249,7 @@ def test_batch_entries_are_independent(kind: str) -> None:
 def test_stale_keys_are_refused(kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         keys = random(1, 50, 4, seed=18, dtype=dtype)
-        built = KINDS[kind].build(keys)
+        built = build(kind, keys)
         keys[0, 3] = 0
         with pytest.raises(RuntimeError, match="changed in place"):
             built.search(random(1, 2, 4), 1)
@@ -196,17 +260,16 @@ def test_stale_keys_are_refused(kind: str) -> None:
 def test_deterministic_and_global_state_untouched(kind: str) -> None:
     keys, queries = random(2, 400, 8, seed=19), random(2, 60, 8, seed=20)
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    first = KINDS[kind].build(keys).search(queries, 11, 340)
+    first = build(kind, keys).search(queries, 11, 340)
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(1234)
-    for _ in range(3):
-        for got, want in zip(KINDS[kind].build(keys).search(queries, 11, 340), first, strict=True):
-            assert torch.equal(got, want)
+    for got, want in zip(build(kind, keys).search(queries, 11, 340), first, strict=True):
+        assert torch.equal(got, want)
     assert torch.get_num_threads() == threads
 
 
 def test_search_arguments_are_checked(kind: str) -> None:
-    built = KINDS[kind].build(random(2, 30, 4))
+    built = build(kind, random(2, 30, 4))
     for k in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"k must be a positive integer, got {k!r}"):
             built.search(random(2, 3, 4), k)  # type: ignore[arg-type]
@@ -214,9 +277,9 @@ def test_search_arguments_are_checked(kind: str) -> None:
         with pytest.raises(ValueError, match=r"queries must have shape .* got"):
             built.search(random(*shape), 1)
     with pytest.raises(ValueError, match=r"keys must have shape"):
-        KINDS[kind].build(random(30, 4))
+        build(kind, random(30, 4))
     with pytest.raises(TypeError, match="floating point"):
-        KINDS[kind].build(torch.zeros(1, 3, 4, dtype=torch.int64))
+        build(kind, torch.zeros(1, 3, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -254,10 +317,10 @@ def test_faiss_arguments_only_faiss_can_judge() -> None:
 def test_the_future_has_no_influence(kind: str) -> None:
     """Not through scores, not through centroids, norms or widths that were learned from the keys."""
     keys, queries = random(2, 3000, 8, seed=21), random(2, 200, 8, seed=22)
-    before = KINDS[kind].build(keys).search(queries, 10, 2000)
+    before = build(kind, keys).search(queries, 10, 2000)
     keys = keys.clone()
     keys[:, 2200:] = 100 * random(2, 800, 8, seed=23)
-    for got, want in zip(KINDS[kind].build(keys).search(queries, 10, 2000), before, strict=True):
+    for got, want in zip(build(kind, keys).search(queries, 10, 2000), before, strict=True):
         assert torch.equal(got, want)
 
 
@@ -265,7 +328,7 @@ def test_exact_kinds_find_the_top_k() -> None:
     pytest.importorskip("faiss")
     keys, queries = random(2, 500, 8, seed=24), random(2, 50, 8, seed=25)
     for kind in ("exact", "faiss-flat", "faiss-lifted"):
-        built = KINDS[kind].build(keys)
+        built = build(kind, keys)
         for offset in (None, 300):
             scores, _ = built.search(queries, 20, offset)
             torch.testing.assert_close(scores.double(), logits(built, queries, offset).topk(20).values, rtol=0, atol=1e-5)
@@ -350,7 +413,7 @@ def test_duplicates_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_passes_do_not_change_the_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, queries = random(3, 250, 8, seed=32), random(3, 70, 8, seed=33)
-    built = KINDS[kind].build(keys)
+    built = build(kind, keys)
     _, want = built.search(queries, 15, 200)
     for module, name in (
         ("candidates", "SCORES_PER_PASS"),
@@ -360,7 +423,7 @@ def test_passes_do_not_change_the_answer(kind: str, monkeypatch: pytest.MonkeyPa
         ("lsh", "LOOKUPS_PER_PASS"),
         ("faiss", "GATHERED_SCALARS_PER_PASS"),
     ):
-        monkeypatch.setattr(f"nearfield.index.{module}.{name}", 1000)
+        monkeypatch.setattr(f"nearfield.knn.index.{module}.{name}", 1000)
     assert torch.equal(built.search(queries, 15, 200)[1], want)
 
 
@@ -409,6 +472,11 @@ RECALL_FLOORS: dict[tuple[str, str, bool], float] = {
 }
 
 
+@cache
+def searched(name: str, family: str) -> BuiltIndex:
+    return SEARCHED[name].build(FAMILIES[family]()[None])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize("name", list(SEARCHED))
@@ -416,11 +484,11 @@ def test_recall(name: str, family: str, causal: bool) -> None:
     """Recall at k = sqrt(n) of perturbed keys as queries, against brute force; fixed seeds, so only code changes move it."""
     if name == "faiss":
         pytest.importorskip("faiss")
-    keys = FAMILIES[family]()
+    keys = searched(name, family).keys[0]
     picked = torch.arange(2048, 4096, 8)
     queries = keys[picked] + 0.1 * random(len(picked), 32, seed=45)
     offset = (picked - torch.arange(len(picked)))[None] if causal else None
-    built = SEARCHED[name].build(keys[None])
+    built = searched(name, family)
     _, ids = built.search(queries[None], 64, offset)
     true = logits(built, queries[None], offset).topk(64).indices
     recall = float((true[..., None] == ids[..., None, :]).any(-1).double().mean())
@@ -432,3 +500,173 @@ def test_gathered_scores_mark_padding() -> None:
     scores = gathered_scores(queries, keys, torch.tensor([[[0, PADDING], [4, 1]]]))
     assert scores[0, 0, 1] == -torch.inf
     assert bool(scores[0, 1].isfinite().all())
+
+
+PLAIN = {"own": OwnIndex(), "subclassed": Subclassed(BuiltWithoutBounds), "bounded": Subclassed(BuiltWithBounds)}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tail", [0, 4])
+def test_topk_with_an_own_index(tail: int, causal: bool, name: str) -> None:
+    """Output, normaliser and gradients are those of the index that answers the same, to the last bit."""
+    tensors = inputs(2, 4, queries=24, dim=4, kv_heads=2)
+    mask = torch.rand(2, 1, 1, 24, generator=seeded(1)) < 0.8
+    upstream = torch.randn(2, 4, 24, 4, generator=seeded(2))
+
+    def run(index: Any) -> list[Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            method = nf.TopK(5, tail, index)
+            return nf.attention(q, k, v, mask, 0.2, causal, enable_gqa=True, method=method, generator=seeded(3))
+
+        output, grads = gradients(call, tensors, upstream)
+        est = nf.estimate(*tensors, mask, 0.0, causal, enable_gqa=True, method=nf.TopK(5, tail, index), generator=seeded(3))
+        return [output, *grads, est.output, est.lse]
+
+    for mine, true in zip(run(PLAIN[name]), run(ExactIndex()), strict=True):
+        assert torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lazy_gumbel_with_an_own_index(causal: bool) -> None:
+    """Without bounds the draws are those of the printed cutoff; with the bounds of the exact index they are its own."""
+    tensors = inputs(2, 2, queries=24, dim=4)
+    upstream = torch.randn(2, 2, 24, 4, generator=seeded(2))
+
+    def run(index: Any, certify: bool = True) -> tuple[bool, Tensor, list[Tensor]]:
+        method = nf.LazyGumbel(draws=9, k=5, index=index, certify=certify)
+        est = nf.estimate(*tensors, is_causal=causal, method=method, generator=seeded(3))
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return nf.attention(q, k, v, is_causal=causal, method=method, generator=seeded(3))
+
+        return est.info["certified"], est.output, list(gradients(call, tensors, upstream)[1])
+
+    certified, output, grads = run(OwnIndex())
+    assert not certified
+    assert torch.equal(output, run(ExactIndex(), certify=False)[1])
+    for mine, true in zip(grads, run(Subclassed(BuiltWithoutBounds))[2], strict=True):
+        assert torch.equal(mine, true)
+    certified, output, grads = run(Subclassed(BuiltWithBounds))
+    assert certified
+    _, expected, expected_grads = run(ExactIndex())
+    assert torch.equal(output, expected)
+    for mine, true in zip(grads, expected_grads, strict=True):
+        assert torch.equal(mine, true)
+
+
+def test_lazy_draws_with_an_own_index_are_exact() -> None:
+    """Its near set is the true top k, so the smallest near score bounds all other keys."""
+    rows = Rows(random(1, 2, 3, seed=50), random(1, 120, 3, seed=51), random(1, 120, 3, seed=51), torch.tensor([[120, 60]]))
+    lazy = prepare(rows, build_index(OwnIndex(), rows.keys), 11)
+    assert not lazy.certified
+    assert not bool(lazy.dense.any())
+    drawn = lazy.draw_each(60_000, seeded(0)).ids
+    logits = (rows.queries @ rows.keys.mT)[0].double()
+    for row, seen in enumerate((120, 60)):
+        expected = torch.nn.functional.pad(logits[row, :seen].softmax(0), (0, 120 - seen))
+        assert_frequencies(drawn[row].bincount(minlength=120), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_with_an_own_index(causal: bool) -> None:
+    q, k, v = inputs(2, 2, queries=12, dim=3)
+    g, options = torch.randn(2, 2, 12, 3, generator=seeded(1)), {"is_causal": causal}
+
+    def runs(index: Any) -> Iterator[Iterable[Tensor]]:
+        near = {"k": 3, "index": index}
+        for walk in (nf.gradients.RandomWalk(4, **near), nf.gradients.PrintedWalk(0.9, 0.9, walks=4, **near)):
+            yield nf.gradients.estimate(q, k, v, g, walk, **options, generator=seeded(2))
+        for form in ("signed", "shifted"):
+            yield [nf.gradients.estimate_product(q, k, g, 5, form=form, **near, **options, generator=seeded(3))]
+        yield [nf.gradients.approx_pos_prod(q, k, g.abs(), 5, **near, **options, generator=seeded(4))]
+
+    own = OwnIndex()
+    for mine, true in zip(runs(own), runs(Subclassed(BuiltWithoutBounds)), strict=True):
+        assert all(map(torch.equal, mine, true))
+        assert own.calls, "the index that was given is not asked"
+        own.calls.clear()
+    for mine, true in zip(runs(Subclassed(BuiltWithBounds)), runs(ExactIndex()), strict=True):
+        assert all(map(torch.equal, mine, true))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_an_own_index_is_told(causal: bool) -> None:
+    own = OwnIndex()
+    leaves = [x.requires_grad_() for x in inputs(1, 2, queries=6, keys=9, dim=3, kv_heads=1)]
+    nf.attention(*leaves, is_causal=causal, enable_gqa=True, method=nf.TopK(2, index=own)).sum().backward()
+    nf.attention(*leaves, is_causal=causal, enable_gqa=True, gradient=nf.gradients.RandomWalk(2, index=own)).sum().backward()
+    assert len(own.calls) == 2
+    for queries, keys, offset in own.calls:
+        assert not queries.requires_grad
+        assert not keys.requires_grad
+        assert queries.shape == (1, 12, 3)
+        assert keys.shape == (1, 9, 3)
+        assert offset.shape == (1, 12)
+        last = torch.arange(6).repeat(2) if causal else torch.full((12,), 8)
+        assert torch.equal(torch.arange(12) + offset, last[None])
+
+
+def test_an_own_index_may_answer_in_its_own_way() -> None:
+    """Other integers, any number where a row is padded, any order."""
+    keys, queries = random(2, 40, 4, seed=60), random(2, 20, 4, seed=61)
+    scores, ids = build_index(ExactIndex(), keys).search(queries, 6, 0)
+    assert bool((ids == PADDING).any())
+
+    def loose(scores: Tensor, ids: Tensor) -> Answer:
+        return scores.double().masked_fill(ids == PADDING, 7.0), ids.int()
+
+    found = build_index(OwnIndex(loose), keys).search(queries, 6, 0)
+    assert torch.equal(found[0], scores)
+    assert torch.equal(found[1], ids)
+    turned = nf.TopK(6, 4, OwnIndex(lambda scores, ids: (scores.flip(-1), ids.flip(-1))))
+    tensors = inputs(1, 2, queries=30, dim=4, dtype=torch.float64)
+    torch.testing.assert_close(
+        nf.attention(*tensors, is_causal=True, method=turned, generator=seeded(0)),
+        nf.attention(*tensors, is_causal=True, method=nf.TopK(6, 4), generator=seeded(0)),
+    )
+
+
+def a_hidden_key(scores: Tensor, ids: Tensor) -> Answer:
+    ids[:, 3, 0] = 4
+    return scores, ids
+
+
+def a_key_twice(scores: Tensor, ids: Tensor) -> Answer:
+    ids[:, 7, 2] = ids[:, 7, 0]
+    return scores, ids
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], type[Exception], str]] = {
+    "few scores": (lambda scores, ids: (scores[..., :-1], ids), ValueError, r"of shape \(2, 9, 3\), got .* \(2, 9, 2\)"),
+    "few ids": (lambda scores, ids: (scores, ids[:, :-1]), ValueError, r"of shape \(2, 9, 3\), got .* \(2, 8, 3\)"),
+    "no batch": (lambda scores, ids: (scores[0], ids[0]), ValueError, r"of shape \(2, 9, 3\), got .* \(9, 3\)"),
+    "float ids": (lambda scores, ids: (scores, ids.float()), ValueError, "integer ids .* got .* torch.float32 ids"),
+    "boolean ids": (lambda scores, ids: (scores, ids > 0), ValueError, "integer ids .* got .* torch.bool ids"),
+    "the future": (a_hidden_key, ValueError, "keys that a row does not see"),
+    "no such key": (lambda scores, ids: (scores, ids - 1), ValueError, "keys that a row does not see"),
+    "a key twice": (a_key_twice, ValueError, "a key twice"),
+    "ids alone": (lambda scores, ids: ids, TypeError, "two tensors, scores and ids, got"),
+    "lists": (lambda scores, ids: (scores.tolist(), ids.tolist()), TypeError, "two tensors, scores and ids, got"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_answers_of_an_own_index(name: str) -> None:
+    change, error, message = WRONG[name]
+    tensors = inputs(2, 1, queries=9, dim=4)
+    for method in (nf.TopK(3, index=OwnIndex(change)), nf.LazyGumbel(draws=3, k=3, index=OwnIndex(change))):
+        with pytest.raises(error, match=rf"OwnIndex\(.*{message}"):
+            nf.attention(*tensors, is_causal=True, method=method)
+
+
+@pytest.mark.parametrize("built", [None, torch.zeros(3), OwnSearch], ids=["nothing", "a tensor", "a class"])
+def test_an_own_index_that_builds_something_else(built: Any) -> None:
+    class Careless:
+        def build(self, keys: Tensor) -> Any:
+            return built
+
+    with pytest.raises(
+        TypeError, match=r"Careless object.*\.build must return an object with search\(queries, k, causal_offset\)"
+    ):
+        nf.attention(*inputs(1, 1, queries=9, dim=4), method=nf.TopK(3, index=Careless()))

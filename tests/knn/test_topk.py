@@ -17,7 +17,7 @@ from torch import Tensor
 import nearfield as nf
 from nearfield import synthetic
 from nearfield.knn import topk
-from nearfield.knn.topk import Planner
+from nearfield.knn.topk import _Planner
 
 ALPHA = 1e-6
 
@@ -64,12 +64,12 @@ def test_no_tail_is_a_softmax_over_the_top_k(near: int, causal: bool, masked: bo
 
 
 @pytest.fixture
-def planners(monkeypatch: pytest.MonkeyPatch) -> list[Planner]:
+def planners(monkeypatch: pytest.MonkeyPatch) -> list[_Planner]:
     """The planners of the calls that a test makes, for the ids in their plans."""
-    seen: list[Planner] = []
+    seen: list[_Planner] = []
     plain = topk.weighted_attention
 
-    def spy(queries: Tensor, keys: Tensor, values: Tensor, planner: Planner, *rest: Any, **options: Any) -> Any:
+    def spy(queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, *rest: Any, **options: Any) -> Any:
         seen.append(planner)
         return plain(queries, keys, values, planner, *rest, **options)
 
@@ -93,7 +93,7 @@ def estimate_by_hand(logits: Tensor, values: Tensor, ids: list[int], near: int, 
 @pytest.mark.parametrize("index", [nf.ExactIndex(), nf.KMeansIndex(cells=6, probes=1)], ids=["exact", "kmeans"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_weights_of_the_tail(causal: bool, masked: bool, index: Any, planners: list[Planner]) -> None:
+def test_weights_of_the_tail(causal: bool, masked: bool, index: Any, planners: list[_Planner]) -> None:
     """A slow loop over the ids of the plan, with every row's own number of keys."""
     near, tail, length = 4, 3, 30
     q, k, v = inputs(1, 2, queries=length, dim=4, kv_heads=1, dtype=torch.float64)
@@ -171,21 +171,13 @@ def test_standard_error_vanishes_at_full_budget(causal: bool) -> None:
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "causal": {"causal": True},
-    "gqa": {"heads": 4},
-    "padding": {"padding": True},
     "dropout": {"dropout_p": 0.4},
-    "scale": {"scale": 0.9},
     "negative-scale": {"scale": -0.7},
     "tail": {"tail": 2},
     "tail-causal": {"tail": 2, "causal": True},
-    "tail-gqa": {"tail": 2, "heads": 4},
-    "tail-padding": {"tail": 2, "padding": True},
     "tail-dropout": {"tail": 2, "dropout_p": 0.4},
     "tail-covers-all": {"tail": 9, "causal": True},
     "tail-everything": {"tail": 2, "causal": True, "padding": True, "dropout_p": 0.3, "heads": 4, "scale": 0.6},
-    "kmeans": {"index": nf.KMeansIndex(cells=3, probes=1)},
-    "kmeans-tail-causal": {"index": nf.KMeansIndex(cells=3, probes=1), "tail": 2, "causal": True},
     "kmeans-everything": {
         "index": nf.KMeansIndex(cells=3, probes=1), "tail": 2, "causal": True, "padding": True, "dropout_p": 0.3, "heads": 4,
     },
@@ -202,11 +194,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_gradcheck_with_the_plan_frozen(name: str) -> None:
-    """The same generator state for every evaluation freezes plan and dropout mask, which the backward pass must share."""
+    """The same generator state for every evaluation freezes plan and dropout mask, which the backward pass must share.
+
+    Causal and padded rows and grouped heads without a tail: `test_no_tail_is_a_softmax_over_the_top_k` has their gradients.
+    """
     it = {"near": 2, "tail": 0, "index": nf.ExactIndex(), "causal": False, "heads": 2, "padding": False, "keys": 6} | {
         "dropout_p": 0.0, "scale": None, "backend": "auto", **CONFIGURATIONS[name],
     }  # fmt: skip
-    tensors = inputs(1, it["heads"], queries=6, keys=it["keys"], dim=3, value_dim=2, kv_heads=2, dtype=torch.float64, seed=11)
+    tensors = inputs(1, it["heads"], queries=6, keys=it["keys"], dim=2, value_dim=2, kv_heads=2, dtype=torch.float64, seed=11)
     mask = torch.arange(it["keys"]) != 1 if it["padding"] else None
     method = nf.Exact() if it["near"] is None else nf.TopK(it["near"], it["tail"], it["index"])
 
@@ -276,7 +271,7 @@ def test_dropout_differs_between_heads_and_calls(method: Any) -> None:
             assert not torch.equal(flat[i], flat[j])
 
 
-def test_heads_draw_different_tails(planners: list[Planner]) -> None:
+def test_heads_draw_different_tails(planners: list[_Planner]) -> None:
     """The same problem in every head, batch entry and group member: if two shared a seed, their draws would be the same."""
     q, k, v = inputs(1, 1, queries=40, dim=4)
     q, k, v = q.expand(2, 6, -1, -1), k.expand(2, 3, -1, -1), v.expand(2, 3, -1, -1)
@@ -290,7 +285,7 @@ def test_heads_draw_different_tails(planners: list[Planner]) -> None:
             assert int((drawn[i] == drawn[j]).all(-1).sum()) <= 3
 
 
-def test_blocks_draw_different_tails(monkeypatch: pytest.MonkeyPatch, planners: list[Planner]) -> None:
+def test_blocks_draw_different_tails(monkeypatch: pytest.MonkeyPatch, planners: list[_Planner]) -> None:
     monkeypatch.setattr("nearfield.chunks.BLOCK_BYTES", 4000)
     q, k, v = inputs(1, 1, queries=1, keys=40, dim=4)
     q = q.expand(-1, -1, 60, -1)
@@ -344,7 +339,7 @@ def test_same_generator_state_same_result(index: str, tail: int, causal: bool, d
 
     before = global_states()
     first, first_grads = gradients(run, tensors, upstream)
-    for _ in range(9):
+    for _ in range(3):
         again, again_grads = gradients(run, tensors, upstream)
         assert torch.equal(again, first)
         for x, y in zip(again_grads, first_grads, strict=True):

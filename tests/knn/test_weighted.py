@@ -23,13 +23,13 @@ methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
     """The blocks that were planned."""
     seen: list[slice] = []
-    plain = topk._TopKPlanner.plan
+    plain = topk._Planner.plan
 
     def spy(planner: Any, block: slice) -> Plan:
         seen.append(block)
         return plain(planner, block)
 
-    monkeypatch.setattr(topk._TopKPlanner, "plan", spy)
+    monkeypatch.setattr(topk._Planner, "plan", spy)
     return seen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -205,6 +205,7 @@ def test_lazy_gumbel_expectation_is_below_the_printed_one() -> None:
 
 
 @pytest.mark.parametrize(("theorem", "form"), PAIRS)
+@settings(max_examples=60)
 @given(n=lengths, more=st.integers(0, 10**7), eps=fractions, delta=fractions, d=dims)
 def test_monotone(theorem: str, form: str, n: int, more: int, eps: float, delta: float, d: int) -> None:
     """More keys, a smaller error or a smaller failure probability never cost less; nor do more columns."""
@@ -289,13 +290,13 @@ def test_audit_quantile_inverts(rows: int, confidence: float) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n": 0}, r"n must be an integer of at least 1, got 0"),
+        ({"n": 0}, r"n must be a positive integer, got 0"),
         ({"n": -3}, r"n must be .* got -3"),
         ({"n": 2.0}, r"n must be .* got 2\.0"),
         ({"n": True}, r"n must be .* got True"),
         ({"d": 0}, r"d must be .* got 0"),
         ({"d": "64"}, r"d must be .* got '64'"),
-        ({"eps": 0.0}, r"eps must lie strictly between 0 and 1, got 0\.0"),
+        ({"eps": 0.0}, r"eps must be a number between 0 and 1, got 0\.0"),
         ({"eps": 1}, r"eps must .* got 1"),
         ({"eps": math.nan}, r"eps must .* got nan"),
         ({"eps": "0.1"}, r"eps must .* got '0\.1'"),
@@ -305,8 +306,8 @@ def test_audit_quantile_inverts(rows: int, confidence: float) -> None:
         ({"form": "nope"}, r"form must be one of printed, corrected for theorem 'tail'; got 'nope'"),
         ({"theorem": "mean", "form": "printed"}, r"form must be one of corrected for theorem 'mean'; got 'printed'"),
         ({"k": 0}, r"k must be .* got 0"),
-        ({"k": 3, "theorem": "walks"}, r"k is solved for or unused by theorem 'walks'; got k=3"),
-        ({"draws": 5}, r"draws is only read by theorem 'lazy-gumbel'; got draws=5 for 'tail'"),
+        ({"k": 3, "theorem": "walks"}, r"k cannot be given for theorem 'walks', .* got k=3"),
+        ({"draws": 5}, r"draws cannot be given for theorem 'tail', .* got draws=5"),
         ({"spread": 0.0}, r"spread must be a positive finite number, got 0\.0"),
         ({"spread": math.inf}, r"spread must be .* got inf"),
     ],
@@ -318,11 +319,11 @@ def test_bad_arguments(change: dict, message: str) -> None:
 
 @pytest.mark.parametrize("arguments", [(0.0, 0.5), (1.0, 0.5), (0.5, 1.0), (0.5, 0)])
 def test_bad_audit_arguments(arguments: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="must lie strictly between 0 and 1"):
+    with pytest.raises(ValueError, match="must be a number between 0 and 1"):
         audit_rows(*arguments)
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.5, True])
 def test_bad_audit_row_counts(rows: object) -> None:
-    with pytest.raises(ValueError, match="rows must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="rows must be a positive integer"):
         audit_quantile(rows)

@@ -62,9 +62,15 @@ def assert_promise(output: Tensor, weights: Tensor, value: Tensor, method: nf.La
     assert bool(((output.double() - weights @ value).abs() <= method.eps * unit + rounding).all())
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("estimator", ["median", "mean"])
-@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize(
+    ("index", "estimator", "causal"),
+    [
+        ("exact", "median", False),
+        ("exact", "mean", True),
+        ("k-means", "mean", False),
+        ("k-means", "median", True),
+    ],
+)
 def test_matches_exact_attention_within_the_promise(index: str, estimator: Any, causal: bool) -> None:
     q, k, v = inputs(0, (2, 2, 40, 6), (2, 2, 40, 6), (2, 2, 40, 3), dtype=torch.float32)
     method = nf.LazyGumbel(eps=0.15, delta=0.01, index=INDICES[index], estimator=estimator)
@@ -87,8 +93,8 @@ def test_scale(scale: float | None) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("index", INDICES)
 def test_grouped_queries_and_padding(index: str, causal: bool) -> None:
-    q, k, v = inputs(2, (2, 4, 30, 5), (2, 2, 30, 5), (2, 2, 30, 3))
-    mask = torch.rand(2, 1, 1, 30, generator=seeded(3)) > 0.4
+    q, k, v = inputs(2, (2, 4, 20, 5), (2, 2, 20, 5), (2, 2, 20, 3))
+    mask = torch.rand(2, 1, 1, 20, generator=seeded(3)) > 0.4
     mask[1, ..., :2] = False  # two causal rows see nothing
     method = nf.LazyGumbel(eps=0.15, delta=0.01, index=INDICES[index])
     est = nf.estimate(q, k, v, mask, is_causal=causal, enable_gqa=True, method=method, generator=seeded(4))
@@ -103,7 +109,7 @@ def test_grouped_queries_and_padding(index: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    q, k, v = inputs(3, (1, 2, 20, 8), (1, 2, 70, 8), (1, 2, 70, 4), dtype=dtype)
+    q, k, v = inputs(3, (1, 2, 8, 8), (1, 2, 70, 8), (1, 2, 70, 4), dtype=dtype)
     method = nf.LazyGumbel(eps=0.1, delta=0.01)
     output = nf.attention(q, k, v, method=method, generator=seeded(5))
     assert output.dtype == dtype
@@ -169,7 +175,7 @@ def test_the_standard_error_is_calibrated() -> None:
     square = (est.output[:, 0] - exact).square().sum(-1)
     assert est.stderr is not None
     assert_mean(est.stderr[:, 0].square() - square, 0.0)
-    q, k, v = q[:1500], k[:1500], v[:1500]
+    q, k, v = q[:500], k[:500], v[:500]
     est = nf.estimate(q, k, v, method=nf.LazyGumbel(eps=0.5, delta=0.1), generator=seeded(10))
     square = (est.output[:, 0] - exact).square().sum(-1)
     assert est.stderr is not None

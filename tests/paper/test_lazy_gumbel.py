@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from scipy import stats
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.knn.index.base import Cutoffs, Index
+from nearfield.knn.index import Cutoffs, Index
+from nearfield.knn.index.base import build_index
 from nearfield.paper.lazy import Draws, LazyRows, prepare
 from nearfield.problem import Rows
 
@@ -52,7 +55,7 @@ def normaliser_of(rows: Rows) -> Tensor:
 
 
 def prepared(rows: Rows, index: Index, k: int, certify: bool = True) -> LazyRows:
-    return prepare(rows, index.build(rows.keys), k, certify)
+    return prepare(rows, build_index(index, rows.keys), k, certify)
 
 
 def draw_each(lazy: LazyRows, draws: int, seed: int) -> tuple[Draws, Tensor]:
@@ -68,6 +71,32 @@ def assert_exact_draws(rows: Rows, lazy: LazyRows, seed: int, draws: int = DRAWS
         assert_frequencies(drawn.ids[segment == row].bincount(minlength=rows.length), expected)
 
 
+class Sampled(NamedTuple):
+    rows: Rows
+    lazy: LazyRows
+    drawn: Draws
+    segment: Tensor
+
+    def counts(self, row: int) -> Tensor:
+        """How often each key was drawn."""
+        return self.drawn.ids[self.segment == row].bincount(minlength=self.rows.length)
+
+
+def assert_softmax(sampled: Sampled) -> None:
+    for row, expected in enumerate(softmax_of(sampled.rows)):
+        assert_frequencies(sampled.counts(row), expected)
+
+
+@cache
+def drawn_with_a_bad_index(seed: int, certify: bool = True, dtype: torch.dtype = torch.float64) -> Sampled:
+    """`DRAWS` draws for each of four rows."""
+    rows = random_rows(seed, dtype=dtype)
+    lazy = prepared(rows, BAD_INDEX, 25, certify)
+    assert lazy.certified == certify
+    assert not bool(lazy.dense.any())
+    return Sampled(rows, lazy, *draw_each(lazy, DRAWS, seed))
+
+
 @pytest.mark.parametrize("k", [1, 5, 14, 60, 200])
 def test_draws_with_a_true_top_k(k: int) -> None:
     rows = random_rows(0, count=2)
@@ -77,36 +106,25 @@ def test_draws_with_a_true_top_k(k: int) -> None:
     assert_exact_draws(rows, lazy, seed=k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize(("seed", "dtype"), [(3, torch.float64), (4, torch.float64), (3, torch.float32)])
 def test_draws_with_a_bad_index_and_certified_bounds(seed: int, dtype: torch.dtype) -> None:
-    rows = random_rows(seed, dtype=dtype)
-    lazy = prepared(rows, BAD_INDEX, 25)
-    assert lazy.certified
-    assert not bool(lazy.dense.any())
-    expected = softmax_of(rows)
-    missed = expected.topk(25).values.sum(-1) - expected.gather(1, lazy.near_ids).sum(-1)
+    sampled = drawn_with_a_bad_index(seed, dtype=dtype)
+    expected = softmax_of(sampled.rows)
+    missed = expected.topk(25).values.sum(-1) - expected.gather(1, sampled.lazy.near_ids).sum(-1)
     assert float(missed.max()) > 0.1, "this index is not bad enough to test anything"
-    assert_exact_draws(rows, lazy, seed)
+    assert_softmax(sampled)
 
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_the_printed_cutoff_is_wrong_with_a_bad_index(seed: int) -> None:
-    rows = random_rows(seed)
-    lazy = prepared(rows, BAD_INDEX, 25, certify=False)
-    assert not lazy.certified
-    assert not bool(lazy.dense.any())
-    certified = prepared(rows, BAD_INDEX, 25)
-    wrong, right = [], []
-    for which, found in ((lazy, wrong), (certified, right)):
-        drawn, segment = draw_each(which, DRAWS, seed)
-        for row, expected in enumerate(softmax_of(rows)):
-            found.append(total_variation(drawn.ids[segment == row].bincount(minlength=rows.length), expected))
+    printed, certified = drawn_with_a_bad_index(seed, certify=False), drawn_with_a_bad_index(seed)
+    expected = softmax_of(printed.rows)
+    wrong, right = ([total_variation(x.counts(row), expected[row]) for row in range(4)] for x in (printed, certified))
     # Noise alone: E TV <= sqrt(length / draws) / 2 = 0.022.
     assert max(right) < 0.025
     assert max(wrong) > 0.04
     with pytest.raises(AssertionError, match="chi-square"):
-        assert_exact_draws(rows, lazy, seed)
+        assert_softmax(printed)
 
 
 def test_the_printed_cutoff_is_right_with_a_true_top_k() -> None:
@@ -186,9 +204,7 @@ def test_expected_evaluations_of_a_true_top_k(k: int, length: int) -> None:
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_expected_evaluations_of_cells(seed: int) -> None:
-    rows = random_rows(seed)
-    lazy = prepared(rows, BAD_INDEX, 25)
-    drawn, segment = draw_each(lazy, 40_000, seed)
+    rows, lazy, drawn, segment = drawn_with_a_bad_index(seed)
     built = BAD_INDEX.build(rows.keys)
     cutoffs = built.cutoffs(rows.queries, built.search(rows.queries, 25)[1])
     assert cutoffs is not None
@@ -216,8 +232,7 @@ def test_expected_evaluations_of_causal_rows() -> None:
 @pytest.mark.parametrize("index", [nf.ExactIndex(), BAD_INDEX], ids=["exact", "k-means"])
 def test_peaks_are_gumbel_around_the_normaliser(index: Index) -> None:
     rows = random_rows(3)
-    lazy = prepared(rows, index, 25)
-    drawn, segment = draw_each(lazy, 40_000, 13)
+    drawn, segment = draw_each(prepared(rows, index, 25), 40_000, 13)
     for row, log_total in enumerate(normaliser_of(rows)):
         peak = drawn.peak[segment == row]
         assert_follows((log_total - peak).exp(), stats.expon.cdf)

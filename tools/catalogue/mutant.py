@@ -45,15 +45,16 @@ def places() -> dict[str, list[Place]]:
 
 
 @functools.cache
-def test_files() -> dict[str, str]:
-    """The file of every test, and every file of tests by its own name, below `tests/`."""
-    found: dict[str, str] = {}
+def test_files() -> dict[str, list[str]]:
+    """Where every test is, and every file of tests by its own name: arguments of pytest, below `tests/`."""
+    found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         file = str(path.relative_to(ROOT / "tests"))
-        found[path.name] = file
+        found.setdefault(path.name, []).append(file)
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found[node.name] = f"{file}::{node.name}" if node.name not in found else found[node.name]
+                found.setdefault(node.name, []).append(f"{file}::{node.name}")
+                found.setdefault(f"{path.name}::{node.name}", []).append(f"{file}::{node.name}")
     return found
 
 
@@ -67,7 +68,7 @@ class Mutant:
     """must occur exactly once there"""
     new: str
     tests: tuple[str, ...]
-    """what should notice: names of tests or of files of tests, wherever they are"""
+    """what should notice: names of tests or of files of tests, wherever they are; `test_file.py::test_name` where that takes it"""
 
     def where(self) -> Place:
         module, _, name = self.place.rpartition(":")
@@ -92,7 +93,11 @@ class Mutant:
 
     def arguments(self) -> list[str]:
         """What pytest is told."""
-        unknown = [test for test in self.tests if test.partition("[")[0] not in test_files()]
-        if unknown:
-            raise SystemExit(f"mutant {self.name!r}: there is no test {', '.join(unknown)}")
-        return [test_files()[name] + "".join(rest) for name, *rest in (test.partition("[") for test in self.tests)]
+        chosen = []
+        for test in self.tests:
+            name, *case = test.partition("[")
+            found = test_files().get(name, [])
+            if len(found) != 1:
+                raise SystemExit(f"mutant {self.name!r}: the test {name} is in {', '.join(found) or 'no file'}")
+            chosen.append(found[0] + "".join(case))
+        return chosen

@@ -1,4 +1,4 @@
-"""`nearfield eval`: what methods and budgets do to the perplexity of a language model, and the cheapest that does little."""
+"""`nearfield eval`: what attention methods do to a language model, and the cheapest mixture that does little harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nearfield eval` on a terminal: load, measure with a bar, print, save."""
+"""`nearfield eval` on a terminal: load a model, measure it behind a progress bar, print and save the results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nearfield.app.evaluate.models import load_model, token_ids
+from nearfield.app import wide_console
+from nearfield.app.evaluate.models import load_model, placement, token_ids
 from nearfield.app.evaluate.report import environment, legend, save, save_plot, sentence, tabulated
 from nearfield.app.evaluate.run import Evaluation, evaluate
 from nearfield.hf.config import read_config
@@ -19,7 +19,7 @@ from nearfield.hf.config import read_config
 
 @dataclass
 class Bar:
-    """Steps shown as a bar."""
+    """Progress of an evaluation as a bar on the terminal."""
 
     progress: Progress
     task: TaskID
@@ -52,15 +52,11 @@ def run(
     dtype: torch.dtype | None,
     download: bool,
 ) -> Evaluation:
-    """Everything that `nearfield eval` does. Raises ValueError or OSError, with a remedy, on what cannot be."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file has no width; the default of 80 would cut the table
+    """All of `nearfield eval`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
+    console = wide_console(120)
     given = None if config is None else read_config(config)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    number = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     with console.status(f"loading {model_name}"):
-        model, tokenizer = load_model(model_name, place, number, download)
+        model, tokenizer = load_model(model_name, *placement(device, dtype), download)
         ids = {name: token_ids(tokenizer, path) for name, path in _named(texts).items()}
     columns = (SpinnerColumn(), TextColumn("{task.description:<22}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -80,19 +76,21 @@ def run(
         )
     name = Path(model_name).stem if model_name.endswith(".gguf") else Path(model_name).name
     where = environment(model)
-    title = f"{name}, {found.geometry.tokens:,} tokens of {', '.join(found.texts)}; {place}, {where['dtype']}"
+    title = f"{name}, {found.geometry.tokens:,} tokens of {', '.join(found.texts)}; {where['device']}, {where['dtype']}"
     console.print(title, highlight=False, markup=False)
     if found.geometry.tokens < tokens:
-        console.print(f"(--tokens {tokens:,} was cut to what the texts and the model have)", highlight=False)
+        console.print(f"(--tokens {tokens:,} is more than the texts or the model have)", highlight=False)
     console.print(tabulated(found))
     console.print(legend(found), highlight=False)
     if found.recommendation is not None:
         console.print(sentence(found.recommendation, found.exact.keys or 1.0), highlight=False, style="bold green")
     else:
-        console.print("With --tolerance 0.4 the cheapest budget of each layer within 0.4% is chosen as well.", highlight=False)
+        console.print(
+            "With --tolerance 0.4, it also chooses budgets by layer that cost at most 0.4% of perplexity.", highlight=False
+        )
     written = save(found, {"environment": where, "model": name}, out)
     if importlib.util.find_spec("matplotlib") is None:
-        console.print("No plot: matplotlib is not installed. Install it with: pip install 'nearfield[plots]'", markup=False)
+        console.print("no plot: it needs matplotlib: pip install 'nearfield[plots]'", markup=False)
     else:
         written.append(out / "eval.png")
         save_plot(found, title, written[-1])
@@ -103,6 +101,6 @@ def run(
 
 
 def _named(texts: Sequence[Path]) -> dict[str, Path]:
-    """By short names, which are whole paths where those would be the same."""
+    """Texts by name: the file name, or the whole path if two have the same file name."""
     names = [path.name for path in texts]
     return {path.name if names.count(path.name) == 1 else str(path): path for path in texts}

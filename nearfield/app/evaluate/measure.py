@@ -1,4 +1,4 @@
-"""What is measured of a model: the losses of its tokens, the errors of its heads, and how much each layer matters."""
+"""Measurements of a model: the losses of tokens, the errors of heads, and how much each layer matters."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from nearfield.results import Outcome
 NAME = "nearfield-eval"
 
 HEAD_BYTES = 4 * BLOCK_BYTES
-"""Of logits over the vocabulary, in float32, that exist at a time."""
+"""Memory for logits over the vocabulary, in float32."""
 
 
 @contextmanager
 def attending(model: Any, method: Method | Mapping[int | str, Method]) -> Iterator[None]:
-    """Let the layers of a model attend by `method` (see `nearfield.hf.register`), and then as they did before.
+    """Let the layers of a model attend by `method` (see `nearfield.hf.register`), and afterwards as they did before.
 
-    Not one inside the other: there is one name for all methods.
+    These contexts cannot be nested, because all methods are registered under one name.
     """
     before = _compat.attention_name(model)
     if before == NAME:
-        raise RuntimeError("attending() is at work already; leave it first")
+        raise RuntimeError("attending() cannot be nested; leave the outer one first")
     register(NAME, method)
     try:
         model.set_attn_implementation(NAME)
         yield
     finally:
         model.set_attn_implementation(before)
-        register(NAME)  # let go of the method
+        register(NAME)  # drops the reference to the method
 
 
 @torch.no_grad()
 def token_losses(model: Any, ids: Tensor, tick: Callable[[], None] | None = None) -> Tensor:
-    """-log p(token) of every token of `ids` `[1, n]` but the first: `[n - 1]`, float64, on the CPU.
+    """-log p(token) of every token in `ids` `[1, n]` but the first: `[n - 1]`, float64, on the CPU.
 
-    The n x vocabulary logits never exist at once: the model runs without its head, and the head on some positions at a time.
+    The n x vocabulary logits never exist at once: the model runs without its head, then the head on some positions at a time.
 
     Args:
         tick: called after each layer.
@@ -64,29 +64,29 @@ def token_losses(model: Any, ids: Tensor, tick: Callable[[], None] | None = None
 
 
 def final_states(model: Any, ids: Tensor, tick: Callable[[], None] | None = None) -> Tensor:
-    """What the head of the model is given, `[1, n, width]`."""
-    with _told(model, tick):
+    """The input of the model's head, `[1, n, width]`."""
+    with _ticking(model, tick):
         states: Tensor = model.base_model(ids, use_cache=False).last_hidden_state
     return states
 
 
 def bytes_of_logits(model: Any) -> int:
-    """Memory per token, in units of which `row_blocks` gives out `BLOCK_BYTES`: the head has `HEAD_BYTES`."""
+    """Bytes per token for `row_blocks`, scaled so that its budget of `BLOCK_BYTES` stands for `HEAD_BYTES`."""
     words: int = model.get_output_embeddings().weight.shape[0]
     return max(1, 2 * 4 * words * BLOCK_BYTES // HEAD_BYTES)
 
 
 def head(model: Any, states: Tensor, ids: Tensor) -> Tensor:
-    """Logits of some hidden states, by all that the model does after its layers: some scale or cap what their head says.
+    """Logits of some hidden states, with all that the model does after its layers: some models scale or cap their logits.
 
-    So the whole model runs on one token, and goes on with these states where its layers end.
+    To get that right for any model, the whole model runs on one token, and a hook replaces the states at the end of its layers.
     """
 
-    def instead(_module: Any, _given: Any, output: Any) -> Any:
+    def replace_states(_module: Any, _given: Any, output: Any) -> Any:
         output.last_hidden_state = states
         return output
 
-    hook = model.base_model.register_forward_hook(instead)
+    hook = model.base_model.register_forward_hook(replace_states)
     try:
         logits: Tensor = model(ids[:, :1], use_cache=False).logits
     finally:
@@ -95,7 +95,7 @@ def head(model: Any, states: Tensor, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def _told(model: Any, tick: Callable[[], None] | None) -> Iterator[None]:
+def _ticking(model: Any, tick: Callable[[], None] | None) -> Iterator[None]:
     layers = [part for part in model.modules() if getattr(part, "layer_idx", None) is not None]
     hooks = [part.register_forward_hook(lambda *_: tick()) for part in layers] if tick else []
     try:
@@ -112,17 +112,17 @@ def ticks_per_pass(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of one text, and how it compares with exact attention."""
+    """The perplexity of one text, compared with exact attention."""
 
     perplexity: float
     excess: float
     """perplexity / exact perplexity - 1"""
     stderr: float
-    """of the excess: the spread of the differences from token to token, as if these were independent"""
+    """of the excess, from the differences of the losses of tokens as if they were independent"""
 
 
 def compared(losses: Tensor, exact: Tensor) -> Perplexity:
-    """Paired: both are losses of the same tokens. What is not a number is infinite: no tolerance allows for it."""
+    """Compare losses of the same tokens, in pairs. NaN becomes infinity, which no tolerance allows."""
     difference = losses - exact
     excess = float(difference.mean().exp().nan_to_num(nan=math.inf, posinf=math.inf)) - 1
     spread = float(difference.std()) / math.sqrt(len(difference)) if len(difference) > 1 else 0.0
@@ -131,19 +131,19 @@ def compared(losses: Tensor, exact: Tensor) -> Perplexity:
 
 @dataclass(frozen=True)
 class LayerErrors:
-    """Of several settings. NaN for a layer whose attention no method serves (a sliding window): it is exact anyway."""
+    """Errors of several settings. NaN for layers that no method serves, such as sliding windows: they are exact anyway."""
 
     relative: Tensor
     """`[settings, layers, heads]`: ||output - exact|| / ||exact|| of a row, mean over the rows that have a past"""
     keys: Tensor
     """`[settings, layers]`: keys read per query"""
     squared: Tensor
-    """`[settings, layers]`: sum of ||output - exact||^2 over that of ||exact||^2, over these rows of all heads"""
+    """`[settings, layers]`: sum of ||output - exact||^2 over sum of ||exact||^2, for the same rows and all heads"""
     all_keys: float
     """keys that exact attention reads per query"""
 
     def at(self, settings: list[int]) -> LayerErrors:
-        """Of some of the settings."""
+        """The errors of some of the settings."""
         return LayerErrors(self.relative[settings], self.keys[settings], self.squared[settings], self.all_keys)
 
 
@@ -151,10 +151,10 @@ class LayerErrors:
 def measure_errors(
     model: Any, ids: Tensor, settings: Sequence[Setting], segment: int, tick: Callable[[], None] | None = None
 ) -> tuple[LayerErrors, Tensor]:
-    """Run the model over `ids` with exact attention, and try every setting in every layer on the way.
+    """Run the model over `ids` with exact attention, and try every setting on the inputs of every layer.
 
     Returns:
-        the errors, and the losses of the tokens (`token_losses`), which are those of exact attention.
+        the errors, and the losses of the tokens with exact attention (see `token_losses`).
     """
     layers = layer_count(model)
     probes = [_Probe([setting.method for setting in settings], segment, []) for _ in range(layers)]
@@ -163,8 +163,8 @@ def measure_errors(
         losses = token_losses(model, ids, tick)
     if not any(probe.found for probe in probes):
         raise ValueError(
-            f"no layer of {type(model).__name__} asks Transformers' registry for plain causal attention over more than "
-            f"{segment:,} tokens, so there is nothing to replace; give a longer text, or a model without sliding windows"
+            f"no layer of {type(model).__name__} takes plain causal attention over more than {segment:,} tokens from the "
+            "registry of Transformers, so there is nothing to replace; give a longer text, or a model without sliding windows"
         )
     heads = next(len(one.relative[0]) for probe in probes for one in probe.found)
     unknown = [torch.nan] * len(settings)
@@ -187,7 +187,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Exact attention that tries other methods on the same problem."""
+    """Exact attention that also tries other methods on the same problem, and records their errors."""
 
     methods: list[Any]
     segment: int
@@ -214,24 +214,24 @@ class _Probe:
         return False
 
     def _norms(self, output: Tensor) -> Tensor:
-        """`[heads, rows]`, of the rows beyond the first segment; the others have no past."""
+        """`[heads, rows]`, for the rows after the first segment; the others have no past."""
         rows = output[0, :, self.segment :]
         return rows.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 NOISE = 0.2
-"""Norm of the noise relative to that of a row: far above rounding, and small enough that effects grow with its square."""
+"""Norm of the noise relative to that of a row: far above rounding, yet small enough that effects grow with its square."""
 
 TOKENS = 512
 
 
 @torch.no_grad()
 def measure_sensitivity(model: Any, ids: Tensor, layers: Collection[int]) -> Tensor:
-    """`[layers]`: how much the loss grows per squared relative error of a layer's attention; NaN where it was not asked for.
+    """`[layers]`: how much the loss grows per squared relative error of a layer's attention; NaN for other layers.
 
-    Noise of norm `NOISE` times that of each row is added to the attention of one layer at a time. The growth is the
-    Kullback-Leibler divergence from the undisturbed predictions, which is the excess of the loss on text that the model itself
-    would write: no text is long enough to tell the excess on its own tokens from chance for a single layer.
+    Noise of `NOISE` times the norm of each row is added to the attention of one layer at a time. The growth is the
+    Kullback-Leibler divergence from the undisturbed predictions: the excess of the loss on text that the model itself would
+    write. On the tokens of a real text, the excess that a single layer causes would drown in chance.
     """
     ids = ids[:, :TOKENS]
     by_default: dict[int | str, Method] = {"default": Exact()}
@@ -254,6 +254,8 @@ def _divergence(model: Any, right: Tensor, ours: Tensor, ids: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Noise:
+    """Exact attention with noise added."""
+
     seed: int
 
     any_mask = False

@@ -1,7 +1,8 @@
-"""Causal language models and texts as tokens, from this machine unless a download is asked for."""
+"""Causal language models, and texts as tokens. Everything is read from this machine unless a download is asked for."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,20 @@ from torch import Tensor
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
+def placement(device: str | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs and in what dtype, if the user does not say: on a GPU in bfloat16, or on the CPU in float32."""
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+
+
 def load_model(
     name: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, download: bool = False
 ) -> tuple[Any, Any]:
     """A causal language model of Transformers, ready for inference, and its tokenizer.
 
     Args:
-        name: a folder as `save_pretrained` writes it, a `.gguf` file (or a folder that holds one and no other weights; this needs
-            the package gguf), or what else `from_pretrained` takes.
+        name: a folder that `save_pretrained` has written, a `.gguf` file (or a folder with one and no other weights), or anything
+            else that `from_pretrained` takes.
         download: whether Transformers may look for the model on the hub.
     """
     try:
@@ -30,7 +37,7 @@ def load_model(
     try:
         if weights is not None:
             model = _from_gguf(weights, dtype)
-            # A tokenizer beside the weights is quicker to read than the one inside them.
+            # A tokenizer beside the weights loads faster than the one inside them.
             inside = {} if (weights.parent / "tokenizer.json").exists() else {"gguf_file": weights.name}
             tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True, **inside)
         else:
@@ -39,14 +46,14 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
     except OSError as error:
         raise FileNotFoundError(
-            f"{name} is no causal language model that Transformers finds on this machine ({_first_line(error)}); give the folder "
-            "of one or a .gguf file, or allow a download with --download"
+            f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
+            "or a .gguf file, or allow a download with --download"
         ) from error
     return model.to(device).eval(), tokenizer
 
 
 def _gguf(path: Path) -> Path | None:
-    """The GGUF file that is meant, if one is."""
+    """The GGUF file that `path` is, or holds; None if there is none."""
     if path.suffix == ".gguf" and path.is_file():
         return path
     if not path.is_dir() or any(next(path.glob(kind), None) for kind in WEIGHTS):
@@ -60,12 +67,14 @@ def _gguf(path: Path) -> Path | None:
 def _from_gguf(weights: Path, dtype: torch.dtype) -> Any:
     import transformers
 
-    # Later versions may keep weights packed, earlier ones always unpack them and have no such setting.
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(".gguf files need the package gguf: pip install 'nearfield[real]'")
+    # Later versions may keep weights packed. Earlier ones always unpack them, and have no such setting.
     unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(weights.parent), gguf_file=weights.name, local_files_only=True, dtype=torch.float32, **unpacked
     )
-    # Parameters only: the frequencies of rotary embeddings are buffers, and have to stay in float32.
+    # Only the parameters: the frequencies of rotary embeddings are buffers, and must stay in float32.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -86,7 +95,7 @@ def token_ids(tokenizer: Any, text: Path) -> Tensor:
 
 
 def longest_context(model: Any) -> int | None:
-    """How many positions the model knows, where it says so."""
+    """How many positions the model knows; None if it does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -1,4 +1,4 @@
-"""What `nearfield eval` has found: as a table, as JSON, and as a config to register."""
+"""The results of `nearfield eval`: as a table, as JSON, as a config to register, and as a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 
 import nearfield
 from nearfield.app.environment import environment as machine
-from nearfield.app.evaluate.run import Evaluation, Recommendation, Shown
+from nearfield.app.evaluate.run import Evaluation, Recommendation, SettingResult
 from nearfield.app.evaluate.settings import PastTopK, Setting, percent
 from nearfield.hf.config import describe, write_config
 
@@ -25,13 +25,13 @@ NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 
 
 def environment(model: Any) -> dict[str, Any]:
-    """Where and with what the numbers were measured."""
+    """Machine, versions, device and dtype of the measurements."""
     dtype = str(model.dtype).removeprefix("torch.")
     return {**machine(model.device), "transformers": version("transformers"), "device": str(model.device), "dtype": dtype}
 
 
 def tabulated(found: Evaluation) -> Table:
-    """A row per setting: keys, perplexity and its excess in each text, and the errors of heads."""
+    """One row per setting: keys, perplexity and its excess in each text, errors of heads, and time."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nattention", no_wrap=True)
     table.add_column("keys/\nquery", justify="right", no_wrap=True)
@@ -40,12 +40,12 @@ def tabulated(found: Evaluation) -> Table:
         table.add_column("\nexcess", justify="right", no_wrap=True)
     for heading in ("error\nmean", "of heads\nworst", "time\n(s)"):
         table.add_column(heading, justify="right", no_wrap=True)
-    rows = [found.exact, *found.shown]
-    for i, shown in enumerate(rows):
-        last = i + 1 == len(rows) or rows[i + 1].setting.kind != shown.setting.kind
-        table.add_row(*_cells(shown), end_section=last)
+    rows = [found.exact, *found.results]
+    for i, result in enumerate(rows):
+        last = i + 1 == len(rows) or rows[i + 1].setting.kind != result.setting.kind
+        table.add_row(*_cells(result), end_section=last)
     if found.recommendation is not None:
-        table.add_row(*_cells(found.recommendation.shown), style="bold green")
+        table.add_row(*_cells(found.recommendation.result), style="bold green")
     return table
 
 
@@ -53,35 +53,35 @@ def _short(text: str) -> str:
     return text if len(text) <= 16 else text[:15] + "…"
 
 
-def _cells(shown: Shown) -> list[str]:
-    cells = [shown.setting.label, "" if shown.keys is None else f"{shown.keys:,.0f}"]
-    for one in shown.perplexities:
-        plain = shown.setting.kind == "exact"
+def _cells(result: SettingResult) -> list[str]:
+    cells = [result.setting.label, "" if result.keys is None else f"{result.keys:,.0f}"]
+    for one in result.perplexities:
+        plain = result.setting.kind == "exact"
         cells += [f"{one.perplexity:.3f}", "" if plain else f"{100 * one.excess:+.2f}% ± {100 * one.stderr:.2f}"]
-    if shown.errors is None:
+    if result.errors is None:
         cells += ["", ""]
     else:
-        served = shown.errors[shown.errors.isfinite()]
+        served = result.errors[result.errors.isfinite()]
         cells += [f"{served.mean():.2%}", f"{served.max():.1%}"]
-    return [*cells, f"{shown.seconds:.1f}"]
+    return [*cells, f"{result.seconds:.1f}"]
 
 
 def legend(found: Evaluation) -> str:
     geometry = found.geometry
     return (
         f"{geometry.tokens:,} tokens. A row reads its own segment of {geometry.segment:,} keys and the first {geometry.sinks} "
-        f"one by one; a budget is the share of all earlier keys, {geometry.past:,.0f} on average, that it reads beyond that. "
-        "topk: as many keys as cells, the heaviest ones, and nothing for the rest (a perfect index). Excess of perplexity over "
-        "exact attention ± its standard error. Error: of an output row, relative, mean over rows."
+        f"exactly; a budget is the share of its past, {geometry.past:,.0f} keys on average, that it reads besides. topk reads as "
+        "many keys as cells, the heaviest ones, and drops the rest (a perfect index). Excess: of perplexity over that of exact "
+        "attention, ± its standard error. Error: relative error of an output row, mean over rows."
     )
 
 
 def sentence(recommendation: Recommendation, all_keys: float) -> str:
-    """What is recommended, in words."""
+    """The recommendation in words."""
     chosen, limit = recommendation.chosen, percent(recommendation.tolerance)
     rungs, keys = chosen.mixture.rungs, chosen.mixture.keys
     if set(rungs) == {-1}:
-        return f"Within {limit} of exact perplexity: exact attention only. A larger --tolerance or --cell-size 8 may do better."
+        return f"Within {limit} of exact perplexity: exact attention only. A larger --tolerance or --cell-size 8 may help."
     counted = Counter("exact" if rung < 0 else recommendation.ladder[rung].label for rung in rungs)
     order = [*(setting.label for setting in recommendation.ladder), "exact"]
     parts = ", ".join(f"{label} ({counted[label]})" for label in sorted(counted, key=order.index))
@@ -92,7 +92,7 @@ def sentence(recommendation: Recommendation, all_keys: float) -> str:
 
 
 def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
-    """All of it; null where there is no finite number."""
+    """Everything that was measured. Numbers that are not finite become null."""
     geometry, chosen = found.geometry, found.recommendation
     whole = {
         **about,
@@ -102,7 +102,7 @@ def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
         "past_keys_mean": geometry.past,
         "layers": found.layers,
         "texts": found.texts,
-        "settings": [_as_json(shown) for shown in (found.exact, *found.shown)],
+        "settings": [_as_json(result) for result in (found.exact, *found.results)],
         "recommendation": None if chosen is None else _recommended(chosen, found),
     }
     told: dict[str, Any] = _finite(whole)
@@ -117,17 +117,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _as_json(shown: Shown) -> dict[str, Any]:
-    errors = None if shown.errors is None else [[_round(x) for x in heads] for heads in shown.errors.tolist()]
+def _as_json(result: SettingResult) -> dict[str, Any]:
+    errors = None if result.errors is None else [[_round(x) for x in heads] for heads in result.errors.tolist()]
     return {
-        "label": shown.setting.label,
-        "method": _described(shown.setting),
-        "budget": shown.setting.budget,
-        "keys_per_query": shown.keys,
-        "seconds": shown.seconds,
-        "perplexity": [one.perplexity for one in shown.perplexities],
-        "excess": [one.excess for one in shown.perplexities],
-        "excess_stderr": [one.stderr for one in shown.perplexities],
+        "label": result.setting.label,
+        "method": _described(result.setting),
+        "budget": result.setting.budget,
+        "keys_per_query": result.keys,
+        "seconds": result.seconds,
+        "perplexity": [one.perplexity for one in result.perplexities],
+        "excess": [one.excess for one in result.perplexities],
+        "excess_stderr": [one.stderr for one in result.perplexities],
         "relative_error_by_layer_and_head": errors,
     }
 
@@ -150,7 +150,7 @@ def _recommended(chosen: Recommendation, found: Evaluation) -> dict[str, Any]:
         "ladder": [{"label": setting.label, "method": _described(setting)} for setting in chosen.ladder],
         "rung_by_layer": list(chosen.chosen.mixture.rungs),
         "sensitivity_by_layer": [_round(x) for x in chosen.sensitivity.tolist()],
-        **{key: value for key, value in _as_json(chosen.shown).items() if key not in ("budget", "label", "method")},
+        **{key: value for key, value in _as_json(chosen.result).items() if key not in ("budget", "label", "method")},
         "trials": [
             {
                 "rung_by_layer": list(one.mixture.rungs),
@@ -164,11 +164,11 @@ def _recommended(chosen: Recommendation, found: Evaluation) -> dict[str, Any]:
 
 
 def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write `eval.json` and, where there is a recommendation, `config.json`; returns what was written."""
+    """Write `eval.json`, and `config.json` if there is a recommendation; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "eval.json"]
     text = json.dumps(as_json(found, about), indent=2, allow_nan=False)
-    # Lists of numbers on one line.
+    # Put lists of numbers on one line.
     text = re.sub(rf"\[\s*({NUMBER}(?:,\s*{NUMBER})*)\s*\]", lambda part: "[" + " ".join(part[1].split()) + "]", text)
     written[0].write_text(text + "\n", encoding="utf-8")
     if found.recommendation is not None:
@@ -178,7 +178,7 @@ def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> list[Path
 
 
 def _about(found: Evaluation, chosen: Recommendation, about: Mapping[str, Any]) -> dict[str, Any]:
-    """How the config came to be, for people who find it later."""
+    """How the config was made, for people who find it later."""
     exact = found.exact.perplexities
     return {
         "model": about.get("model"),
@@ -188,7 +188,7 @@ def _about(found: Evaluation, chosen: Recommendation, about: Mapping[str, Any]) 
         "keys_per_query_exact": found.exact.keys,
         "perplexity": {
             text: {"exact": round(right.perplexity, 4), "this": round(ours.perplexity, 4)}
-            for text, right, ours in zip(found.texts, exact, chosen.shown.perplexities, strict=True)
+            for text, right, ours in zip(found.texts, exact, chosen.result.perplexities, strict=True)
         },
         "nearfield": nearfield.__version__,
     }
@@ -204,10 +204,10 @@ UNIT = "relative error of a row, mean over rows"
 
 
 def save_plot(found: Evaluation, title: str, out: Path) -> None:
-    """Heat maps over layers and heads, a line of them per method; below, excess of perplexity and the choice by layer."""
+    """Heat maps over layers and heads, a row of them per method; below, excess of perplexity and the choice by layer."""
     import matplotlib
 
-    # A file is all that is wanted: no window, whatever the user's default backend.
+    # Only a file is wanted, and no window, whatever the user's default backend.
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
@@ -219,7 +219,7 @@ def save_plot(found: Evaluation, title: str, out: Path) -> None:
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
     }
-    maps = _lines([shown for shown in found.shown if shown.errors is not None])
+    maps = _lines([result for result in found.results if result.errors is not None])
     columns = max((len(line) for line in maps), default=1)
     with plt.rc_context(style):
         figure = plt.figure(figsize=(max(11.0, 4.4 * columns), 2.3 * len(maps) + 4.4), layout="constrained")
@@ -238,13 +238,13 @@ def save_plot(found: Evaluation, title: str, out: Path) -> None:
         plt.close(figure)
 
 
-def _lines(shown: list[Shown]) -> list[list[Shown]]:
-    """By kind, in the order of their appearance."""
-    kinds = dict.fromkeys(one.setting.kind for one in shown)
-    return [[one for one in shown if one.setting.kind == kind] for kind in kinds]
+def _lines(results: list[SettingResult]) -> list[list[SettingResult]]:
+    """Results by kind, in order of appearance."""
+    kinds = dict.fromkeys(one.setting.kind for one in results)
+    return [[one for one in results if one.setting.kind == kind] for kind in kinds]
 
 
-def _draw_maps(figure: Any, maps: list[list[Shown]], columns: int) -> None:
+def _draw_maps(figure: Any, maps: list[list[SettingResult]], columns: int) -> None:
     if not maps:
         return
     from matplotlib.colors import LogNorm
@@ -282,16 +282,16 @@ def _draw_maps(figure: Any, maps: list[list[Shown]], columns: int) -> None:
     bar.outline.set_visible(False)
 
 
-def _errors(shown: Shown) -> np.ndarray:
+def _errors(result: SettingResult) -> np.ndarray:
     """`[layers, heads]`"""
-    assert shown.errors is not None
-    return shown.errors.numpy()
+    assert result.errors is not None
+    return result.errors.numpy()
 
 
 def _draw_excess(axes: Any, found: Evaluation) -> None:
     """Excess of perplexity in the worst text against keys read per query."""
     all_keys = found.exact.keys or 1.0
-    for line in _lines([one for one in found.shown if one.keys is not None]):
+    for line in _lines([one for one in found.results if one.keys is not None]):
         kind = line[0].setting.kind
         keys = [one.keys / all_keys for one in line if one.keys is not None]
         excess, spread = zip(*(_worst(one) for one in line), strict=True)
@@ -321,13 +321,13 @@ def _draw_excess(axes: Any, found: Evaluation) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-def _worst(shown: Shown) -> tuple[float, float]:
-    one = max(shown.perplexities, key=lambda some: some.excess)
+def _worst(result: SettingResult) -> tuple[float, float]:
+    one = max(result.perplexities, key=lambda some: some.excess)
     return one.excess, one.stderr
 
 
 def _draw_choice(axes: Any, found: Evaluation) -> None:
-    """What each layer gets: a bar as high as its rung on the ladder."""
+    """The choice for each layer: a bar as high as its rung."""
     chosen = found.recommendation
     assert chosen is not None
     labels = [percent(setting.budget) if setting.budget else setting.label for setting in chosen.ladder]

@@ -1,4 +1,4 @@
-"""`nearfield eval`: measure, choose_budgets, and hand over."""
+"""`evaluate`: measure settings on texts, and choose a mixture of them by layer."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from nearfield.problem import Method
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What one setting did."""
+class SettingResult:
+    """What one setting does to the model."""
 
     setting: Setting
     perplexities: list[Perplexity]
@@ -47,44 +47,44 @@ class Shown:
     seconds: float
     """of the passes over all texts"""
     errors: Tensor | None = None
-    """`[layers, heads]`, mean over texts; None where it was not measured"""
+    """`[layers, heads]`, mean over texts; None if not measured"""
     keys: float | None = None
     """read per query, mean over layers"""
 
     @property
     def excess(self) -> float:
-        """In the worst text."""
+        """Of perplexity, in the worst text."""
         return max(one.excess for one in self.perplexities)
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The cheapest mixture of settings that was seen to stay within the tolerance."""
+    """The cheapest mixture of settings whose measured perplexity stays within the tolerance."""
 
     tolerance: float
     config: LayerConfig
     chosen: Trial
-    shown: Shown
+    result: SettingResult
     trials: list[Trial]
     ladder: list[Setting]
     sensitivity: Tensor
-    """`[layers]`, see `measure_sensitivity`"""
+    """`[layers]`; see `measure_sensitivity`"""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that `evaluate` has found."""
+    """The results of `evaluate`."""
 
     texts: list[str]
     geometry: Geometry
     layers: int
-    exact: Shown
-    shown: list[Shown]
+    exact: SettingResult
+    results: list[SettingResult]
     recommendation: Recommendation | None
 
 
 class Progress(Protocol):
-    """Told how many steps there are, when one is done, and what is at work."""
+    """What `evaluate` reports to: the number of steps, each step done, and what is being measured."""
 
     def start(self, steps: int) -> None: ...
 
@@ -116,30 +116,30 @@ def evaluate(
     ladder: Sequence[float] = LADDER,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Perplexity and the errors of all heads with exact attention, with methods at budgets, and with a mixture chosen by layer.
+    """Measure perplexity and the errors of all heads, for methods at several budgets and for a mixture chosen by layer.
 
     Args:
-        model: a causal language model of Transformers (`load_model`).
-        texts: ids `[1, n]` by the name of a text. All are cut to the same length: to `tokens`, to what the shortest of them has,
-            and to what the model knows.
-        methods: of "cells", "topk" (as many keys of the past, the heaviest ones: a perfect index) and "auto".
+        model: a causal language model of Transformers (see `load_model`).
+        texts: token ids `[1, n]` by the name of a text. All texts are cut to the same length: `tokens`, the shortest of them, or
+            what the model knows, whichever is least.
+        methods: "cells", "topk" (as many keys of the past, the heaviest ones, as a perfect index would find them) or "auto".
         budgets: shares of the past keys that a row reads (see `Geometry`).
-        segment: keys that are read one by one before a row's past begins; None: 1,024, or an eighth of a short text.
-        config: methods by layer (`nearfield.hf.config`), to be compared as well.
-        tolerance: the excess of perplexity over that of exact attention, as a share, that the mixture may have in each text;
-            None: no mixture is chosen.
-        ladder: budgets of cells to choose from for a layer.
+        segment: keys per segment; None: 1,024, or an eighth of a short text.
+        config: methods by layer (see `nearfield.hf.config`), to compare as well.
+        tolerance: how much perplexity may grow in each text with the mixture, as a share of that of exact attention; None: choose
+            no mixture.
+        ladder: budgets of cells to choose from for each layer.
     """
     progress = progress or _Silent()
-    count = shortest(model, texts, tokens)
+    count = _common_length(model, texts, tokens)
     geometry = Geometry(count, segment or usual_segment(count), sinks, cell_size)
     settings = geometry.settings(methods, budgets)
-    ladder_settings = _ladder(geometry, settings, ladder) if tolerance is not None else []
-    tried = list(dict.fromkeys([*settings, *ladder_settings]))
+    rungs = _rungs(geometry, settings, ladder) if tolerance is not None else []
+    tried = list(dict.fromkeys([*settings, *rungs]))
     if config is not None:
         if config.num_hidden_layers not in (None, layer_count(model)):
             raise ValueError(
-                f"config is for a model of {config.num_hidden_layers} layers, and this one has {layer_count(model)}; "
+                f"config is for a model of {config.num_hidden_layers} layers, but this one has {layer_count(model)}; "
                 "choose one for it with a tolerance"
             )
         settings.append(Setting("config", {"default": Exact(), **config.methods}))
@@ -147,30 +147,30 @@ def evaluate(
     progress.start((2 + len(settings) + (TRIALS if tolerance is not None else 0)) * len(texts) * ticks_per_pass(model))
 
     errors = passes.errors(tried, geometry.segment)
-    exact = replace(passes.shown(Setting("exact", Exact())), keys=errors.all_keys)
-    shown = []
+    exact = replace(passes.result_of(Setting("exact", Exact())), keys=errors.all_keys)
+    results = []
     for setting in settings:
-        one = passes.shown(setting)
+        one = passes.result_of(setting)
         if setting in tried:
             place = tried.index(setting)
             one = replace(one, errors=errors.relative[place], keys=float(errors.keys[place].nanmean()))
-        shown.append(one)
+        results.append(one)
     recommendation = None
     if tolerance is not None:
-        of_ladder = errors.at([tried.index(setting) for setting in ladder_settings])
-        recommendation = _recommend(passes, ladder_settings, of_ladder, tolerance, [exact, *shown])
-    return Evaluation(list(texts), geometry, layer_count(model), exact, shown, recommendation)
+        errors_of_rungs = errors.at([tried.index(setting) for setting in rungs])
+        recommendation = _recommend(passes, rungs, errors_of_rungs, tolerance, [exact, *results])
+    return Evaluation(list(texts), geometry, layer_count(model), exact, results, recommendation)
 
 
-def shortest(model: Any, texts: Mapping[str, Tensor], tokens: int) -> int:
-    """How many tokens all texts and the model have, and at most `tokens`."""
+def _common_length(model: Any, texts: Mapping[str, Tensor], tokens: int) -> int:
+    """The most tokens that all texts and the model have, up to `tokens`."""
     if not texts:
         raise ValueError("at least one text is needed")
     return min(tokens, *(found.shape[1] for found in texts.values()), longest_context(model) or tokens)
 
 
-def _ladder(geometry: Geometry, settings: Sequence[Setting], budgets: Sequence[float]) -> list[Setting]:
-    """Cells of these budgets, and what is compared anyway, without two that come to the same."""
+def _rungs(geometry: Geometry, settings: Sequence[Setting], budgets: Sequence[float]) -> list[Setting]:
+    """The cells among the settings, and cells at these budgets; each method once."""
     found = {setting.method: setting for setting in settings if setting.kind == "cells"}
     for budget in sorted(set(budgets)):
         found.setdefault(geometry.cells(budget).method, geometry.cells(budget))
@@ -179,16 +179,16 @@ def _ladder(geometry: Geometry, settings: Sequence[Setting], budgets: Sequence[f
 
 @dataclass
 class _Passes:
-    """Passes of one model over some texts."""
+    """Passes of a model over all texts."""
 
     model: Any
     ids: Mapping[str, Tensor]
     progress: Progress
     exact: list[Tensor] = field(default_factory=list)
-    """losses of exact attention, one tensor per text"""
+    """losses with exact attention, one tensor per text"""
 
     def errors(self, settings: Sequence[Setting], segment: int) -> LayerErrors:
-        """Errors, mean over the texts."""
+        """Errors of all settings, mean over the texts."""
         self.progress.at("errors of all heads")
         found = [measure_errors(self.model, ids, settings, segment, self.progress.step) for ids in self.ids.values()]
         self.exact = [losses for _, losses in found]
@@ -198,26 +198,27 @@ class _Passes:
         return LayerErrors(relative, keys, squared, found[0][0].all_keys)
 
     def sensitivity(self, layers: Sequence[int]) -> Tensor:
-        self.progress.at("weight of each layer")
+        self.progress.at("sensitivity of layers")
         return measure_sensitivity(self.model, next(iter(self.ids.values())), layers)
 
-    def shown(self, setting: Setting) -> Shown:
+    def result_of(self, setting: Setting) -> SettingResult:
         self.progress.at(setting.label)
         start = time.perf_counter()
         with attending(self.model, setting.method):
             losses = [token_losses(self.model, ids, self.progress.step) for ids in self.ids.values()]
         seconds = time.perf_counter() - start
-        return Shown(setting, [compared(ours, exact) for ours, exact in zip(losses, self.exact, strict=True)], seconds)
+        return SettingResult(setting, [compared(ours, exact) for ours, exact in zip(losses, self.exact, strict=True)], seconds)
 
 
 def _recommend(
-    passes: _Passes, ladder: Sequence[Setting], errors: LayerErrors, tolerance: float, shown: Sequence[Shown]
+    passes: _Passes, ladder: Sequence[Setting], errors: LayerErrors, tolerance: float, results: Sequence[SettingResult]
 ) -> Recommendation:
+    """The cheapest mixture of the settings in `ladder`; known `results` are not measured again."""
     layers = errors.keys.shape[1]
     served = errors.keys.isfinite().any(0).tolist()
     weights = passes.sensitivity([layer for layer in range(layers) if served[layer]])
     costs = Ladder(weights * errors.squared, errors.keys, errors.all_keys)
-    done: dict[tuple[int, ...], Shown] = {}
+    done: dict[tuple[int, ...], SettingResult] = {}
 
     def methods(rungs: tuple[int, ...]) -> dict[int | str, Method]:
         chosen = {layer: ladder[rung].method if rung >= 0 else Exact() for layer, rung in enumerate(rungs) if served[layer]}
@@ -225,11 +226,11 @@ def _recommend(
 
     def verify(rungs: tuple[int, ...]) -> float:
         if rungs not in done:
-            done[rungs] = passes.shown(Setting("mixture", methods(rungs)))
+            done[rungs] = passes.result_of(Setting("mixture", methods(rungs)))
         return done[rungs].excess
 
     known = []
-    for one in shown:
+    for one in results:
         if one.setting.kind == "exact" or one.setting in ladder:
             rung = -1 if one.setting.kind == "exact" else ladder.index(one.setting)
             alike = (rung,) * layers

@@ -1,4 +1,4 @@
-"""Settings to compare: methods and budgets, and the choice of a budget per layer."""
+"""What to compare: methods at budgets; and the choice of a budget for each layer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from nearfield.results import Outcome
 
 @dataclass(frozen=True)
 class PastTopK:
-    """Causal attention to a row's own segment, the first `sinks` keys, and the `k` heaviest of the other keys before.
+    """Causal attention to a row's own segment, the first `sinks` keys, and the `k` heaviest keys of its past.
 
-    Own segment and sinks are those of `Cells`, so that both differ in what they make of the past alone. All logits are computed:
-    this is what a perfect index would give, at the price of exact attention. For comparisons only.
+    Segment and sinks are those of `Cells`, so that the two differ only in how they treat the past. All logits are computed: this
+    is what a perfect index would give, at the cost of exact attention. It is for comparisons only.
     """
 
     k: int
@@ -38,14 +38,14 @@ class PastTopK:
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         if not problem.is_causal:
-            raise ValueError("PastTopK needs is_causal=True: without a mask there is no past")
+            raise ValueError("PastTopK needs is_causal=True: without it there is no past")
         rows = problem.rows
         output = rows.values.new_empty(*rows.visible.shape, rows.values.shape[2])
         lse = rows.values.new_empty(rows.visible.shape)
         read = 0
         for block in row_blocks(rows.visible.shape, 16 * rows.length):
             part = rows.at(block)
-            # Blocks may reach over the end of a head, so that it takes all rows to know which keys they see.
+            # A block may cross the end of a head, so only a maximum over its rows says which keys they see.
             length, closed = max(1, int(part.visible.max())), self._closed(part.visible)
             logits = part.queries @ part.keys[:, :length].transpose(1, 2)
             position = torch.arange(length, device=logits.device)
@@ -68,7 +68,7 @@ class PastTopK:
         return False
 
     def _closed(self, visible: Tensor) -> Tensor:
-        """Keys before the segment that a row is in."""
+        """How many keys come before the segment of each row."""
         return (visible - 1).clamp(min=0) // self.segment * self.segment
 
 
@@ -77,7 +77,7 @@ SEGMENT, SINKS, CELL_SIZE = 1024, 16, 16
 BUDGETS = (0.04, 0.07, 0.10)
 
 LADDER = (0.01, 0.02, 0.04, 0.07, 0.10, 0.15, 0.25)
-"""Budgets that a layer may get."""
+"""Budgets to choose from for each layer."""
 
 KINDS = ("cells", "topk", "auto")
 
@@ -91,7 +91,7 @@ class Setting:
     kind: str
     method: Method | Mapping[int | str, Method]
     budget: float | None = None
-    """the share of the past keys that was asked for; None: the method decides"""
+    """the share of the past keys to read; None: the method decides"""
 
     @property
     def label(self) -> str:
@@ -105,11 +105,11 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What every row reads exactly, and in how small pieces the rest is read.
+    """The sizes of a comparison: what every row reads exactly, and how many keys a cell has.
 
-    A row reads its own segment and the first keys (sinks) one by one; its *past* is all that comes before its segment, sinks
-    apart. The last rows of a text have a long past, the first ones little: of the past of all rows together, fixed `probes` read
-    the share that `share` tells.
+    A row reads its own segment and the first keys (sinks) exactly. Its *past* is everything before its segment, sinks apart. The
+    last rows of a text have a long past and the first ones little, but `probes` is the same for all rows: `share` says which part
+    of all pasts together they read.
     """
 
     tokens: int
@@ -120,30 +120,30 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.tokens < 2 * self.segment:
             raise ValueError(
-                f"{self.tokens:,} tokens have no past beyond a segment of {self.segment:,}; give a longer text, or a segment of "
+                f"{self.tokens:,} tokens leave no past beyond a segment of {self.segment:,}; give a longer text, or a segment of "
                 f"at most {self.tokens // 2:,}"
             )
         if self.sinks >= self.segment:
             raise ValueError(f"sinks must be fewer than the {self.segment:,} keys of a segment, got {self.sinks:,}")
 
     def _pasts(self) -> list[tuple[int, int]]:
-        """(rows, keys of their past) of each segment that has one."""
+        """(rows, keys of their past) for each segment that has a past."""
         starts = range(self.segment, self.tokens, self.segment)
         return [(min(self.segment, self.tokens - start), start - self.sinks) for start in starts]
 
     @property
     def past(self) -> float:
-        """Keys of the past, mean over all rows that have one."""
+        """Keys of the past, mean over the rows that have one."""
         pasts = self._pasts()
         return sum(rows * past for rows, past in pasts) / sum(rows for rows, _ in pasts)
 
     def share(self, keys: float) -> float:
-        """The share of all past keys that rows read when each reads up to `keys` of its own past."""
+        """The share of all past keys that is read if each row reads up to `keys` of its own past."""
         pasts = self._pasts()
         return sum(rows * min(keys, past) for rows, past in pasts) / sum(rows * past for rows, past in pasts)
 
     def probes(self, budget: float) -> int:
-        """Cells to open, at least one, so that rows read about `budget` of the past."""
+        """How many cells to open, at least one, to read about `budget` of the past."""
         if not 0.0 < budget <= 1.0:
             raise ValueError(f"a budget must be more than 0% and at most 100%, got {percent(budget)}")
         most = -(-self._pasts()[-1][1] // self.cell_size)
@@ -154,15 +154,15 @@ class Geometry:
         return Setting("cells", Cells(self.cell_size, probes, segment=self.segment, sinks=self.sinks), budget)
 
     def topk(self, budget: float) -> Setting:
-        """As many past keys as `cells` of the same budget."""
+        """As many past keys as `cells` reads at this budget."""
         keys = self.probes(budget) * self.cell_size
         return Setting("topk", PastTopK(keys, self.segment, self.sinks), budget)
 
     def settings(self, kinds: Sequence[str], budgets: Sequence[float]) -> list[Setting]:
-        """All of the kinds at all of the budgets; `auto` (what `hf.register()` does) has none."""
+        """All kinds at all budgets; `auto` (what `hf.register()` does) has none."""
         unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown:
-            raise ValueError(f"methods must be of {', '.join(KINDS)}; got {', '.join(unknown)}")
+            raise ValueError(f"methods must be among {', '.join(KINDS)}; got {', '.join(unknown)}")
         found = []
         for kind in dict.fromkeys(kinds):
             if kind == "auto":
@@ -173,14 +173,14 @@ class Geometry:
 
 
 def usual_segment(tokens: int) -> int:
-    """1,024; of short texts an eighth, rounded down to a power of two, so that there is a past at all."""
+    """1,024; for short texts an eighth, rounded down to a power of two, so that there is a past at all."""
     if tokens < FEWEST_TOKENS:
-        raise ValueError(f"a text of at least {FEWEST_TOKENS} tokens is needed, got {tokens}; give a longer one")
+        raise ValueError(f"a text must have at least {FEWEST_TOKENS} tokens, got {tokens}; give a longer one")
     return min(SEGMENT, 1 << (tokens // 8).bit_length() - 1)
 
 
 TRIALS = 7
-"""Mixtures whose perplexity is measured, at most."""
+"""The most mixtures whose perplexity is measured."""
 
 
 @dataclass(frozen=True)
@@ -188,16 +188,16 @@ class Mixture:
     """A rung of the ladder for each layer."""
 
     rungs: tuple[int, ...]
-    """per layer, an index into the ladder; -1: exact"""
+    """for each layer, an index into the ladder; -1: exact"""
     keys: float
-    """read per query, mean over the layers that can be replaced"""
+    """read per query, mean over the layers that a method serves"""
     predicted: float
-    """excess of the loss, up to a factor that is the same for all mixtures"""
+    """excess of the loss, up to a factor common to all mixtures"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A mixture, and what it did."""
+    """A mixture, and its measured effect."""
 
     mixture: Mixture
     excess: float
@@ -206,28 +206,28 @@ class Trial:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What each rung costs and spoils in each layer.
+    """The cost and the effect of each rung in each layer.
 
-    The effect of a rung is the squared error that it makes in a layer times how much the loss suffers from errors there. Effects
-    of layers are taken to add up, and of rungs only those on the lower convex hull of (keys, effect) are used: so there is one
-    best order in which to make layers cheaper, by the effect that a saved key has.
+    The effect of a rung is the squared error that it makes in a layer, times how much the loss suffers from errors there. Effects
+    of layers are assumed to add up, and only rungs on the lower convex hull of (keys, effect) are used. So there is one best
+    order in which to make layers cheaper: by the effect per saved key.
     """
 
     effects: Tensor
-    """`[rungs, layers]`; NaN where a layer cannot be replaced"""
+    """`[rungs, layers]`; NaN for layers that no method serves"""
     keys: Tensor
     """`[rungs, layers]`, read per query; NaN likewise"""
     all_keys: float
-    """that exact attention reads"""
+    """keys that exact attention reads per query"""
 
     def mixture(self, rungs: Sequence[int]) -> Mixture:
-        """What it costs and what it should do."""
+        """The cost and the predicted effect of these rungs."""
         served = [layer for layer in range(self.keys.shape[1]) if bool(self.keys[:, layer].isfinite().any())]
         points = [self._point(layer, rungs[layer]) for layer in served]
         return Mixture(tuple(rungs), sum(keys for keys, _ in points) / max(1, len(served)), sum(effect for _, effect in points))
 
     def mixtures(self) -> list[Mixture]:
-        """From exact attention in all layers to the cheapest rung in all, one layer at a time."""
+        """From exact attention in all layers to the cheapest rung in all layers, one step in one layer at a time."""
         layers = self.keys.shape[1]
         moves = []
         for layer in range(layers):
@@ -246,7 +246,7 @@ class Ladder:
         return (self.all_keys, 0.0) if rung < 0 else (float(self.keys[rung, layer]), float(self.effects[rung, layer]))
 
     def _hull(self, layer: int) -> list[int]:
-        """Rungs from exact to the cheapest, such that each step costs more per saved key than the one before."""
+        """Rungs from exact to the cheapest; each step has a larger effect per saved key than the one before."""
         usable = [rung for rung in range(len(self.keys)) if self._point(layer, rung)[0] < self.all_keys]
         hull = [-1]
         for rung in sorted(usable, key=lambda rung: self._point(layer, rung), reverse=True):
@@ -267,14 +267,15 @@ def choose_budgets(
     known: Sequence[Trial] = (),
     trials: int = TRIALS,
 ) -> tuple[Trial, list[Trial]]:
-    """The cheapest mixture that was seen to stay within `tolerance`, and all that were tried.
+    """The cheapest mixture whose measured excess is within `tolerance`, and all mixtures that were tried.
 
-    Predictions put mixtures in an order; how far to go perplexity decides. What is between a mixture that passed and one that did
-    not is tried where the predictions, scaled to what has been measured so far, meet the tolerance. Exact attention in all layers
-    always passes, and so do layers that are all alike (`known`) if they did.
+    Predictions put the mixtures in an order; measurements decide how far to go. Between a mixture that passed and one that
+    failed, the next to try is where the predictions, scaled to the measurements so far, meet the tolerance. Exact attention in
+    all layers always passes.
 
     Args:
-        verify: the excess of a mixture in the worst text.
+        verify: measures the excess of a mixture, in the worst text.
+        known: mixtures that have been measured already, such as one rung for all layers.
     """
     path = ladder.mixtures()
     done = [Trial(path[0], 0.0), *known]
@@ -283,7 +284,7 @@ def choose_budgets(
         if bad - good <= 1:
             break
         guess = _guess(path, done, tolerance)
-        # Every other time half of what is left, so that poor predictions cost a few passes and no more.
+        # Every other time halve what is left, so that poor predictions cost only a few passes.
         middle = min(max(guess, good + 1), bad - 1) if trial % 2 == 0 else (good + bad) // 2
         done.append(Trial(path[middle], verify(path[middle].rungs)))
         good, bad = (middle, bad) if done[-1].excess <= tolerance else (good, middle)
@@ -291,8 +292,8 @@ def choose_budgets(
 
 
 def _guess(path: Sequence[Mixture], done: Sequence[Trial], tolerance: float) -> int:
-    """The cheapest mixture whose prediction, scaled, is within tolerance; the scale is that of the trial closest to tolerance."""
-    told = [trial for trial in done if trial.excess > 0.0 and trial.mixture.predicted > 0.0]
-    closest = min(told, key=lambda trial: abs(trial.excess - tolerance), default=None)
+    """The cheapest mixture whose scaled prediction is within tolerance. The trial closest to tolerance sets the scale."""
+    usable = [trial for trial in done if trial.excess > 0.0 and trial.mixture.predicted > 0.0]
+    closest = min(usable, key=lambda trial: abs(trial.excess - tolerance), default=None)
     scale = 1.0 if closest is None else closest.excess / closest.mixture.predicted
     return max(place for place, mixture in enumerate(path) if place == 0 or scale * mixture.predicted <= tolerance)

@@ -1,4 +1,9 @@
-"""A key-value cache that retrieves: closed segments live in cells, and a step reads the cells it opens and the moments of all."""
+"""A key-value cache that a new token searches: it reads the cells it opens, and of all others only their moments.
+
+In reading order: `buffers` (tensors that grow), `segments` (how a segment becomes cells), `state` (what a store holds),
+`attention` (of some rows to it, in PyTorch), `decode` (the same for the latest row, by Triton kernels), `store` (what a user
+calls) and `graph` (a step in a CUDA graph).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that grow along their length without being copied at every step."""
+"""Tensors that grow along their length without being copied at every step, and that may begin in another memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 GROWTH = 1.25
-"""A full buffer moves to one of this size: at most a quarter stays unused, and a number is copied about five times in all."""
+"""A full buffer grows by this factor: at most a quarter stays unused, and each number is copied about five times in all."""
 
 
 class Buffer:
     """`[batch, heads, length, ...]`, with room for more.
 
-    Its beginning may be elsewhere: in a tensor `[1, heads, ...]` which somebody else keeps, a mapped file perhaps, that all batch
-    entries share and nobody writes to; or in memory of the CPU `[batch, heads, ...]`, where it was put away. If that is pinned, a
-    block of it may take up to twice what it says, for PyTorch rounds its size up to a power of two.
+    The first `offset` rows may be elsewhere, in `base`; all others are in `storage`. The base is one of two things:
+
+    - a tensor `[1, heads, ...]` that somebody else owns, such as a mapped file. All batch entries share it, and nobody writes to
+      it.
+    - CPU memory `[batch, heads, ...]` that rows were moved to, owned by the buffer `offloaded`. If it is pinned, it may take up
+      to twice its size, because PyTorch rounds pinned blocks up to a power of two.
     """
 
     def __init__(
@@ -25,144 +28,144 @@ class Buffer:
         dtype: torch.dtype | None = None,
         base: Tensor | None = None,
         offset: int = 0,
-        reader: torch.device | None = None,
+        pinned_for: torch.device | None = None,
     ) -> None:
-        """Empty but for the first `offset` rows of `base`, and wide as `like` `[batch, heads, any, ...]`."""
+        """Holds the first `offset` rows of `base` only. Rows have the shape of those in `like` `[batch, heads, any, ...]`."""
         self.storage = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
         self.base = base if offset else None
         self.offset = self.length = offset
-        self.reader = reader
-        """the GPU whose kernels read it though it is in memory of the CPU, which is pinned then"""
-        self.away: Buffer | None = None
-        """the keeper of a base that was put away"""
+        self.pinned_for = pinned_for
+        """the GPU whose kernels read this storage, which is then pinned CPU memory"""
+        self.offloaded: Buffer | None = None
+        """the rows that were moved to the CPU"""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy of pinned memory is not pinned.
+        # A copy of pinned memory is not pinned, and the copy of `base` must be that of the offloaded rows.
         self.__dict__.update(state)
-        if self.reader is not None and torch.cuda.is_available():
+        if self.pinned_for is not None and torch.cuda.is_available():
             self.storage = self.storage.pin_memory()
-        if self.away is not None and self.offset:
-            self.base = self.away.storage
+        if self.offloaded is not None and self.offset:
+            self.base = self.offloaded.storage
 
-    def append(self, more: Tensor) -> None:
-        own = self.length - self.offset
-        needed = own + more.shape[2]
+    def append(self, new: Tensor) -> None:
+        """Add rows `[batch, heads, new, ...]`."""
+        used = self.length - self.offset
+        needed = used + new.shape[2]
         if needed > self.storage.shape[2]:
-            self.reserve(more.shape[2] if not own else int(needed * GROWTH) - own)
-        self.storage[:, :, own:needed] = more
-        self.length += more.shape[2]
+            # The first rows are often all there will be for long, such as a prompt: no room beyond them.
+            self.reserve(new.shape[2] if not used else int(needed * GROWTH) - used)
+        self.storage[:, :, used:needed] = new
+        self.length += new.shape[2]
 
-    def reserve(self, more: int) -> None:
-        """Have room for so many more."""
-        own = self.length - self.offset
-        if own + more > self.storage.shape[2]:
-            self._move(own + more)
+    def reserve(self, rows: int) -> None:
+        """Make room for so many more rows."""
+        used = self.length - self.offset
+        if used + rows > self.storage.shape[2]:
+            storage = self._new_storage(used + rows)
+            storage[:, :, :used] = self.storage[:, :, :used]
+            self._replace_storage(storage)
 
-    def _move(self, size: int) -> None:
-        storage = self._empty(size)
-        own = self.length - self.offset
-        storage[:, :, :own] = self.storage[:, :, :own]
-        self._give_up()
+    def _new_storage(self, rows: int, batch: int | None = None) -> Tensor:
+        """Uninitialised."""
+        batch = len(self.storage) if batch is None else batch
+        shape = (batch, self.storage.shape[1], rows, *self.storage.shape[3:])
+        return self.storage.new_empty(shape, pin_memory=self.pinned_for is not None)
+
+    def _replace_storage(self, storage: Tensor) -> None:
+        # Pinned memory is free for others as soon as it is dropped here, even while a kernel is still reading it.
+        if self.pinned_for is not None and self.storage.numel():
+            torch.cuda.synchronize(self.pinned_for)
         self.storage = storage
 
-    def _empty(self, size: int, batch: int | None = None) -> Tensor:
-        """Another storage."""
-        batch = len(self.storage) if batch is None else batch
-        shape = (batch, self.storage.shape[1], size, *self.storage.shape[3:])
-        return self.storage.new_empty(shape, pin_memory=self.reader is not None)
+    def prepare_split(self, place: int, room: int) -> Tensor:
+        """Copy rows so that `split` can follow: those before `place` to the CPU, the others to the storage that is returned.
 
-    def _give_up(self) -> None:
-        """This storage: whoever is given pinned memory next does not wait for kernels that are reading it."""
-        if self.reader is not None and self.storage.numel():
-            torch.cuda.synchronize(self.reader)
-
-    def storage_from(self, place: int, size: int) -> Tensor:
-        """Another storage with the rows from this place on, for `size` in all. Those before it are in memory of the CPU then, too.
-
-        For `split`. Before that nothing has changed, whatever fails here.
+        That storage has room for at least `room` rows. Until `split` is called, the buffer reads as before, whatever fails here.
         """
-        if self.away is None:
-            self.away = Buffer(self.storage[:, :, :0].cpu(), reader=self.storage.device if self.storage.is_cuda else None)
-        self.away.length = self.offset
+        if self.offloaded is None:
+            device = self.storage.device if self.storage.is_cuda else None
+            self.offloaded = Buffer(self.storage[:, :, :0].cpu(), pinned_for=device)
+        self.offloaded.length = self.offset
         if place > self.offset:
-            self.away.append(self.part(slice(self.offset, place)))
-        storage = self._empty(max(size, self.length - place))
+            self.offloaded.append(self.view(slice(self.offset, place)))
+        storage = self._new_storage(max(room, self.length - place))
         middle = max(place, self.offset)
         if place < middle:
-            storage[:, :, : middle - place] = self.at(slice(place, middle))
-        storage[:, :, middle - place : self.length - place] = self.part(slice(middle, self.length))
+            storage[:, :, : middle - place] = self.read(slice(place, middle))
+        storage[:, :, middle - place : self.length - place] = self.view(slice(middle, self.length))
         return storage
 
     def split(self, place: int, storage: Tensor) -> None:
-        """Rows before this place are those that were put away, and the others are in `storage_from(place, ...)`."""
-        assert self.away is not None
-        self.storage, self.away.length = storage, place
-        self._begin_at(place)
+        """Rows before `place` are on the CPU from now on, the others in `storage`, which `prepare_split` has returned."""
+        assert self.offloaded is not None
+        self.storage, self.offloaded.length = storage, place
+        self._set_offset(place)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first rows."""
         self.length = length
         if self.offset > length:
-            self._begin_at(length)
+            self._set_offset(length)
 
-    def _begin_at(self, place: int) -> None:
-        assert self.away is not None
-        self.offset, self.base = place, self.away.storage if place else None
+    def _set_offset(self, offset: int) -> None:
+        assert self.offloaded is not None
+        self.offset, self.base = offset, self.offloaded.storage if offset else None
 
-    def at(self, places: slice) -> Tensor:
-        """`[batch, heads, places, ...]` on the device, all from before or all after `offset`; a copy where they were put away."""
-        if places.start >= self.offset:
-            return self.part(places)
+    def view(self, rows: slice) -> Tensor:
+        """`[batch, heads, rows, ...]` of rows after the base, to read and to write."""
+        return self.storage[:, :, rows.start - self.offset : rows.stop - self.offset]
+
+    def read(self, rows: slice) -> Tensor:
+        """`[batch, heads, rows, ...]` on the device: a copy if all rows are in the base, a view if all are after it."""
+        if rows.start >= self.offset:
+            return self.view(rows)
         assert self.base is not None
-        return self.base[:, :, places].to(self.storage.device)
-
-    def part(self, places: slice) -> Tensor:
-        """`[batch, heads, places, ...]` after the base, not a copy"""
-        return self.storage[:, :, places.start - self.offset : places.stop - self.offset]
+        return self.base[:, :, rows].to(self.storage.device)
 
     @property
     def filled(self) -> Tensor:
-        """`[batch, heads, length, ...]`, not a copy where there is no base"""
+        """`[batch, heads, length, ...]`, all rows; a view unless there is a base."""
         own = self.storage[:, :, : self.length - self.offset]
         if self.base is None:
             return own
-        shared = self.base[:, :, : self.offset].to(own.device)
-        return torch.cat([shared.expand(len(own), *shared.shape[1:]), own], 2)
+        early = self.base[:, :, : self.offset].to(own.device)
+        return torch.cat([early.expand(len(own), *early.shape[1:]), own], 2)
 
     @property
-    def heads(self) -> Tensor:
-        """`[batch * heads, length, ...]`, likewise"""
+    def flat(self) -> Tensor:
+        """`[batch * heads, length, ...]`, all rows; a view unless there is a base."""
         return self.filled.flatten(0, 1) if self.base is not None else self.storage.flatten(0, 1)[:, : self.length]
 
-    def rows(self, place: Tensor) -> Tensor:
-        """Those at some places of each head `[batch * heads, any]`: `[batch * heads, any, ...]`.
+    def gather(self, place: Tensor) -> Tensor:
+        """Some rows of each head: `[batch * heads, any, ...]` for `place` `[batch * heads, any]`.
 
-        Of what is on another device these rows are brought over, and nothing else.
+        If the base is on another device, only the rows that are asked for come over.
         """
         head = torch.arange(len(place), device=place.device)[:, None]
         if self.base is None:
-            return _rows(self.storage, place + head * self.storage.shape[2])
+            return _take(self.storage, place + head * self.storage.shape[2])
         batch, heads, rows = self.base.shape[:3]
         number = place.clamp(max=self.offset - 1) + head % (batch * heads) * rows
-        shared = _rows(self.base, number.to(self.base.device)).to(place.device, non_blocking=True)
+        early = _take(self.base, number.to(self.base.device)).to(place.device, non_blocking=True)
         if self.storage.shape[2] == 0:
-            return shared
-        own = _rows(self.storage, (place - self.offset).clamp(min=0) + head * self.storage.shape[2])
-        return torch.where((place < self.offset)[..., None], shared, own)
+            return early
+        own = _take(self.storage, (place - self.offset).clamp(min=0) + head * self.storage.shape[2])
+        return torch.where((place < self.offset)[..., None], early, own)
 
     def select(self, entries: Tensor) -> None:
-        storage = torch.index_select(self.storage, 0, entries, out=self._empty(self.storage.shape[2], len(entries)))
-        self._give_up()
-        self.storage = storage
-        if self.away is not None:
-            self.away.select(entries.cpu())
-            self.base = self.away.storage if self.offset else None
+        """Keep these batch entries, in this order."""
+        storage = self._new_storage(self.storage.shape[2], len(entries))
+        self._replace_storage(torch.index_select(self.storage, 0, entries, out=storage))
+        if self.offloaded is not None:
+            self.offloaded.select(entries.cpu())
+            self.base = self.offloaded.storage if self.offset else None
 
     @property
     def nbytes(self) -> int:
-        """Without the base."""
+        """Bytes of `storage`, with its room to grow and without the base."""
         return self.storage.nbytes
 
 
-def _rows(storage: Tensor, number: Tensor) -> Tensor:
-    return storage.flatten(0, 2).index_select(0, number.view(-1)).unflatten(0, number.shape)
+def _take(x: Tensor, number: Tensor) -> Tensor:
+    """Rows of `[batch, heads, rows, ...]`, counted through all heads."""
+    return x.flatten(0, 2).index_select(0, number.view(-1)).unflatten(0, number.shape)

@@ -1,58 +1,35 @@
-"""A step on a GPU: how what a store holds goes into the kernels of `kernels/triton/decode.py`."""
+"""A step on a GPU: how the state of a cache goes into the kernels of `cells/triton/decode.py`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import RECENT
 from nearfield.cells.cache.state import CacheState
-from nearfield.cells.far_field import MOST_SPREAD, MOST_SQUARE, ROUTE_SPREADS
-from nearfield.cells.triton.decode import gather, look, select, unite
-from nearfield.cells.triton.far_field import VOID
+from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts, read_cells, score_cells
 from nearfield.cells.triton.limits import unsupported_step
-from nearfield.kernels.launch import HAS_EARLY, cdiv, next_power_of_2, padded, precision
+from nearfield.cells.triton.tuning import decode_tiles
+from nearfield.kernels.launch import HAS_PDL, cdiv, next_power_of_2, padded, precision
 
 STEPS = 8
 """Cuts into four: cells whose scores differ by less than a 65,536th of the range of all are as good as each other."""
 
 GRAIN = 16
-"""Cells in a row, of which the best one says whether any of them is looked at when cells are selected."""
+"""Cells in a row. Cells are chosen among the grains whose best cells are best."""
 
 MOST_COMPARED = 1 << 16
 """Scores that one program compares."""
 
+COMPARED_PER_WARP = 2048
+
 MOST_PROGRAMS, LEAST_TILE = 65_000, 16
-"""On the second axis of a grid, and what each reads."""
+"""On the second axis of a grid, and the least that each reads."""
 
-
-class Tiles(NamedTuple):
-    """Rows of what a program reads, and its warps: many small programs hide each other's waiting."""
-
-    near: int = 64
-    near_tiles: int = 4
-    """that a program reads"""
-    cells: int = 32
-    far: int = 64
-    opened: int = 64
-    warps: int = 4
-    columns: int = 32
-    """of a part that a program unites"""
-
-
-COMPARED = 2048
-"""Scores per warp, where cells are compared"""
-
-TILES = Tiles()
-
-
-def tiles_for(dim: int, dtype: torch.dtype) -> Tiles:
-    """Smaller where rows are wide, or shared memory would not do."""
-    factor = max(1, padded(dim) * dtype.itemsize // 256)
-    smaller = {name: max(16, getattr(TILES, name) // factor) for name in ("near", "cells", "far", "opened")}
-    return TILES._replace(**smaller)
+MERGED_AT_A_TIME = 128
+"""parts of a row"""
 
 
 def unsupported(state: CacheState, query: Tensor, probes: int) -> str | None:
@@ -69,189 +46,201 @@ def _candidates(cells: int, probes: int) -> int:
     return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
 
-def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_near: int) -> Tensor:
-    """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]`, of the latest key.
+def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_open: int) -> Tensor:
+    """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]` at the position of the latest key.
 
-    `most_near`: how many keys outside of closed segments there may be; a graph that is captured serves all numbers up to it.
+    `most_open`: how many keys may be in no closed segment; a captured graph serves all lengths up to it.
     """
     entries, group, dim = queries.shape
     keys, values, tables = state.keys, state.values, state.tables
     value_dim, cells = values.storage.shape[3], len(tables)
-    probes = min(probes, cells)
-    tiles = tiles_for(max(dim, value_dim), queries.dtype)
     open_end = state.length - state.closed
     if keys.offset != values.offset:
-        raise RuntimeError(f"keys from {keys.offset} on are here, and values from {values.offset} on: the store is broken")
-    if open_end > most_near:
-        raise ValueError(f"{open_end} keys are in no closed segment, and there may be {most_near}")
+        raise RuntimeError(f"keys from {keys.offset} on are stored, and values from {values.offset} on: the cache is broken")
+    if open_end > most_open:
+        raise ValueError(f"{open_end} keys are in no closed segment, and there may be {most_open}")
     is_captured = queries.is_cuda and torch.cuda.is_current_stream_capturing()
-    near = cdiv(most_near if is_captured else open_end, tiles.near * tiles.near_tiles)
-    most_cells = tiles.cells * cdiv(cells, tiles.cells)
-    far = cdiv(most_cells, tiles.far)
+    tiles = decode_tiles(max(dim, value_dim), queries.dtype, queries.device)
+    members, probes = next_power_of_2(group), min(probes, cells)
+    cell_tiles = cdiv(cells, tiles.cells)
+    padded_cells = tiles.cells * cell_tiles
+    candidates = _candidates(padded_cells, probes)
+
+    open_end_parts = cdiv(most_open if is_captured else open_end, tiles.open_end * tiles.open_end_tiles)
+    first_far = open_end_parts + 1
+    far_parts = cdiv(padded_cells, tiles.far)
     readers = min(probes * cdiv(state.closed, tiles.opened * max(1, cells)), MOST_PROGRAMS)
-    part_count = near + 1 + far + readers
-    device = queries.device
-    parts = torch.empty(entries * group, part_count, value_dim, device=device)
-    part_lse = torch.empty(entries * group, part_count, device=device)
-    members = next_power_of_2(group)
-    scores, masses = torch.empty(2, entries, max(1, most_cells), members, device=device)
-    cell_tiles = most_cells // tiles.cells
-    cell_lse = torch.empty(entries * group, max(1, cell_tiles), device=device)
-    late_lse = torch.empty(entries * group, device=device)
-    grain_top = torch.empty(entries * group, max(1, most_cells // GRAIN), device=device)
+    part_count = first_far + far_parts + readers
+    device, rows = queries.device, entries * group
+    parts, part_lse = torch.empty(rows, part_count, value_dim, device=device), torch.empty(rows, part_count, device=device)
+    scores, log2_masses = torch.empty(2, entries, max(1, padded_cells), members, device=device)
+    cell_lse, recent_lse = torch.empty(rows, max(1, cell_tiles), device=device), torch.empty(rows, device=device)
+    grain_best = torch.empty(rows, max(1, padded_cells // GRAIN), device=device)
+    opened, grain_list = torch.empty(2, entries, max(1, probes), dtype=torch.int32, device=device)
     output = queries.new_empty(entries, group, value_dim)
-    bases = [buffer.storage if buffer.base is None else buffer.base for buffer in (keys, values)]
-    strides = [x.stride(i) if len(x) > 1 or i else 0 for x in bases for i in (0, 1)]
-    sizes = (state.heads, group, dim, value_dim, keys.storage.stride(1), values.storage.stride(1), *strides, keys.offset)
-    cell_entry, mean_entry = tables.size.storage.stride(1), tables.value.storage.stride(1)
-    kind = {"IP": precision(tables.value.storage.dtype), "HAS_BASE": keys.base is not None}
-    padding = state.sinks if state.counts is None else state.counts.view(torch.int8)
-    padding_entry = 0 if state.counts is None else state.counts.stride(0)
-    shape = {"BR": max(16, next_power_of_2(group)), "BD": padded(dim), "BV": padded(value_dim)}
-    early = HAS_EARLY and queries.is_cuda
-    overlapped = {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-    look[(entries, cell_tiles + 2)](
-        queries,
-        keys.storage,
-        values.storage,
-        *bases,
-        state.sinks,
-        padding,
-        tables.centroid.storage,
-        tables.variance.storage,
-        tables.log_exists.storage,
-        tables.size.storage,
-        state.count,
-        parts,
-        part_lse,
-        scores,
-        masses,
-        cell_lse,
-        late_lse,
-        grain_top,
-        *sizes,
-        cell_tiles,
-        padding_entry,
-        state.sizes.sinks,
-        cell_entry,
-        tables.centroid.storage.stride(1),
-        state.closed,
-        cells,
-        most_cells,
-        part_count,
-        near,
-        scale,
+    device_length = state.sync_device_length()
+
+    key_base, value_base = (buffer.storage if buffer.base is None else buffer.base for buffer in (keys, values))
+    key_batch, value_batch = (x.stride(0) if len(x) > 1 else 0 for x in (key_base, value_base))
+    sizes = {"heads": state.heads, "group": group, "dim": dim, "value_dim": value_dim}
+    entry_strides = {"key_entry": keys.storage.stride(1), "value_entry": values.storage.stride(1)}
+    stored = {"keys": keys.storage, "values": values.storage, "key_base": key_base, "value_base": value_base}
+    places = {
+        **entry_strides,
+        "key_batch": key_batch,
+        "key_head": key_base.stride(1),
+        "value_batch": value_batch,
+        "value_head": value_base.stride(1),
+        "offset": keys.offset,
+    }
+    # Without padding the kernels do not read what they get for it.
+    has_padding = state.key_padding is not None
+    key_padding = state.sinks if state.key_padding is None else state.key_padding.view(torch.int8)
+    padding_entry = key_padding.stride(0) if has_padding else 0
+    blocks = {"BR": max(16, members), "BD": padded(dim), "BV": padded(value_dim)}
+    has_base, input_precision = keys.base is not None, precision(tables.value.storage.dtype)
+    pdl = HAS_PDL and queries.is_cuda
+    dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+
+    score_cells[(entries, cell_tiles + 2)](
+        queries=queries,
+        **stored,
+        sinks=state.sinks,
+        key_padding=key_padding,
+        centroid=tables.centroid.storage,
+        variance=tables.variance.storage,
+        log_exists=tables.log_exists.storage,
+        size=tables.size.storage,
+        device_length=device_length,
+        parts=parts,
+        part_lse=part_lse,
+        scores=scores,
+        log2_masses=log2_masses,
+        cell_lse=cell_lse,
+        recent_lse=recent_lse,
+        grain_best=grain_best,
+        **sizes,
+        **places,
+        closed=state.closed,
+        padding_entry=padding_entry,
+        sink_count=state.sizes.sinks,
+        cell_entry=tables.size.storage.stride(1),
+        centroid_entry=tables.centroid.storage.stride(1),
+        cells=cells,
+        padded_cells=padded_cells,
+        cell_tiles=cell_tiles,
+        part_count=part_count,
+        open_end_parts=open_end_parts,
+        scale=scale,
         BL=RECENT,
         BC=tiles.cells,
-        **shape,
         BS=max(16, next_power_of_2(state.sizes.sinks)),
         BG=members,
         GRAIN=GRAIN,
-        **kind,
-        HAS_COUNTS=state.counts is not None,
-        SPREADS=ROUTE_SPREADS,
-        MOST_SQ=MOST_SQUARE,
-        MOST_SPREAD=MOST_SPREAD,
-        VOID=VOID,
-        EARLY=early,
+        **blocks,
+        HAS_PADDING=has_padding,
+        HAS_BASE=has_base,
+        IP=input_precision,
+        PDL=pdl,
         num_warps=tiles.warps,
     )
-    opened, grain_list = torch.empty(2, entries, max(1, probes), dtype=torch.int32, device=device)
-    candidates = _candidates(most_cells, probes)
-    select[(entries, 1 + near)](
-        scores,
-        masses,
-        late_lse,
-        cell_lse,
-        grain_top,
-        grain_list,
-        opened,
-        queries,
-        keys.storage,
-        values.storage,
-        padding,
-        state.count,
-        parts,
-        part_lse,
-        *sizes[:6],
-        keys.offset,
-        padding_entry,
-        state.closed,
-        most_cells,
-        part_count,
-        near,
-        cell_tiles,
-        probes,
-        scale,
-        PER=tiles.near_tiles,
-        BK=tiles.near,
-        **shape,
+    choose_and_read_open_end[(entries, 1 + open_end_parts)](
+        scores=scores,
+        log2_masses=log2_masses,
+        recent_lse=recent_lse,
+        cell_lse=cell_lse,
+        grain_best=grain_best,
+        grain_list=grain_list,
+        opened=opened,
+        queries=queries,
+        keys=keys.storage,
+        values=values.storage,
+        key_padding=key_padding,
+        device_length=device_length,
+        parts=parts,
+        part_lse=part_lse,
+        **sizes,
+        **entry_strides,
+        offset=keys.offset,
+        closed=state.closed,
+        padding_entry=padding_entry,
+        padded_cells=padded_cells,
+        cell_tiles=cell_tiles,
+        probes=probes,
+        part_count=part_count,
+        open_end_parts=open_end_parts,
+        scale=scale,
+        PER=tiles.open_end_tiles,
+        BK=tiles.open_end,
+        **blocks,
         STEPS=STEPS,
-        VOID=VOID,
         GRAIN=GRAIN,
         BG=members,
         BT=next_power_of_2(cell_tiles),
-        BN=next_power_of_2(most_cells // GRAIN),
+        BN=next_power_of_2(padded_cells // GRAIN),
         BP=candidates // GRAIN,
         HAS_CELLS=cells > 0,
-        HAS_COUNTS=state.counts is not None,
-        IP=kind["IP"],
-        **overlapped,
-        num_warps=max(tiles.warps, min(16, candidates * members // COMPARED)),
+        HAS_PADDING=has_padding,
+        IP=input_precision,
+        PDL=pdl,
+        num_warps=max(tiles.warps, min(16, candidates * members // COMPARED_PER_WARP)),
+        **dependent,
     )
     if cells:
-        gather[(entries, readers + far)](
-            queries,
-            keys.storage,
-            values.storage,
-            *bases,
-            tables.value.storage,
-            tables.start.storage,
-            tables.size.storage,
-            masses,
-            opened,
-            parts,
-            part_lse,
-            *sizes,
-            cell_entry,
-            mean_entry,
-            most_cells,
-            part_count,
-            near + 1,
-            probes,
-            far,
-            readers,
-            cells,
-            scale,
+        read_cells[(entries, readers + far_parts)](
+            queries=queries,
+            **stored,
+            mean_value=tables.value.storage,
+            start=tables.start.storage,
+            size=tables.size.storage,
+            log2_masses=log2_masses,
+            opened=opened,
+            parts=parts,
+            part_lse=part_lse,
+            **sizes,
+            **places,
+            cell_entry=tables.size.storage.stride(1),
+            mean_entry=tables.value.storage.stride(1),
+            cells=cells,
+            padded_cells=padded_cells,
+            probes=probes,
+            part_count=part_count,
+            first_far=first_far,
+            far_parts=far_parts,
+            readers=readers,
+            scale=scale,
             BG=members,
             BP=next_power_of_2(probes),
             BK=tiles.opened,
             BC=tiles.far,
-            **shape,
-            **kind,
-            **overlapped,
+            **blocks,
+            HAS_BASE=has_base,
+            IP=input_precision,
+            PDL=pdl,
             num_warps=tiles.warps,
+            **dependent,
         )
     columns = min(tiles.columns, padded(value_dim))
-    unite[(entries * group, cdiv(value_dim, columns))](
-        parts,
-        part_lse,
-        queries,
-        tables.cross,
-        tables.pooled,
-        output,
-        group,
-        dim,
-        value_dim,
-        part_count,
-        near + 1,
-        far,
-        scale,
+    merge_parts[(rows, cdiv(value_dim, columns))](
+        parts=parts,
+        part_lse=part_lse,
+        queries=queries,
+        cross=tables.cross,
+        pooled=tables.pooled,
+        output=output,
+        group=group,
+        dim=dim,
+        value_dim=value_dim,
+        part_count=part_count,
+        first_far=first_far,
+        far_parts=far_parts,
+        scale=scale,
         PARTS=next_power_of_2(part_count),
-        BP=min(128, next_power_of_2(part_count)),
+        BP=min(MERGED_AT_A_TIME, next_power_of_2(part_count)),
         BD=padded(dim),
         BV=columns,
-        **overlapped,
+        PDL=pdl,
         num_warps=4,
+        **dependent,
     )
     return output

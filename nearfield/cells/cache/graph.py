@@ -1,4 +1,4 @@
-"""A step in a CUDA graph: append a key and attend, again and again, without Python in between."""
+"""`StepGraph`: append a key and attend, captured in a CUDA graph, so that a step is one launch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.segments import MOMENTS
+from nearfield.cells.cache.segments import PER_CELL
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
 from nearfield.kernels import backends
 
 
 class StepGraph:
-    """`step()` appends `key` and `value` `[batch, heads, 1, dim]` and returns the attention of `query`, as they are by then.
+    """`step()` appends `key` and `value` `[batch, heads, 1, dim]` and returns the attention of `query`.
 
-    The caller writes the next key, value and query into these tensors. How many keys there are is counted on the device, so that
-    one graph serves all steps up to the next segment that is closed; then it is captured again. So it is if anything else has
-    moved what it reads. Between steps keys may be appended and cropped.
+    Before each step, the caller writes the next key, value and query into these tensors. The output is a tensor that the next
+    step overwrites.
+
+    The device counts the keys, so that one graph serves all steps until the next segment is closed. Then it is captured again, as
+    it is when anything else has moved the tensors that it reads. Keys may be appended and cropped between steps.
     """
 
     def __init__(self, store: CellStore, key: Tensor, value: Tensor, query: Tensor, scale: float | None = None) -> None:
@@ -27,16 +29,16 @@ class StepGraph:
         self.store, self.scale = store, scale
         self.inputs = key, value, query
         with backends.device_guard(key.device):
-            self._capture(check_step(store, query))
+            self._capture(check_capturable(store, query))
 
     def __call__(self) -> Tensor:
-        state = check_step(self.store, self.inputs[2])
+        state = check_capturable(self.store, self.inputs[2])
         with backends.device_guard(state.sinks.device):
-            if state.length >= self.store.sizes.next_close(state.closed) or read_of(state) != self._read:
+            if state.length >= self.store.sizes.next_close(state.closed) or captured_reads(state) != self._reads:
                 self._capture(state)
-            state.count  # noqa: B018 (tells the device)
+            state.sync_device_length()
             self._graph.replay()
-        state.replayed()
+        state.advance(1)
         return self.output
 
     def _capture(self, state: CacheState) -> None:
@@ -44,38 +46,38 @@ class StepGraph:
         length = store.length
         store.close()
         store.reserve(store.sizes.next_close(state.closed) - length)
-        # Once as it is, so that everything is compiled and the numbers on the device are those of now.
+        # A step outside of the graph first: it compiles the kernels, and the device learns the number of keys.
         side = torch.cuda.Stream(key.device)
         side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
             store.append(key, value)
             store.attend(query, self.scale)
             store.crop(length)
-            state.count  # noqa: B018 (tells the device)
+            state.sync_device_length()
         torch.cuda.current_stream(key.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             store.append(key, value)
             self.output = store.attend(query, self.scale)
-        state.replayed(-1)  # captured, and not run
-        self._read = read_of(state)
+        state.advance(-1)  # Capturing has counted a key, but nothing has run.
+        self._reads = captured_reads(state)
 
 
-def check_step(store: CellStore, query: Tensor) -> CacheState:
-    """What a store holds, if a graph can go on with it."""
+def check_capturable(store: CellStore, query: Tensor) -> CacheState:
+    """The state of a store whose steps can be captured in a graph. Raises ValueError on any other."""
     from nearfield.cells.cache import decode
 
     state = store.state
-    if state is None or state.counts is not None or store.audit:
-        raise ValueError("a graph goes on with a store that has keys, without padding and without audit")
+    if state is None or state.key_padding is not None or store.audit:
+        raise ValueError("a graph needs a store with keys, without padding and without audit")
     missing = decode.unsupported(state, query, store.probes)
     if missing is not None:
         raise ValueError(f"the Triton kernels do not serve {missing}; call store.append and store.attend instead")
     return state
 
 
-def read_of(state: CacheState) -> list[Any]:
-    """What a step reads, and where: a graph is as good as that stays the same."""
+def captured_reads(state: CacheState) -> list[Any]:
+    """What a captured step reads, and where it is in memory: the graph is valid as long as this stays the same."""
     tables = state.tables
     tensors = [
         state.keys.storage,
@@ -86,5 +88,5 @@ def read_of(state: CacheState) -> list[Any]:
         tables.cross,
         tables.pooled,
     ]
-    tensors += [getattr(tables, name).storage for name in MOMENTS]
+    tensors += [getattr(tables, name).storage for name in PER_CELL]
     return [tuple(state.bounds), *((x.data_ptr(), x.shape) for x in tensors if x is not None)]

@@ -1,4 +1,4 @@
-"""A segment is complete: its keys go into cells, once."""
+"""Closing a segment: its keys are grouped into cells, once, and the cells join those of the segments before."""
 
 from __future__ import annotations
 
@@ -15,37 +15,44 @@ from nearfield.cells.triton.limits import unsupported
 from nearfield.kernels import backends
 
 BYTES_AT_A_TIME = 256 << 20
-"""Keys or values of so many heads, in the dtype of arithmetic, are looked at together; those of one head at least."""
+"""Heads are closed together as long as their keys, and their values, take no more than this in the dtype of arithmetic."""
 
 
 @dataclass(frozen=True)
 class ClosedSegment:
-    """The cells of a segment, for all heads. Sorted, the keys outside of cells come first and then one cell after the other."""
+    """The cells of one segment, for all heads `[batch * heads]`.
+
+    Its keys are sorted: first those that are in no cell, then cell by cell.
+    """
 
     order: Tensor
-    """`[heads, segment]`: which key stands at each place"""
+    """`[heads, segment]`: the key, counted from the start of the segment, that is at each place after sorting"""
     start: Tensor
-    """`[heads, cells]`: the place of a cell's first key"""
+    """`[heads, cells]`: the place of a cell's first key, counted from the start of the segment"""
     size: Tensor
-    """`[heads, cells]` and as all that follows what `CellTable` has"""
+    """`[heads, cells]`: how many keys; this and the next four are as in `CellTable`"""
     log_exists: Tensor
     centroid: Tensor
     variance: Tensor
     value: Tensor
     cross: Tensor
-    """`[heads, value_dim, dim]`"""
+    """`[heads, value_dim, dim]`: products of the deviations of values and keys from the means of their cells, summed"""
 
 
-MOMENTS = ("start", "size", "log_exists", "centroid", "variance", "value")
+PER_CELL = ("start", "size", "log_exists", "centroid", "variance", "value")
+"""The parts of `CacheTables` that have a row per cell."""
 
 
-class CellTables:
-    """Moments of all cells of `[batch, heads]`, closed segment by closed segment, in the order in which they were closed."""
+class CacheTables:
+    """What a cache knows of its cells: those of all closed segments, in the order in which the segments were closed.
+
+    The parts in `PER_CELL` are buffers `[batch, heads, cells, ...]`. Here `start` counts from the first key of the cache.
+    """
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         """Empty, for keys and values like these `[batch, heads, any, dim]`."""
         compute = torch.promote_types(key.dtype, torch.float32)
-        # On a GPU a step is as fast as its cells are read.
+        # On a GPU, a step takes as long as it takes to read these.
         kept = torch.bfloat16 if key.is_cuda and key.dtype.itemsize == 2 else compute
         self.start = Buffer(key[..., 0], torch.int32)
         self.size, self.log_exists = Buffer(key[..., 0], compute), Buffer(key[..., 0], compute)
@@ -53,7 +60,7 @@ class CellTables:
         self.value = Buffer(value, kept)
         batch, heads = key.shape[:2]
         self.cross = key.new_zeros((batch, heads, value.shape[3], key.shape[3]), dtype=compute)
-        """products of the deviations of values and keys from the means of their cells, summed"""
+        """as in `ClosedSegment`, summed over all segments"""
         self.pooled = key.new_zeros((batch, heads), dtype=compute)
         """how many keys are in cells"""
 
@@ -61,39 +68,40 @@ class CellTables:
         return self.size.length
 
     def append(self, closed: ClosedSegment, first: int) -> None:
-        """The cells of one more segment, which begins at the place `first`."""
+        """Add the cells of the segment that begins at key `first`."""
         shape = self.cross.shape[:2]
-        for name in MOMENTS:
-            more = getattr(closed, name)
-            getattr(self, name).append((more + first if name == "start" else more).unflatten(0, shape))
+        for name in PER_CELL:
+            new = getattr(closed, name)
+            getattr(self, name).append((new + first if name == "start" else new).unflatten(0, shape))
         self.cross += closed.cross.unflatten(0, shape)
         self.pooled += closed.size.sum(1).unflatten(0, shape)
 
-    def drop(self, cells: int, cross: Tensor) -> None:
-        """Forget the last ones; `cross` is what it is without them."""
+    def drop_last(self, cells: int, cross: Tensor) -> None:
+        """Forget the last cells; `cross` is that of the others."""
         kept = len(self) - cells
         self.pooled -= self.size.filled[:, :, kept:].sum(2)
         self.cross = cross
-        for name in MOMENTS:
+        for name in PER_CELL:
             getattr(self, name).length = kept
 
     def select(self, entries: Tensor) -> None:
-        for name in MOMENTS:
+        """Keep these batch entries, in this order."""
+        for name in PER_CELL:
             getattr(self, name).select(entries)
         self.cross, self.pooled = self.cross.index_select(0, entries), self.pooled.index_select(0, entries)
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, name).nbytes for name in MOMENTS) + self.cross.nbytes
+        return sum(getattr(self, name).nbytes for name in PER_CELL) + self.cross.nbytes
 
 
 def close_segment(
-    keys: Tensor, values: Tensor, counts: Tensor | None, outside: Tensor, cells: int, partition: Partition
+    keys: Tensor, values: Tensor, key_padding: Tensor | None, outside: Tensor, cells: int, partition: Partition
 ) -> ClosedSegment:
-    """Groups the keys `[heads, segment, dim]` of a segment into so many cells.
+    """Group the keys `[heads, segment, dim]` of a segment into cells.
 
-    `counts` `[heads, segment]`: False for padding, which changes nothing about a cell. `outside`, likewise: in no cell, which is
-    padding, and the first keys, which are near anyway.
+    `key_padding` `[heads, segment]` is False for padding, which has no influence on the cells. `outside` `[heads, segment]` is
+    True for keys that belong to no cell: padding, and the first keys, which every query reads anyway.
     """
     heads, segment, dim = keys.shape
     per_head = segment * max(dim, values.shape[2]) * torch.promote_types(keys.dtype, torch.float32).itemsize
@@ -101,20 +109,21 @@ def close_segment(
     parts = []
     for first in range(0, max(1, heads), step):
         some = slice(first, first + step)
-        own = None if counts is None else counts[some]
-        parts.append(_close(keys[some], values[some], own, outside[some], cells, partition))
+        padding = None if key_padding is None else key_padding[some]
+        parts.append(_close_heads(keys[some], values[some], padding, outside[some], cells, partition))
     if len(parts) == 1:
         return parts[0]
     return ClosedSegment(*(torch.cat(x) for x in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
-def _close(
-    keys: Tensor, values: Tensor, counts: Tensor | None, outside: Tensor, cells: int, partition: Partition
+def _close_heads(
+    keys: Tensor, values: Tensor, key_padding: Tensor | None, outside: Tensor, cells: int, partition: Partition
 ) -> ClosedSegment:
-    """Of some heads."""
+    """`close_segment` for a few heads."""
     heads, segment, _ = keys.shape
-    cell_of = _grouped(keys, counts, cells, partition).masked_fill(outside, -1)
+    cell_of = _group(keys, key_padding, cells, partition).masked_fill(outside, -1)
     order = cell_of.argsort(dim=1, stable=True)
+    # To `tabulate` all heads are one sequence, and each head is a span with cells of its own.
     first = torch.arange(heads, device=keys.device)[:, None] * cells
     table = tabulate(
         keys.reshape(heads * segment, -1),
@@ -129,26 +138,26 @@ def _close(
     return ClosedSegment(order, start, size, log_exists, centroid, variance, value, table.cross)
 
 
-def _grouped(keys: Tensor, counts: Tensor | None, cells: int, partition: Partition) -> Tensor:
-    """The cell of each key, `[heads, segment]`. Where there is padding, cells are as many as the keys that count call for."""
-    whole = torch.ones(len(keys), dtype=torch.bool) if counts is None else counts.all(1).cpu()
-    if bool(whole.all()):
+def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Partition) -> Tensor:
+    """The cell of each key, `[heads, segment]`. A head with padding gets fewer cells, in proportion to its real keys."""
+    is_whole = torch.ones(len(keys), dtype=torch.bool) if key_padding is None else key_padding.all(1).cpu()
+    if bool(is_whole.all()):
         return _group_whole(keys, cells, partition)
-    assert counts is not None
-    found = torch.full(counts.shape, -1, dtype=torch.int64, device=keys.device)
-    if bool(whole.any()):
-        some = whole.nonzero()[:, 0].to(keys.device)
-        found[some] = _group_whole(keys[some], cells, partition)
-    for head in (~whole).nonzero()[:, 0].tolist():
-        own = counts[head].nonzero()[:, 0]
-        if len(own):
-            few = max(1, round(len(own) * cells / keys.shape[1]))
-            found[head, own] = _group_in_torch(keys[head, own][None], few, partition)[0]
+    assert key_padding is not None
+    found = torch.full(key_padding.shape, -1, dtype=torch.int64, device=keys.device)
+    if bool(is_whole.any()):
+        whole = is_whole.nonzero()[:, 0].to(keys.device)
+        found[whole] = _group_whole(keys[whole], cells, partition)
+    for head in (~is_whole).nonzero()[:, 0].tolist():
+        real = key_padding[head].nonzero()[:, 0]
+        if len(real):
+            fewer = max(1, round(len(real) * cells / keys.shape[1]))
+            found[head, real] = _group_in_torch(keys[head, real][None], fewer, partition)[0]
     return found
 
 
 def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
-    """The same where all keys count: by the kernels in Triton, if they can."""
+    """The cell of each key where there is no padding: by the Triton kernels, if they can."""
     missing = unsupported(keys, partition=partition, cells=cells)
     if not backends.choose_triton("auto", keys.device, missing) or not isinstance(partition, KMeans):
         return _group_in_torch(keys, cells, partition)
@@ -162,9 +171,9 @@ def _group_in_torch(keys: Tensor, cells: int, partition: Partition) -> Tensor:
 
 
 def cross_of(keys: Tensor, values: Tensor, start: Tensor, centroid: Tensor, value: Tensor) -> Tensor:
-    """What a closed segment adds to the products of deviations `[heads, value_dim, dim]`, from its sorted keys and its cells."""
+    """`ClosedSegment.cross`, computed again from the sorted keys and values of a segment and from its cells."""
     place = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1).contiguous()
-    # An empty cell starts where the next one does, and the last of those has the keys.
+    # Empty cells start where the next one does, and the search finds the last of them, which has the keys.
     cell = torch.searchsorted(start.contiguous(), place, right=True) - 1
     outside = (cell < 0)[..., None]
     cell = cell.clamp_(min=0)[..., None]

@@ -1,9 +1,10 @@
-"""Partitions: who lives together? Each one groups keys into cells."""
+"""Partitions: each is a way to group keys into cells."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,14 +12,11 @@ from torch import Tensor
 
 from nearfield.cells.partition.equal import Blocks, HashBuckets
 from nearfield.cells.partition.kmeans import KMeans, limit_sizes
-
-BUILT_IN: dict[str, type[Any]] = {kind.__name__: kind for kind in (KMeans, Blocks, HashBuckets)}
-_OWN: list[Partition] = []
-"""Partitions of users that operators have been told of; a position in this list is their name."""
+from nearfield.checks import check_has
 
 
 class Partition(Protocol):
-    """A way to group keys into cells. Any object with this method is one; it must not change once it is in use.
+    """A way to group keys into cells. Any object with this function is one. It must not change once it is in use.
 
     Example:
         >>> class EveryOther:
@@ -30,16 +28,21 @@ class Partition(Protocol):
     """
 
     def build(self, keys: Tensor, cells: int) -> Tensor:
-        """The cell of each key, a number below `cells`: `[batch, length, dim]` -> `[batch, length]`, int64.
+        """The cell of each key, a number from 0 to `cells - 1`: `[batch, length, dim]` -> `[batch, length]`, int64.
 
         Each entry of the batch is grouped by itself, and the same keys always get the same cells. Some cells may stay empty.
         """
         ...
 
 
+BUILT_IN: dict[str, type[Any]] = {kind.__name__: kind for kind in (KMeans, Blocks, HashBuckets)}
+
+_OWN: dict[int, Callable[[], Partition | None]] = {}
+"""Users' partitions by their `id`, which is how an operator, whose arguments are plain numbers, is told of one."""
+
+
 def check_partition(name: str, value: object) -> None:
-    if isinstance(value, type) or not callable(getattr(value, "build", None)):
-        raise TypeError(f"{name} must be a partition such as {'(), '.join(BUILT_IN)}(), got {value!r}")
+    check_has(name, value, "build", f"a partition such as {'(), '.join(BUILT_IN)}()")
 
 
 def is_built_in(partition: Partition) -> bool:
@@ -50,26 +53,51 @@ def build_cells(partition: Partition, keys: Tensor, cells: int) -> Tensor:
     """The cell of each key, `[batch, length]`, none with more than eight times the mean number of keys."""
     found = partition.build(keys, cells)
     if not is_built_in(partition):
-        if not isinstance(found, Tensor) or found.shape != keys.shape[:2] or found.is_floating_point():
-            got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"{partition!r}.build must return integers of shape {tuple(keys.shape[:2])}, got {got}")
-        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < cells:
-            least, most = int(found.min()), int(found.max())
-            raise ValueError(f"{partition!r}.build must return cells from 0 to {cells - 1}, got {least} to {most}")
-        found = found.to(keys.device, torch.int64)
+        found = _checked(found, partition, keys, cells)
     return limit_sizes(keys, found, cells)
 
 
+def _checked(found: object, partition: Partition, keys: Tensor, cells: int) -> Tensor:
+    """What a user's partition has built, if it is what the contract says."""
+    shape = tuple(keys.shape[:2])
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{partition!r}.build must return a tensor of integers of shape {shape}, got {type(found).__name__}")
+    if found.shape != shape or found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
+        raise ValueError(
+            f"{partition!r}.build must return integers of shape {shape}, got {found.dtype} of shape {tuple(found.shape)}"
+        )
+    if found.numel():
+        least, most = int(found.min()), int(found.max())
+        if least < 0 or most >= cells:
+            raise ValueError(f"{partition!r}.build must return cells from 0 to {cells - 1}, got {least} to {most}")
+    return found.to(keys.device, torch.int64)
+
+
+def make_known(partition: Partition) -> None:
+    """Make a partition known to operators for as long as it exists. Called when it becomes part of a method."""
+    if is_built_in(partition) or torch.compiler.is_compiling():
+        return
+    number = id(partition)
+    try:
+        _OWN[number] = weakref.ref(partition, lambda _: _OWN.pop(number, None))
+    except TypeError:  # Some classes, such as those with __slots__, have no weak references. Their objects stay.
+        _OWN[number] = lambda: partition
+
+
 def to_plain(partition: Partition) -> tuple[str, tuple[int, ...]]:
-    """A partition as what an operator takes: a name and integers."""
+    """A partition as an operator takes it: a name and integers."""
     if is_built_in(partition):
         return type(partition).__name__, dataclasses.astuple(partition)  # type: ignore[call-overload]
-    for number, known in enumerate(_OWN):
-        if known is partition or (type(known) is type(partition) and known == partition):
-            return "own", (number,)
-    _OWN.append(partition)
-    return "own", (len(_OWN) - 1,)
+    return "own", (id(partition),)
 
 
 def from_plain(name: str, options: Sequence[int]) -> Partition:
-    return _OWN[options[0]] if name == "own" else BUILT_IN[name](*options)
+    """The partition that `to_plain` was given."""
+    if name != "own":
+        return BUILT_IN[name](*options)
+    found = _OWN[options[0]]() if options[0] in _OWN else None
+    if found is None:
+        raise RuntimeError(
+            "a program was traced with a partition that no longer exists; keep the Cells(partition=...) that it was traced with"
+        )
+    return found

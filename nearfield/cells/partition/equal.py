@@ -13,7 +13,7 @@ from nearfield.checks import check_positive, check_seed
 
 @dataclass(frozen=True)
 class Blocks:
-    """Cells of consecutive keys, all of the same size up to one key. Costs nothing, and ignores what the keys are.
+    """Cells of consecutive keys, all of the same size up to one key. They cost nothing, and do not depend on the keys.
 
     This is what block-sparse attention does. On real language data its error is several times that of `KMeans`.
 
@@ -30,11 +30,11 @@ class Blocks:
 class HashBuckets:
     """Cells of equal size along the order of a random hyperplane hash (SimHash) of the centred keys.
 
-    A hash of `bits` signs is read as a Gray code, so that neighbours in the order differ in few signs; the sorted list is
-    then cut into equal cells. One matrix product and a sort: cheaper than k-means, and coarser.
+    The signs of a key are read as a Gray code, so that neighbours in the order differ in few signs, and the sorted list is cut
+    into equal cells. One matrix product and a sort: cheaper than k-means, and coarser.
 
     Args:
-        bits: signs per key; 0: two more than it takes to tell the cells apart (at most 30).
+        bits: signs per key, at most 30; 0: two more than it takes to tell the cells apart.
         seed: of the hyperplanes.
 
     >>> HashBuckets().build(torch.eye(4)[None], 2).sort().values

@@ -1,4 +1,4 @@
-"""K-means cells: what points the same way lives together."""
+"""K-means: keys that are close to each other share a cell."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from nearfield.checks import check_positive, check_seed
 from nearfield.chunks import row_chunks
 
 DIRECT_CELLS = 256
-"""Up to so many cells k-means runs directly; more are made in two steps, large cells first and then their parts."""
+"""Up to this many cells k-means runs directly. More are made in two steps: large cells first, then their parts."""
 
 
 @dataclass(frozen=True)
 class KMeans:
     """Cells by k-means on the keys, coordinates weighted by their root mean square.
 
-    What should be small inside a cell is the spread of logits, not of keys, and queries are large where keys are large: on real
-    language data this weighting takes a third off the error, more than any other change to the cells.
+    What should be small inside a cell is the spread of logits, not of keys, and queries are large where keys are large. On real
+    language data this weighting reduces the error by a third.
 
     A few Lloyd iterations are enough: cells need to be tight, not optimal. From some hundred cells on the keys are first split
-    into about sqrt(cells) large cells and each of those, in proportion to its size, into small ones: O(length sqrt(cells) dim)
-    instead of O(length cells dim).
+    into about sqrt(cells) large cells, and each of those, in proportion to its size, into small ones. This takes
+    O(length sqrt(cells) dim) instead of O(length cells dim).
 
     Args:
         iterations: Lloyd iterations, on a sample of 32 keys per cell.
-        seed: of the first centroids.
+        seed: for the choice of the first centroids.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> KMeans().build(keys, 50).shape
@@ -59,7 +59,7 @@ class KMeans:
         parent = self._lloyd(keys[None], parents, weight[None])[0]
         members = parent.argsort(stable=True)
         sizes = torch.bincount(parent, minlength=parents).tolist()
-        # Every parent gets one cell, the others go by size: never more than `cells` in all.
+        # Every parent gets one cell, the others are shared out by size: never more than `cells` in all.
         spare = cells - parents
         assigned = torch.empty_like(parent)
         first, taken = 0, 0
@@ -73,22 +73,22 @@ class KMeans:
 
 
 SCORES_PER_PASS = 1 << 19
-"""Entries of one block of the (key, centroid) score table, with the keys themselves: 2 MB in float32."""
+"""Numbers in one block of the table of keys by centroids, and in the keys themselves: 2 MB in float32."""
 
 
 def lloyd(
     keys: Tensor, cells: int, iterations: int, sample: int | None = None, seed: int = 0, weight: Tensor | None = None
 ) -> Tensor:
-    """Lloyd's algorithm on a sample, then every key to its nearest centroid: the cell of each key, `[batch, length]`.
+    """The cell of each key, `[batch, length]`: Lloyd's algorithm on a sample, then every key joins its nearest centroid.
 
-    `weight` `[batch, 1, dim]`: what to multiply the coordinates with before distances are taken.
+    `weight` `[batch, 1, dim]`: factors of the coordinates in distances.
     """
     batch, length, dim = keys.shape
     if length == 0:
         return torch.zeros(batch, 0, dtype=torch.int64, device=keys.device)
     generator = torch.Generator("cpu").manual_seed(seed)
     picked = torch.randperm(length, generator=generator, device="cpu")[: max(cells, sample or 64 * cells)].to(keys.device)
-    # Distances are differences of squares: take the common offset out of them first.
+    # Distances are computed as differences of squares, which lose precision far from the origin: centre the keys first.
     offset = keys.mean(1, keepdim=True)
     seen = keys[:, picked] - offset
     if weight is not None:
@@ -97,7 +97,7 @@ def lloyd(
     for _ in range(iterations):
         assigned, distance = nearest(seen, centroids)
         middles, sizes = means(seen, assigned, centroids)
-        # An empty cell starts again at one of the keys that are worst served.
+        # An empty cell starts again at one of the keys that are farthest from their centroids.
         empty = sizes == 0
         far = distance.topk(cells, dim=1).indices.gather(1, (empty.cumsum(1) - 1).clamp(min=0))
         centroids = torch.where(empty[..., None], seen.gather(1, far[..., None].expand(-1, -1, dim)), middles)
@@ -107,7 +107,7 @@ def lloyd(
 def nearest(
     points: Tensor, centroids: Tensor, offset: Tensor | None = None, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The nearest centroid of each point (less `offset`, times `weight`) `[batch, n]`, and its squared distance."""
+    """The nearest centroid of each point (minus `offset`, times `weight`), `[batch, n]`, and its squared distance."""
     batch, n, _ = points.shape
     assigned = torch.empty(batch, n, dtype=torch.int64, device=points.device)
     distance = points.new_empty(batch, n)
@@ -123,7 +123,7 @@ def nearest(
 
 
 def means(points: Tensor, assigned: Tensor, default: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each cell `[batch, cells, dim]` (`default` where it is empty) and its size `[batch, cells]`."""
+    """The mean of each cell, `[batch, cells, dim]`, or `default` where it is empty; and its size, `[batch, cells]`."""
     batch, cells, dim = default.shape
     flat = (assigned + torch.arange(batch, device=points.device)[:, None] * cells).reshape(-1)
     sizes = torch.bincount(flat, minlength=batch * cells).view(batch, cells)
@@ -132,12 +132,13 @@ def means(points: Tensor, assigned: Tensor, default: Tensor) -> tuple[Tensor, Te
 
 
 MOST_TIMES_THE_MEAN = 8
+"""No cell has more than this many times the mean number of keys."""
 
 
 def limit_sizes(keys: Tensor, assigned: Tensor, cells: int) -> Tensor:
-    """The same cells `[batch, n]` of keys `[batch, n, dim]`, none with more than eight times the mean number of keys.
+    """The cells `[batch, n]` of keys `[batch, n, dim]`, none with more than eight times the mean number of keys.
 
-    Larger ones are cut into parts, which take the place of the smallest cells; the keys of those go to the nearest other cell.
+    Larger ones are cut into parts. These take the place of the smallest cells, whose keys go to the nearest other cell.
     """
     length = keys.shape[1]
     most = MOST_TIMES_THE_MEAN * -(-length // cells)
@@ -153,7 +154,7 @@ def limit_sizes(keys: Tensor, assigned: Tensor, cells: int) -> Tensor:
 
 def _limited(keys: Tensor, assigned: Tensor, sizes: Tensor, most: int) -> Tensor:
     cells, length = len(sizes), len(keys)
-    # No more parts than this can be needed beyond the first one of each cell.
+    # Beyond the first part of each cell, there can be no more parts than this.
     spare = sizes.argsort(stable=True)[: length // most]
     is_spare = torch.zeros(cells, dtype=torch.bool, device=keys.device)
     is_spare[spare] = True

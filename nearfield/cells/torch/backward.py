@@ -1,7 +1,7 @@
-"""The gradient of the cells engine on a CPU: exact for the estimator, the plan held fixed.
+"""The backward pass in torch: the exact gradient of the estimator, the plan held fixed.
 
-Every weight is computed again from the global log-normaliser, block by block, so nothing of the forward pass is kept but the
-plan, the output and one number per row.
+Every weight is computed again, block by block, from the log-normaliser of its row. So nothing of the forward pass is kept but
+the plan, the output and one number per row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nearfield.kernels import backends
 
 @dataclass(frozen=True)
 class Sums:
-    """Gradients of a head, filled block by block."""
+    """Gradients of a head, summed up block by block."""
 
     queries: Tensor
     keys: Tensor
@@ -34,7 +34,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class BackwardBlock:
-    """A block of rows with what the forward pass left of it. One more row at the end, for tiles to fill up with, weighs 0."""
+    """A block of rows with their results, and one more row at the end: it has weight 0, and fills up tiles."""
 
     block: RowBlock
     plan: CellPlan
@@ -44,13 +44,13 @@ class BackwardBlock:
     grad: Tensor
     """of the output"""
     delta: Tensor
-    """`[rows + 1]`: output times its gradient"""
+    """`[rows + 1]`: the inner product of the output and its gradient"""
     query_grad: Tensor
     extreme: bool
     """whether some logits are so large that their rounding matters"""
 
     def tile(self, stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries (times scale), output gradients, log-normalisers and deltas of a stack, `[tiles, tile_rows, ...]`."""
+        """Queries (times scale), output gradients, log-normalisers and deltas of a stack: `[tiles, tile_rows, ...]` each."""
         row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
         queries = self.block.head.scaled(self.block.numbers.index_select(0, row)).view(shape)
         lse, delta = (x.index_select(0, row).view(shape) for x in (self.lse, self.delta))
@@ -60,17 +60,12 @@ class BackwardBlock:
 def backward(
     head: Head, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor, into: Sequence[Tensor | None] = (None,) * 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of one head, in the dtype of arithmetic; written to the tensors of `into`."""
+    """Gradients of queries, keys and values of one head, in the dtype of arithmetic; written to `into` where it has a tensor."""
     queries, keys, values = (
         torch.zeros_like(x, dtype=head.compute) if place is None else place.zero_()
         for x, place in zip((head.queries, head.keys, head.values), into, strict=True)
     )
-    sums = Sums(
-        queries,
-        keys,
-        values,
-        table=TableGradient.zeros_like(head.table),
-    )
+    sums = Sums(queries, keys, values, TableGradient.zeros_like(head.table))
     for block in head.blocks():
         part = _with_results(block, plan, output, lse, output_grad)
         _far(part, sums)
@@ -88,16 +83,15 @@ def _with_results(block: RowBlock, plan: CellPlan, output: Tensor, lse: Tensor, 
     out, grad = (torch.cat([x.index_select(0, rows), x.new_zeros(1, x.shape[1])]).to(head.compute) for x in (output, output_grad))
     of_rows = (x.index_select(0, rows) for x in (plan.opened, plan.drawn, plan.log_factor))
     own = CellPlan(plan.cell_of, *(x if x.is_floating_point() else x.long() for x in of_rows))
-    # A row that sees nothing, like the one that fills tiles up, has weights e^(z - inf) = 0.
-    ended = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])
-    ended = ended.masked_fill_(ended == -torch.inf, torch.inf)
+    # A row that sees nothing, like the one that fills up tiles, gets weights e^(z - inf) = 0.
+    own_lse = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])
+    own_lse = own_lse.masked_fill_(own_lse == -torch.inf, torch.inf)
     query_grad = head.queries.new_zeros(len(grad), head.queries.shape[1], dtype=head.compute)
-    extreme = dense.is_extreme(ended)
-    return BackwardBlock(block, own, out, ended, grad, (out * grad).sum(1), query_grad, extreme)
+    return BackwardBlock(block, own, out, own_lse, grad, (out * grad).sum(1), query_grad, dense.is_extreme(own_lse))
 
 
 def _far(part: BackwardBlock, sums: Sums) -> None:
-    """Cells left closed."""
+    """Add the gradients through cells left closed."""
     head = part.block.head
     for piece, own in part.block.far_pieces():
         seen = head.seen_by(piece)
@@ -131,21 +125,17 @@ def _far(part: BackwardBlock, sums: Sums) -> None:
 
 
 def _left(drawn: Tensor, log_factor: Tensor, home: Tensor, seen: SeenCells) -> Tensor:
-    """`[rows, cells]`: what drawn keys leave of their cells, 1 - (factors of the keys drawn there) / n_c; may be negative."""
+    """`[rows, cells]`: the share that drawn keys leave of their cells, 1 - (sum of their factors) / n_c; it may be negative."""
     place = seen.columns(home[drawn.clamp(min=0)])
-    # A slot without a key, or with one that is in no cell, goes to a column that is thrown away.
+    # A slot without a key goes to an extra column, which is dropped.
     place = torch.where((drawn < 0) | (place < 0), len(seen), place)
-    used = log_factor.new_zeros(len(drawn), len(seen) + 1).scatter_add_(1, place, _per_key(log_factor, seen.size, place))
+    share = log_factor.exp() / seen.size[place.clamp(max=len(seen) - 1)].clamp(min=1)
+    used = log_factor.new_zeros(len(drawn), len(seen) + 1).scatter_add_(1, place, share)
     return 1.0 - used[:, :-1]
 
 
-def _per_key(log_factor: Tensor, size: Tensor, cell: Tensor) -> Tensor:
-    """What a drawn key takes of its cell: its factor over the number of keys there."""
-    return log_factor.exp() / size[cell.clamp(max=len(size) - 1)].clamp(min=1)
-
-
 def _drawn(part: BackwardBlock, sums: Sums) -> None:
-    """Drawn keys, each with the factor that the plan gave it."""
+    """Add the gradients through drawn keys, each with the factor that the plan gave it."""
     head = part.block.head
     kernels = backends.pair_kernels(backends.without_triton("auto", part.grad.device), part.grad.device)
     queries, grad, drawn = part.block.scaled(slice(None)), part.grad[:-1], part.plan.drawn.clamp(min=0)
@@ -163,7 +153,7 @@ def _drawn(part: BackwardBlock, sums: Sums) -> None:
 
 
 def _local(part: BackwardBlock, sums: Sums) -> None:
-    """Keys that rows see one by one."""
+    """Add the gradients through keys that rows see one by one."""
     head = part.block.head
     for run in local_runs(part.block):
         keys, values = head.members(run.own)
@@ -185,7 +175,7 @@ def _local(part: BackwardBlock, sums: Sums) -> None:
 
 
 def _near(part: BackwardBlock, sums: Sums) -> None:
-    """The keys of opened cells."""
+    """Add the gradients through the keys of opened cells."""
     head = part.block.head
     for stack in stacks(part.plan.opened, head.table.starts, head.keys.shape[1]):
         row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
@@ -194,7 +184,7 @@ def _near(part: BackwardBlock, sums: Sums) -> None:
         weight = products(queries, keys, -lse)
         if stack.missing is not None:
             weight.masked_fill_(stack.missing[:, None], -torch.inf)
-        # A weight is at most 1; where logits are so large that their rounding would say otherwise, hold it to that.
+        # A weight is at most 1, also where logits are so large that their rounding says otherwise.
         if part.extreme:
             weight.clamp_(max=0.0)
         weight.exp_()

@@ -1,4 +1,4 @@
-"""Some rows against a run of keys that all of them see: torch's own kernel where it serves."""
+"""Attention of some rows to the same keys, one by one: by torch's own kernel where that serves."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from nearfield import _compat
+from nearfield.cells.far_field import finite
 from nearfield.kernels.reference import weighted_softmax
 
 LARGE = 1e5
-"""Logits beyond this are rounded to more than a few hundredths."""
+"""Beyond this, rounding may move a logit by a few hundredths and more."""
 
 
 def dense_attention(
     queries: Tensor, keys: Tensor, values: Tensor, causal: bool = False, keep: Tensor | None = None, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of `[group, rows, dim]` queries (times scale) over `[keys, dim]`: output `[group, rows, value_dim]`, lse.
+    """Output `[group, rows, value_dim]` and log-normaliser of queries (times scale) `[group, rows, dim]` over keys `[keys, dim]`.
 
-    `causal`: row r sees keys 0..r. `seen` `[rows, keys]`: what each row sees instead. `keep` `[group, rows, keys]`: dropout.
+    `causal`: row r sees keys 0..r. `seen` `[rows, keys]`: which row sees which key. `keep` `[group, rows, keys]`: for dropout.
     """
     if _fused(keys, values, keep, seen):
         shape = (1, len(queries), -1, -1)
@@ -40,7 +41,7 @@ def dense_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values through these keys, given the output and lse of *all* that a row attends to.
 
-    With the global normaliser each weight is the final one, whatever else the rows attend to.
+    With the lse of everything, each weight is the final one, whatever else a row attends to.
     """
     extreme = is_extreme(lse)
     if _fused(keys, values, keep, seen) and not extreme:
@@ -58,7 +59,7 @@ def dense_attention_backward(
         )
         return query_grad[0], key_grad[0].sum(0), value_grad[0].sum(0)
     logits = _logits(queries, keys, causal, seen)
-    logits = logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+    logits = logits - finite(lse)[..., None]
     weight = (logits.clamp(max=0.0) if extreme else logits).exp()
     kept = weight if keep is None else weight * keep
     value_grad = torch.einsum("grk,grd->kd", kept, output_grad)
@@ -70,12 +71,12 @@ def dense_attention_backward(
 
 
 def is_extreme(lse: Tensor) -> bool:
-    """Whether a logit is rounded to more than a few hundredths, so that e^(z - lse) might exceed 1 by much, or overflow."""
+    """Whether logits may be so large that, because of their rounding, e^(z - lse) exceeds 1 by much or overflows."""
     return bool(((lse.abs() > LARGE) & lse.isfinite()).any())
 
 
 def _fused(keys: Tensor, values: Tensor, keep: Tensor | None, seen: Tensor | None) -> bool:
-    """Whether torch's own kernel serves: it knows no dropout, one width, and a masked row is not zero there."""
+    """Whether torch's own kernel serves: only keys and values of one width, no dropout, and no row without keys."""
     return keys.device.type == "cpu" and keep is None and seen is None and keys.shape[1] == values.shape[1] and len(keys) > 0
 
 

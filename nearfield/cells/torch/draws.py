@@ -1,4 +1,4 @@
-"""Closed cells of some rows, and far keys drawn from them: a correction that makes both sums unbiased, and a standard error."""
+"""Far keys drawn from closed cells: they make both sums of the far field unbiased, and give a standard error."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from nearfield.sampling import hashed_uniform
 
 @dataclass(frozen=True)
 class ClosedCells:
-    """The cells that some rows leave closed, with their masses (0 for those that are opened)."""
+    """The cells that some rows see, with their masses: 0 for those that a row has opened."""
 
     seen: SeenCells
     weight: Tensor
-    """`[rows, cells]`: mass e^-top"""
+    """`[rows, cells]`: m_c e^-top"""
     top: Tensor
     """`[rows]`"""
     tilt: Tensor
-    """`[rows, value_dim]`: what X q adds to every value"""
+    """`[rows, value_dim]`: X q, which is added to every value"""
     keep: Tensor | None
     """`[rows, cells]`: dropout factors"""
 
     def numerator(self, weight: Tensor) -> Tensor:
-        """Sum of weight times value over the cells of a row, `[rows, value_dim]`."""
+        """The sum of weight times value over the cells of each row, after dropout: `[rows, value_dim]`."""
         weight = weight if self.keep is None else weight * self.keep
         return (weight.sum(1, keepdim=True) * self.tilt).addmm_(weight, self.seen.value)
 
 
 class Draws:
-    """Drawn far keys of one block of rows.
+    """The far keys that one block of rows draws.
 
-    A key is drawn with probability g_c / F (its cell in proportion to the cell's mass, the key evenly inside it), so one draw
-    estimates the mass of the far field by F e^z / g_c, and its numerator by that of the cells plus F (e^z v / g_c - value of c).
+    A key is drawn with probability g_c / F: its cell in proportion to the cell's mass, then the key uniformly inside it. So one
+    draw estimates the mass of the far field by F e^z / g_c, and its numerator by that of the cells plus
+    F (e^z v / g_c - value of c).
     """
 
     def __init__(self, head: Head, block: RowBlock) -> None:
@@ -51,10 +52,12 @@ class Draws:
         self.log_share = torch.full_like(self.log_factor, -torch.inf)
         """log of F e^z / (l g_c)"""
         self.value = like.new_zeros(len(block), samples, head.values.shape[1])
+        """the values of drawn keys, after dropout"""
         self.stand_in = torch.zeros_like(self.value)
+        """the values of their cells, after dropout"""
 
     def correct(self, rows: slice, cells: ClosedCells) -> tuple[Tensor, Tensor, Tensor]:
-        """Numerator, reference and mass of the far field after correction."""
+        """Draw keys for some rows. Returns numerator, reference and mass of the far field with the correction."""
         head, samples, table = self.head, self.drawn.shape[1], self.head.table
         queries, numbers = self.block.scaled(rows), self.block.rows[rows]
         top, weight = cells.top, cells.weight
@@ -89,7 +92,7 @@ class Draws:
         self.drawn[rows] = drawn.masked_fill(~some, -1)
         self.log_factor[rows], self.log_mass[rows], self.log_share[rows] = log_factor, log_mass, log_share
         self.value[rows], self.stand_in[rows] = value, stand_in
-        # A drawn key may weigh far more than all that its cell was thought to: sums are formed around the largest term.
+        # A drawn key may weigh far more than its cell was estimated to. So sums are formed around the largest term.
         ref = torch.maximum(top, log_share.amax(1))
         share = (log_share - finite(ref)[:, None]).exp_()
         left = numerator - mass.to(top.dtype)[:, None] * stand_in.mean(1)
@@ -97,7 +100,10 @@ class Draws:
         return numerator.masked_fill(~some, 0.0), ref, share.sum(1)
 
     def stderr(self, output: Tensor, lse: Tensor) -> Tensor:
-        """Delta method: spread over the draws of F/Z ((e^z v / g - value of c) - O (e^z / g - 1)), as a norm over the columns."""
+        """Standard error of a row by the delta method, as a norm over the columns.
+
+        It is the spread over the draws of F/Z ((e^z v / g - value of c) - O (e^z / g - 1)).
+        """
         samples = self.drawn.shape[1]
         of_key = samples * (self.log_share - finite(lse)[:, None]).exp()
         of_cell = (self.log_mass - finite(lse)).exp()

@@ -1,7 +1,7 @@
-"""The forward pass in torch: one head at a time, in blocks of rows, nothing quadratic in memory. Held to `cells/reference.py`.
+"""The forward pass in torch: one head at a time, in blocks of rows, nothing quadratic in memory. See `cells/reference.py`.
 
-The work of a block: score the cells and sum up those left closed (`far`), attend to the sinks and to the open segment (`local`),
-then meet the opened cells one by one, so that the keys of each see dense tiles of queries (`near`).
+The work of a block: score the cells and sum up those that stay closed (`far`), attend to the sinks and the open segment
+(`local`), and attend to the opened cells, one cell at a time, so that its keys meet dense tiles of queries (`near`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nearfield.cells.torch.tiles import Stack, products, rows_of_a_tile, stacks
 
 
 def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellPlan) -> None:
-    """Fills in the output `[rows, value_dim]`, the log-normaliser `[rows]`, what rows decide, and the standard error `[rows]`
-    where keys are drawn."""
+    """Fill in the output `[rows, value_dim]`, the log-normaliser `[rows]`, the standard error `[rows]` if keys are drawn, and the
+    part of the plan that rows decide."""
     sizes, device = head.sizes, head.keys.device
     for block in head.blocks():
         total = Partial(len(block), output)
@@ -51,14 +51,14 @@ def local(head: Head, block: RowBlock, total: Partial) -> None:
 
 
 HEADROOM = 30.0
-"""How far a logit may exceed a row's reference (in powers of e) before its sums are formed again around a better one."""
+"""If a logit exceeds the reference of its row by more than this, the sums of the row are formed again around a better one."""
 
 
 def near(head: Head, block: RowBlock, opened: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Numerator `[rows, value_dim]`, mass and reference `[rows]` over the keys of the opened cells.
 
-    Sums are formed around `ref`, which should not exceed the largest logit: the logit of an opened centroid never does, and
-    usually comes close. Rows for which it was too low are done again around their largest logit.
+    Sums are formed around `ref`, which must not exceed the largest logit. The logit of an opened centroid never does, and is
+    usually close to it. Rows for which it is too low are done again around their largest logit.
     """
     height = rows_of_a_tile(opened.numel() / max(1, head.table.cells))
     numerator, mass, above = _sums(head, block.numbers, opened, ref, height)
@@ -78,7 +78,7 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Numerator and mass around `ref`, and by how much the largest logit exceeds it.
 
-    `apart`: subtract the reference from finished logits, so that the largest of them comes out as exactly 0 whatever its size.
+    `apart`: subtract the reference from finished logits, so that the largest comes out as exactly 0 whatever its size.
     """
     rows = len(opened)
     numerator = ref.new_zeros(rows + 1, head.values.shape[1])
@@ -105,16 +105,16 @@ def _sums(
 
 
 def tile_members(head: Head, stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of the cells of a stack `[tiles, width, ...]`, and their positions `[tiles, width]`."""
+    """Keys and values of the cells of a stack, `[tiles, width, ...]`, and their positions `[tiles, width]`."""
     position = head.table.order[stack.members]
     keys, values = head.members(position.view(-1))
     return keys.view(*position.shape, -1), values.view(*position.shape, -1), position
 
 
 def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draws | None) -> Tensor:
-    """Scores the cells of a block of rows, fills in `opened` `[rows, probes]`, and adds the cells left closed to `total`.
+    """Score the cells that a block of rows sees, fill in `opened` `[rows, probes]`, and add the cells left closed to `total`.
 
-    Returns the largest q.mu_c of an opened cell, `[rows]`; -inf where nothing is opened.
+    Returns the largest q.mu_c of the opened cells, `[rows]`; -inf where none is opened.
     """
     ref = total.ref.new_full((len(block),), -torch.inf)
     for piece, part in block.far_pieces():
@@ -135,12 +135,12 @@ def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draw
 
 
 def row_parts(part: slice, cost: int, budget: int) -> Iterator[slice]:
-    """Ranges of rows whose score tables stay within a budget of entries."""
+    """Ranges of rows whose score tables, with `cost` entries per row, stay within a budget of entries."""
     step = max(32, budget // max(1, cost) // 32 * 32)
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))
 
 
 def cell_keep(head: Head, block: RowBlock, rows: slice, ids: Tensor) -> Tensor | None:
-    """Dropout factors of (row, cell) pairs: cells are items, counted on from the last key."""
+    """Dropout factors of some rows and cells: see `Head.keep`."""
     return None if head.dropout_p == 0.0 else head.keep(block.rows[rows, None], ids + len(head.keys))

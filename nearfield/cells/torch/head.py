@@ -1,4 +1,4 @@
-"""One head of the cells engine on a CPU: its tables, its blocks of rows, and sums that can be merged."""
+"""One head of the cells engine in torch: its cells, its blocks of rows, and sums that can be merged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield.cells.far_field import finite
 from nearfield.cells.moments import CellTable, SeenCells, tabulate
 from nearfield.cells.partition import Partition, build_cells
 from nearfield.cells.sizes import CellSizes
@@ -18,28 +19,28 @@ from nearfield.cells.spans import Piece, Spans, closed_keys, pieces, row_blocks_
 from nearfield.chunks import row_blocks
 from nearfield.sampling import hashed_uniform
 
-LEAST_BLOCK_BYTES = 4 << 20
+LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES = 4 << 20, 256 << 20
+"""What a block of rows may take, whatever the size of the inputs."""
 
-MOST_BLOCK_BYTES = 256 << 20
-
-LEAST_SCORES = 1 << 18
-
-MOST_SCORES = 1 << 20
+LEAST_SCORES, MOST_SCORES = 1 << 18, 1 << 20
+"""Entries of a score table, whatever the size of the inputs: 1 to 4 MB in float32."""
 
 BYTES_PER_LOCAL_WEIGHT = 32
-"""Of a weight that torch's own kernel does not serve, with all that is computed on the way: draws take 8 bytes each."""
+"""What one weight takes, with its intermediate results, where torch's own kernel does not serve."""
 
 
 @dataclass
 class Head:
-    """One key-value head with the rows that attend to it, and everything about it that does not depend on the pass."""
+    """One key-value head with the rows that attend to it, and what forward and backward pass have in common."""
 
     queries: Tensor
-    """`[group * length, dim]`, as the caller has them"""
+    """`[group * length, dim]`, in the dtype of the inputs and not yet multiplied by the scale"""
     keys: Tensor
+    """`[n, dim]`"""
     values: Tensor
+    """`[n, value_dim]`"""
     visible: Tensor
-    """`[group * length]`: the same for every member of the group"""
+    """`[group * length]`: how many keys each row sees; the same for every member of the group"""
     cell_of: Tensor
     """as in `CellPlan`"""
     sizes: CellSizes
@@ -47,13 +48,13 @@ class Head:
     dropout_p: float = 0.0
     seed: int = 0
     first_row: int = 0
-    """the number of its first row among the rows of all heads, for draws"""
+    """the number of its first row among the rows of all heads: rows draw by their numbers"""
     pieces: list[Piece] = field(init=False)
+    spans: Spans = field(init=False)
     table: CellTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self.seen = self.visible[: self.length]
-        self.pieces = pieces(self.seen, self.sizes)
+        self.pieces = pieces(self.visible_at, self.sizes)
         self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
         self.table = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(self.sizes.cells_in(self.segment_length)))
 
@@ -69,33 +70,41 @@ class Head:
 
     @property
     def length(self) -> int:
+        """How many positions have queries."""
         return len(self.queries) // self.sizes.group
 
     @property
+    def visible_at(self) -> Tensor:
+        """`[length]`: how many keys the rows at each position see."""
+        return self.visible[: self.length]
+
+    @property
     def segment_length(self) -> int:
-        return self.sizes.segment or (int(self.seen.max()) if len(self.seen) else 0)
+        """Keys per segment; all that are seen, where attention is not causal."""
+        return self.sizes.segment or (int(self.visible_at.max()) if self.length else 0)
 
     @property
     def compute(self) -> torch.dtype:
+        """The dtype of arithmetic."""
         return torch.promote_types(self.queries.dtype, torch.float32)
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Blocks of rows. They take no more memory than half of one input does, within reason."""
+        """All rows in blocks. A block takes no more than half the memory of one input, within the bounds above."""
         sizes, wide = self.sizes, self.values.shape[1]
         budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 2))
-        # Two accumulators, and the pairs with what sorting them takes.
+        # Two accumulators, the (row, cell) pairs with what it takes to sort them, and draws.
         per_row = 8 * wide + 40 * sizes.probes + sizes.samples * (16 * wide + 64)
         for found in row_blocks_of(self.pieces, max(64, budget // (per_row * sizes.group))):
             yield RowBlock(self, found)
 
     @property
     def scores_per_pass(self) -> int:
-        """Entries of one block of the (row, cell) score table: 1 to 4 MB in float32, several of which are needed at a time."""
+        """Entries of one table of scores, rows by cells. Several such tables exist at a time."""
         return min(MOST_SCORES, max(LEAST_SCORES, self.queries.numel() // 8))
 
     @property
     def serves_fused(self) -> bool:
-        """Whether torch's own attention kernel can do what is seen key by key."""
+        """Whether torch's own attention kernel serves the keys that are seen one by one."""
         return self.dropout_p == 0.0 and self.keys.shape[1] == self.values.shape[1] and self.keys.device.type == "cpu"
 
     def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,11 +113,11 @@ class Head:
         return keys.to(self.compute), values.to(self.compute)
 
     def scaled(self, numbers: Tensor) -> Tensor:
-        """Queries of the rows with these numbers, times scale, in the dtype of arithmetic."""
+        """The queries with these numbers, times scale, in the dtype of arithmetic."""
         return self.queries.index_select(0, numbers).to(self.compute).mul_(self.scale)
 
     def keep(self, rows: Tensor, items: Tensor) -> Tensor | None:
-        """Dropout factors of (row, item) pairs, broadcast together; an item is a key, or a cell counted on from the last key."""
+        """Dropout factors of (row, item) pairs, broadcast together. Item j is key j, item n + c is cell c. None: no dropout."""
         if self.dropout_p == 0.0:
             return None
         draw = hashed_uniform(self.seed, rows + self.first_row, items)
@@ -125,29 +134,29 @@ class RowBlock:
         positions = [torch.arange(p.start, p.stop, device=head.keys.device) for p in found]
         member = torch.arange(group, device=head.keys.device)[:, None] * head.length
         self.rows = torch.cat([(member + p).reshape(-1) for p in positions])
-        """`[rows]`: their numbers in the head; piece by piece, member by member"""
+        """`[rows]`: the numbers of the rows in the head, piece by piece and member by member"""
         self.ranges = []
         start = 0
         for piece in found:
             self.ranges.append(slice(start, start + group * piece.length))
             start += group * piece.length
         self.numbers = torch.cat([self.rows, self.rows.new_zeros(1)])
-        """`[rows + 1]`: with one more, any, for tiles to fill up with"""
+        """`[rows + 1]`: the same, and at the end the number of any row, with which tiles are filled up"""
 
     def scaled(self, part: slice | Tensor) -> Tensor:
-        """Queries of some rows `[..., dim]`, times scale."""
+        """The queries of some rows, times scale."""
         return self.head.scaled(self.rows[part])
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def far_pieces(self) -> Iterator[tuple[Piece, slice]]:
-        """The pieces that see cells, and their rows in this block."""
+        """The pieces that see cells, with their rows in this block."""
         return ((piece, part) for piece, part in zip(self.pieces, self.ranges, strict=True) if piece.segments)
 
 
 class Partial:
-    """Sums over what a row has attended to so far: numerator e^-ref sum w v, mass e^-ref sum w."""
+    """Sums over what each row has attended to so far: numerator e^-ref sum w v and mass e^-ref sum w."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
         self.numerator = like.new_zeros(rows, like.shape[1])
@@ -155,10 +164,10 @@ class Partial:
         self.ref = like.new_full((rows,), -torch.inf)
 
     def add(self, rows: slice | Tensor, numerator: Tensor, ref: Tensor, mass: Tensor | None = None) -> None:
-        """`mass` None: 1, that is the numerator is an output and `ref` its log-normaliser."""
+        """Add sums around `ref` for some rows. `mass` None: 1, so the numerator is an output and `ref` its log-normaliser."""
         old = self.ref[rows]
         new = torch.maximum(old, ref)
-        base = new.masked_fill(new == -torch.inf, 0.0)
+        base = finite(new)
         before, now = (old - base).exp(), (ref - base).exp()
         self.numerator[rows] = self.numerator[rows] * before[:, None] + numerator * now[:, None]
         self.mass[rows] = self.mass[rows] * before + (now if mass is None else now * mass)
@@ -172,18 +181,18 @@ class Partial:
 
 
 class LocalRun(NamedTuple):
-    """Some positions of a piece, for all members of the group, and a run of keys that they see one by one."""
+    """Some positions of a piece, for all members of the group, and keys that they see one by one."""
 
     rows: slice | Tensor
-    """of the block"""
+    """rows of the block"""
     shape: tuple[int, int, int]
-    """(members of the group, positions, -1): what to view them as"""
+    """(members of the group, positions, -1): the shape as which to view them"""
     own: Tensor
-    """`[keys]`: key positions"""
+    """`[keys]`: the positions of the keys"""
     causal: bool
-    """whether position r sees the keys 0..r only"""
+    """whether the r-th position sees the first r + 1 of these keys only"""
     seen: Tensor | None
-    """`[positions, keys]`: or who sees which"""
+    """`[positions, keys]`: which position sees which key; None: as `causal` says"""
 
 
 def local_runs(block: RowBlock) -> Iterator[LocalRun]:
@@ -195,7 +204,7 @@ def local_runs(block: RowBlock) -> Iterator[LocalRun]:
             if seen is None and head.serves_fused:
                 yield LocalRun(part, whole, own, causal, None)
                 continue
-            # Torch's kernel does not serve; the table of all weights may be large.
+            # The table of all weights may be large: make it for some rows at a time.
             for some in row_blocks((group, piece.length), BYTES_PER_LOCAL_WEIGHT * len(own)):
                 numbers = torch.arange(part.start, part.stop, device=own.device).view(whole[:2])[:, some].reshape(-1)
                 table = None if seen is None else seen[some]
@@ -206,18 +215,18 @@ def local_runs(block: RowBlock) -> Iterator[LocalRun]:
 
 
 def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor | None]]:
-    """Key positions, whether the rows of the piece see them causally, or a table of who sees which."""
+    """The fields `own`, `causal` and `seen` of the runs of a whole piece."""
     device = head.keys.device
     always = torch.arange(min(head.sizes.sinks, piece.closed), device=device)
     if not head.sizes.segment:
         if len(always):
             yield always, False, None
         return
-    seen = head.seen[piece.start : piece.stop]
+    seen = head.visible_at[piece.start : piece.stop]
     last = int(seen[-1])
     first = int(seen[0]) - 1
     if first >= piece.closed and torch.equal(seen, torch.arange(first + 1, first + 1 + len(seen), device=device)):
-        # Row r of the piece sees the keys up to first + r, whatever padding came before.
+        # The r-th position of the piece sees the keys up to first + r.
         before = torch.cat([always, torch.arange(piece.closed, first, device=device)])
         if len(before):
             yield before, False, None
@@ -233,7 +242,7 @@ def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor
 def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition) -> Tensor:
     """The cells of each key of a head `[n, dim]`: `[span_levels, n]`, -1 where it is in none.
 
-    Keys are grouped span by span, of those that some row sees: nothing about a cell depends on later keys.
+    Keys are grouped span by span, and only those that some row sees through cells. Nothing about a cell depends on later keys.
     """
     cell_of = torch.full((sizes.span_levels, len(keys)), -1, dtype=torch.int64, device=keys.device)
     closed = int(closed_keys(visible, sizes).max()) if len(visible) else 0
@@ -248,7 +257,7 @@ def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition
         own = list(group)
         places = [slice(span.first * segment, (span.first + span.segments) * segment) for span in own]
         copies = [keys[place].to(compute)[None] for place in places]
-        parts = copies[0] if len(copies) == 1 else torch.cat(copies)  # not a copy where it need not be one
+        parts = copies[0] if len(copies) == 1 else torch.cat(copies)
         cells = build_cells(partition, parts, per_segment << level)
         for span, place, cell in zip(own, places, cells, strict=True):
             cell_of[level, place] = cell + first_cell[span.number]

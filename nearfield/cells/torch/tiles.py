@@ -1,9 +1,9 @@
-"""Tiles on a CPU: dense products of a few rows with the members of a cell, and the schedule that makes them.
+"""Tiles: dense products of some rows with the members of a cell, and the order in which they are made.
 
-A (row, cell) pair meets all members of the cell. Pairs are sorted by cell and cut into tiles of equally many rows; tiles whose
-cells have about as many members are stacked, so that one batched matrix product serves some hundred of them. Tiles always have
-the same number of rows, and a cell the same number of columns, whoever else opens it: a matrix product may round a row
-differently when its shape changes, and a causal row must not change by a bit because of later queries.
+In a (row, cell) pair the row meets all members of the cell. Pairs are sorted by cell and cut into tiles of equally many rows.
+Tiles whose cells have about as many members are stacked, so that one batched matrix product serves hundreds of them. All tiles
+have the same number of rows, and those of a cell the same number of columns, whichever other rows open it: a matrix product may
+round a row differently when its shape changes, and a causal row must not change by a bit because of later queries.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 PAGE = 256
-"""Cells with more members are met in pages of so many."""
+"""Cells with more members than this are met in pages of this size."""
 
 GRAIN = 8
-"""Columns of a tile are filled up to a multiple of this."""
+"""The columns of a tile are filled up to a multiple of this."""
 
 SCALARS_PER_PASS = 1 << 19
-"""What one stack of tiles holds of scores and gathered rows: 2 MB in float32."""
+"""Scores and gathered numbers in one stack of tiles: 2 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,17 @@ class Stack:
     """Tiles of one shape."""
 
     rows: Tensor
-    """`[tiles, tile_rows]`: row numbers; the number just beyond the last row where a tile is filled up"""
-    pairs: Tensor | None
-    """`[tiles, tile_rows]`: flat numbers of the (row, slot) pairs, if asked for; the number just beyond the last one likewise"""
+    """`[tiles, tile_rows]`: row numbers; the number of rows where a tile is filled up"""
     members: Tensor
-    """`[tiles, width]`: places in the order in which cells list their members"""
+    """`[tiles, width]`: the members of the cell, as places in `CellTable.order`; 0 where it has fewer"""
     missing: Tensor | None
-    """`[tiles, width]`: where a cell has fewer members; None where all are there"""
+    """`[tiles, width]`: where the cell has fewer members; None: nowhere"""
 
 
-def stacks(
-    chosen: Tensor, edges: Tensor, dim: int, height: int | None = None, page_size: int = PAGE, with_pairs: bool = False
-) -> Iterator[Stack]:
-    """The tiles of all pairs in `chosen` `[rows, slots]` (cell numbers, -1: nothing); cell c has the members `edges[c:c+2]`.
+def stacks(chosen: Tensor, edges: Tensor, dim: int, height: int | None = None, page_size: int = PAGE) -> Iterator[Stack]:
+    """The tiles of all pairs in `chosen` `[rows, slots]`: numbers of cells, -1 for none. Members of cell c begin at `edges[c]`.
 
-    `height`: rows of a tile; None: by the number of pairs and cells.
+    `height`: rows of a tile; None: by the number of pairs and cells. `dim`: columns of what is gathered for a row or a member.
     """
     rows, slots = chosen.shape
     cells = len(edges) - 1
@@ -87,7 +83,6 @@ def stacks(
             missing = in_page >= held[page[part], None]
             yield Stack(
                 row[place].masked_fill_(beyond, rows),
-                pair[place].masked_fill_(beyond, rows * slots) if with_pairs else None,
                 (page_start[page[part], None] + in_page).masked_fill_(missing, 0),
                 missing if int(held[page[part]].min()) < wide else None,
             )
@@ -95,12 +90,12 @@ def stacks(
 
 
 def rows_of_a_tile(pairs_per_cell: float) -> int:
-    """Tall tiles are faster, but the last one of each cell is half empty. Decided by sizes alone, never by data."""
+    """Tall tiles are faster, but the last one of each cell is half empty. Depends on sizes alone, never on data."""
     return 128 if pairs_per_cell >= 384 else 64 if pairs_per_cell >= 96 else 32
 
 
 def products(left: Tensor, right: Tensor, plus: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """scale * left `[tiles, rows, dim]` times right `[tiles, width, dim]`, transposed, plus something: `[tiles, rows, width]`."""
+    """scale * left right^T + plus, for left `[tiles, rows, dim]` and right `[tiles, width, dim]`: `[tiles, rows, width]`."""
     if plus is None:
         return torch.baddbmm(left[:1, :1, :1], left, right.transpose(1, 2), beta=0.0, alpha=scale)
     return torch.baddbmm(plus, left, right.transpose(1, 2), alpha=scale)

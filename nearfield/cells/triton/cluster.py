@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from nearfield.cells.partition.kmeans import MOST_TIMES_THE_MEAN
-from nearfield.cells.triton.layout import Layout, Sample
+from nearfield.cells.triton.layout import Layout, PackedCells, Sample
 from nearfield.cells.triton.tuning import blocks_for
-from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision
-
-
-class Narrow(NamedTuple):
-    """How numbers from 0 to `last` are kept while they are sorted: with as few digits as it takes."""
-
-    last: int
-
-    @property
-    def shift(self) -> int:
-        """is taken off"""
-        return 1 << 15 if self.last < 1 << 16 else 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.int16 if self.shift else torch.int32
+from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
 
 
 @Kernel
-def _number(cell_of, where, found, per_entry, cells, last, shift, cell_entry, CHOSEN: tl.constexpr, BP: tl.constexpr):
-    """Cells counted on over the entries; `last` for none. CHOSEN: only those at `where`."""
+def _pack_cells(cell_of, where, packed, per_entry, cells, last, shift, cell_entry, CHOSEN: tl.constexpr, BP: tl.constexpr):
+    """Cells as `PackedCells` says; only those at `where`, if CHOSEN."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     there = lane < per_entry
@@ -40,66 +24,77 @@ def _number(cell_of, where, found, per_entry, cells, last, shift, cell_entry, CH
     if CHOSEN:
         place = tl.load(where + lane, mask=there, other=0).to(tl.int64)
     cell = tl.load(cell_of + entry * cell_entry + place, mask=there, other=-1)
-    number = tl.where(cell >= 0, cell + entry.to(tl.int32) * cells, last) - shift
-    tl.store(found + entry * per_entry + lane, number.to(found.dtype.element_ty), mask=there)
+    key = tl.where(cell >= 0, cell + entry.to(tl.int32) * cells, last) - shift
+    tl.store(packed + entry * per_entry + lane, key.to(packed.dtype.element_ty), mask=there)
 
 
 @Kernel
-def _members(places, where, numbers, position, cell, total, per_entry, length, shift, BP: tl.constexpr):
+def _members(places, where, packed, position, cell, total, per_entry, length, shift, BP: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     there = lane < total
     place = tl.load(where + tl.load(places + lane, mask=there, other=0) % per_entry, mask=there, other=0)
     tl.store(position + lane, place % length, mask=there)
-    tl.store(cell + lane, tl.load(numbers + lane, mask=there, other=0).to(tl.int32) + shift, mask=there)
+    tl.store(cell + lane, tl.load(packed + lane, mask=there, other=0).to(tl.int32) + shift, mask=there)
 
 
-def sorted_numbers(numbers: Tensor, layout: Layout, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Narrow numbers in order, where each of them was, and where each number (up to one past the last cell) begins."""
-    found, places = numbers.view(-1).sort(stable=True)
-    return found, places, torch.searchsorted(found, layout.numbers(entries), out_int32=True)
+def sort_by_cell(packed: Tensor, layout: Layout, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed cells in order, where each of them was, and where each cell begins (one more: where those without a cell do)."""
+    found, places = packed.view(-1).sort(stable=True)
+    return found, places, torch.searchsorted(found, layout.packed_cells(entries), out_int32=True)
 
 
-def narrowed(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Tensor:
-    """Cells `[entries, ...]`, -1 for none, as `sorted_numbers` wants them. `where`: which of those of an entry; None: all."""
+def pack_cells(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Tensor:
+    """Cells `[entries, ...]`, -1 for none, as `PackedCells` says; only those at the places `where` of each entry, if given."""
     entries = cell_of.shape[0]
     per_entry = cell_of[0].numel() if where is None else where.shape[0]
-    kept = Narrow(entries * layout.cells)
-    found = torch.empty(entries, per_entry, dtype=kept.dtype, device=cell_of.device)
+    packing = PackedCells(entries * layout.cells)
+    packed = torch.empty(entries, per_entry, dtype=packing.dtype, device=cell_of.device)
     if per_entry:
-        _number[(cdiv(per_entry, 1024), entries)](
-            cell_of,
-            where,
-            found,
-            per_entry,
-            layout.cells,
-            kept.last,
-            kept.shift,
-            cell_of.stride(0),
+        _pack_cells[(cdiv(per_entry, 1024), entries)](
+            cell_of=cell_of,
+            where=cell_of if where is None else where,
+            packed=packed,
+            per_entry=per_entry,
+            cells=layout.cells,
+            last=packing.last,
+            shift=packing.shift,
+            cell_entry=cell_of.stride(0),
             CHOSEN=where is not None,
             BP=1024,
             num_warps=4,
         )
-    return found
+    return packed
 
 
 def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Positions of keys cell by cell, their cells, and where each cell begins, of `cell_of` `[entries, span_levels, n]`."""
     entries, _, length = cell_of.shape
     where = layout.members
-    numbers, places, starts = sorted_numbers(narrowed(cell_of, layout, where), layout, entries)
+    packed, places, starts = sort_by_cell(pack_cells(cell_of, layout, where), layout, entries)
     total = entries * where.shape[0]
     position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
-    shift = Narrow(entries * layout.cells).shift
+    shift = PackedCells(entries * layout.cells).shift
     if total:
         _members[(cdiv(total, 1024),)](
-            places, where, numbers, position, cell, total, where.shape[0], length, shift, BP=1024, num_warps=4
+            places=places,
+            where=where,
+            packed=packed,
+            position=position,
+            cell=cell,
+            total=total,
+            per_entry=where.shape[0],
+            length=length,
+            shift=shift,
+            BP=1024,
+            num_warps=4,
         )
     return position, cell, starts
 
 
 POINTS = 128
+"""of a sample that a program prepares"""
 
-LOOKED_AT = 1024
+WIDTH_KEYS = 1024
 """Keys of a sample that say how wide each coordinate is."""
 
 
@@ -178,14 +173,14 @@ def _prepare(
 @Kernel
 def _nearest(
     points,
-    point_first,
+    point_ranges,
     chunk_span,
     chunk_number,
     offset,
     weight,
     centroids,
     half,
-    span_cell,
+    cell_edges,
     span_level,
     found,
     cells,
@@ -205,13 +200,13 @@ def _nearest(
 ):
     """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points.
 
-    PREPARED: points are already of this form, and their cells are counted on over the entries, see `sort.Narrow`.
+    PREPARED: points are already of this form, and their cells are packed, see `PackedCells`.
     """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
-    begin = tl.load(point_first + 2 * span)
+    begin = tl.load(point_ranges + 2 * span)
     point = begin + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
-    there = point < tl.load(point_first + 2 * span + 1)
+    there = point < tl.load(point_ranges + 2 * span + 1)
     point = point.to(tl.int64)
     column = tl.arange(0, BD)
     wide = column < dim
@@ -221,7 +216,7 @@ def _nearest(
         shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
         stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
         x = ((x.to(tl.float32) - shift[None, :]) * stretch[None, :]).to(DT)
-    first, last = tl.load(span_cell + span), tl.load(span_cell + span + 1)
+    first, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
     best = tl.full([BP], -float("inf"), tl.float32)
     chosen = tl.zeros([BP], tl.int32) + first
     for start in range(first, last, BC):
@@ -234,7 +229,7 @@ def _nearest(
         winner = tl.argmax(score, 1).to(tl.int32) + start
         chosen = tl.where(top > best, winner, chosen)
         best = tl.maximum(top, best)
-    # A score that is not a number is no larger than others, nor smaller: stay inside the span.
+    # Comparisons with NaN are false: stay inside the span.
     chosen = tl.minimum(chosen, last - 1)
     if PREPARED:
         chosen += (entry * cells).to(tl.int32) - shift
@@ -242,14 +237,14 @@ def _nearest(
     tl.store(found + entry * found_entry + level * found_level + point, chosen.to(found.dtype.element_ty), mask=there)
 
 
-@partial(Kernel, varied=("turn",))
+@partial(Kernel, do_not_specialize=("turn",))
 def _means(
     points,
     order,
     starts,
     sample_first,
-    span_of,
-    span_cell,
+    span_of_cell,
+    cell_edges,
     centroids,
     half,
     cells,
@@ -259,7 +254,7 @@ def _means(
     BP: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The mean of the points of one cell. One that is empty starts again at a point of the sample, another one in every turn."""
+    """The mean of the points of one cell. An empty cell starts again at a point of the sample, another one in every turn."""
     number = tl.program_id(0).to(tl.int64)
     entry, cell = number // cells, number % cells
     column = tl.arange(0, BD)
@@ -272,11 +267,11 @@ def _means(
         own = tl.load(order + lane, mask=there, other=0).to(tl.int64)
         x = tl.load(points + own[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
         total += x.to(tl.float32)
-    span = tl.load(span_of + cell)
+    span = tl.load(span_of_cell + cell)
     begin = tl.load(sample_first + span)
     count = tl.load(sample_first + span + 1) - begin
-    own_cells = tl.load(span_cell + span + 1) - tl.load(span_cell + span)
-    again = begin + (turn * own_cells + cell - tl.load(span_cell + span)) % count
+    own_cells = tl.load(cell_edges + span + 1) - tl.load(cell_edges + span)
+    again = begin + (turn * own_cells + cell - tl.load(cell_edges + span)) % count
     other = tl.load(points + (entry * size + again) * dim + column, mask=wide, other=0.0).to(tl.float32)
     mean = tl.where(last > first, tl.sum(total, 0) / tl.maximum(last - first, 1).to(tl.float32), other)
     mean = mean.to(centroids.dtype.element_ty)
@@ -286,10 +281,10 @@ def _means(
 
 
 def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tensor) -> None:
-    """Fills in the cells of the keys `[entries, n, dim]` in every span: `found` `[entries, span_levels, n]`, where there is one.
+    """Fills in `found` `[entries, span_levels, n]`: the cell of each key `[entries, n, dim]` in every span that has it.
 
     Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all cells are made in one step,
-    a cell is grouped by 16 keys rather than 32, and an empty one starts again at some key of the sample.
+    from 16 keys per cell rather than 32, and an empty cell starts again at some key of the sample.
     """
     entries, _, dim = keys.shape
     sample = layout.sample(seed)
@@ -300,33 +295,43 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tens
     points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
     common = {"BD": padded(dim), "num_warps": 4 if dim <= 128 else 8}
     _widths[(spans, entries)](
-        keys, sample.position, sample.first, offset, weight, spans, dim, *keys.stride()[:2], MOST=LOOKED_AT, BP=64, **common
+        keys=keys,
+        position=sample.position,
+        sample_first=sample.first,
+        offset=offset,
+        weight=weight,
+        spans=spans,
+        dim=dim,
+        **strides(key=keys),
+        MOST=WIDTH_KEYS,
+        BP=64,
+        **common,
     )
     chunk_span, chunk_number = sample.chunks(POINTS)
     _prepare[(chunk_span.shape[0], entries)](
-        keys,
-        sample.position,
-        sample.first,
-        chunk_span,
-        chunk_number,
-        offset,
-        weight,
-        points,
-        spans,
-        dim,
-        *keys.stride()[:2],
-        points.stride(0),
+        keys=keys,
+        position=sample.position,
+        sample_first=sample.first,
+        chunk_span=chunk_span,
+        chunk_number=chunk_number,
+        offset=offset,
+        weight=weight,
+        points=points,
+        spans=spans,
+        dim=dim,
+        **strides(key=keys),
+        point_entry=points.stride(0),
         BP=POINTS,
         **common,
     )
-    moving = _Moving(layout, sample, points, offset, weight, common)
+    centroids = _Centroids(layout, sample, points, offset, weight, common)
     for turn in range(1, iterations + 1):
-        moving.step(turn)
-    moving.settle(keys, found)
+        centroids.move(turn)
+    centroids.assign(keys, found)
 
 
-class _Moving:
-    """The centroids of all spans between two iterations."""
+class _Centroids:
+    """The centroids of all spans, moved by one iteration of k-means at a time."""
 
     def __init__(
         self,
@@ -342,65 +347,65 @@ class _Moving:
         entries, _, self.dim = points.shape
         self.centroids = points.new_empty((entries, layout.cells, self.dim))
         self.half = torch.empty(entries, layout.cells, device=points.device)
-        self.blocks = blocks_for("nearest", self.dim, points.dtype)
-        self.narrow = Narrow(entries * layout.cells)
-        self.assigned = torch.empty(entries, sample.size, dtype=self.narrow.dtype, device=points.device)
-        # All cells are empty yet, and start at the first points of the sample.
+        self.blocks = blocks_for("nearest", self.dim, points.dtype, points.device)
+        self.packing = PackedCells(entries * layout.cells)
+        self.assigned = torch.empty(entries, sample.size, dtype=self.packing.dtype, device=points.device)
+        # All cells are empty, and start at the first points of the sample.
         nothing = torch.zeros(entries * layout.cells + 1, dtype=torch.int32, device=points.device)
         self._means(nothing, nothing, 0)
 
-    def step(self, turn: int) -> None:
-        """Points to their nearest centroids, centroids to the means of their points."""
-        self._nearest(self.points, self.sample.edges, self.sample.chunks(self.blocks.rows), self.assigned, 0, True)
-        _, order, starts = sorted_numbers(self.assigned, self.layout, self.points.shape[0])
+    def move(self, turn: int) -> None:
+        """Each point goes to its nearest centroid, and each centroid to the mean of its points."""
+        self._nearest(self.points, self.sample.ranges, self.sample.chunks(self.blocks.rows), self.assigned, 0, True)
+        _, order, starts = sort_by_cell(self.assigned, self.layout, self.points.shape[0])
         self._means(order, starts, turn)
 
     def _means(self, order: Tensor, starts: Tensor, turn: int) -> None:
-        _means[(self.narrow.last,)](
-            self.points,
-            order,
-            starts,
-            self.sample.first,
-            self.layout.span_of,
-            self.layout.span_cell,
-            self.centroids,
-            self.half,
-            self.layout.cells,
-            self.dim,
-            self.sample.size,
-            turn,
+        _means[(self.packing.last,)](
+            points=self.points,
+            order=order,
+            starts=starts,
+            sample_first=self.sample.first,
+            span_of_cell=self.layout.span_of_cell,
+            cell_edges=self.layout.cell_edges,
+            centroids=self.centroids,
+            half=self.half,
+            cells=self.layout.cells,
+            dim=self.dim,
+            size=self.sample.size,
+            turn=turn,
             BP=16,
             BD=self.common["BD"],
             num_warps=2,
         )
 
-    def settle(self, keys: Tensor, found: Tensor) -> None:
-        """All keys to their nearest centroids."""
-        self._nearest(keys, self.layout.span_edges, self.layout.chunks(self.blocks.rows), found, found.stride(1), False)
+    def assign(self, keys: Tensor, found: Tensor) -> None:
+        """Fills in the cell of each key: that of its nearest centroid."""
+        self._nearest(keys, self.layout.key_ranges, self.layout.chunks(self.blocks.rows), found, found.stride(1), False)
 
     def _nearest(
-        self, points: Tensor, edges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_level: int, prepared: bool
+        self, points: Tensor, ranges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_level: int, prepared: bool
     ) -> None:
         chunk_span, chunk_number = chunks
         _nearest[(chunk_span.shape[0], points.shape[0])](
-            points,
-            edges,
-            chunk_span,
-            chunk_number,
-            self.offset,
-            self.weight,
-            self.centroids,
-            self.half,
-            self.layout.span_cell,
-            self.layout.span_level,
-            found,
-            self.layout.cells,
-            len(self.layout.spans.all),
-            self.dim,
-            *points.stride()[:2],
-            found.stride(0),
-            found_level,
-            self.narrow.shift,
+            points=points,
+            point_ranges=ranges,
+            chunk_span=chunk_span,
+            chunk_number=chunk_number,
+            offset=self.offset,
+            weight=self.weight,
+            centroids=self.centroids,
+            half=self.half,
+            cell_edges=self.layout.cell_edges,
+            span_level=self.layout.span_level,
+            found=found,
+            cells=self.layout.cells,
+            spans=len(self.layout.spans.all),
+            dim=self.dim,
+            **strides(point=points),
+            found_entry=found.stride(0),
+            found_level=found_level,
+            shift=self.packing.shift,
             PREPARED=prepared,
             BP=self.blocks.rows,
             BC=self.blocks.keys,
@@ -413,6 +418,7 @@ class _Moving:
 
 
 KEYS = 1024
+"""that a program counts or moves"""
 
 
 @Kernel
@@ -424,11 +430,11 @@ def _sizes(cell_of, sizes, per_entry, cells, cell_entry, BP: tl.constexpr):
 
 
 @Kernel
-def _hosts(sizes, parts, begins, host, span_cell, span_edges, cells, times, BC: tl.constexpr):
-    """For each cell of a span that is too large, how many parts it is cut into, and small cells that take them in."""
+def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC: tl.constexpr):
+    """For each cell of a span that is too large: how many parts are cut off, and the small cells that take them in."""
     span, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, last = tl.load(span_cell + span), tl.load(span_cell + span + 1)
-    keys = tl.load(span_edges + 2 * span + 1) - tl.load(span_edges + 2 * span)
+    first, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
+    keys = tl.load(key_ranges + 2 * span + 1) - tl.load(key_ranges + 2 * span)
     mean = (keys + last - first - 1) // (last - first)
     sizes += entry * cells
     parts += entry * cells
@@ -457,7 +463,7 @@ def _hosts(sizes, parts, begins, host, span_cell, span_edges, cells, times, BC: 
 
 @Kernel
 def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP: tl.constexpr):
-    """Keys of a cell that is cut to its parts, by positions: as if at random, for equal keys may come at equal distances."""
+    """Keys of a cell that is cut go to its parts as if at random, by their positions: equal keys may come at equal distances."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     here = cell_of + entry * cell_entry + lane
@@ -471,8 +477,8 @@ def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP
     tl.store(here, tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0), mask=moved)
 
 
-def limit_sizes(cell_of: Tensor, layout: Layout) -> None:
-    """Cut cells of `cell_of` `[entries, span_levels, n]` with more than eight times the mean number of keys.
+def limit_cell_sizes_(cell_of: Tensor, layout: Layout) -> None:
+    """Cuts cells of `cell_of` `[entries, span_levels, n]` that have more than eight times the mean number of keys, in place.
 
     Unlike on a CPU, the small cells that take in a part keep their own keys.
     """
@@ -483,18 +489,36 @@ def limit_sizes(cell_of: Tensor, layout: Layout) -> None:
     sizes, parts = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
     begins, host = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(2))
     grid = (cdiv(levels * length, KEYS), entries)
-    shape = (levels * length, layout.cells, cell_of.stride(0))
-    _sizes[grid](cell_of, sizes, *shape, BP=KEYS, num_warps=4)
+    _sizes[grid](
+        cell_of=cell_of,
+        sizes=sizes,
+        per_entry=levels * length,
+        cells=layout.cells,
+        cell_entry=cell_of.stride(0),
+        BP=KEYS,
+        num_warps=4,
+    )
     _hosts[(len(layout.spans.all), entries)](
-        sizes,
-        parts,
-        begins,
-        host,
-        layout.span_cell,
-        layout.span_edges,
-        layout.cells,
-        MOST_TIMES_THE_MEAN,
+        sizes=sizes,
+        parts=parts,
+        begins=begins,
+        host=host,
+        cell_edges=layout.cell_edges,
+        key_ranges=layout.key_ranges,
+        cells=layout.cells,
+        times=MOST_TIMES_THE_MEAN,
         BC=256,
         num_warps=1,
     )
-    _move[grid](cell_of, parts, begins, host, levels * length, length, *shape[1:], BP=KEYS, num_warps=4)
+    _move[grid](
+        cell_of=cell_of,
+        parts=parts,
+        begins=begins,
+        host=host,
+        per_entry=levels * length,
+        length=length,
+        cells=layout.cells,
+        cell_entry=cell_of.stride(0),
+        BP=KEYS,
+        num_warps=4,
+    )

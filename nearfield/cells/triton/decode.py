@@ -1,4 +1,16 @@
-"""Which cells a group of queries opens: the largest shares, found by one program."""
+"""One step of a cache: the attention of one query per head to everything that is stored, in four kernels.
+
+    score_cells               scores all cells, attends to the sinks, and sums up the weights of the most recent keys
+    choose_and_read_open_end  chooses the cells that each group of queries opens, and meanwhile reads the open end
+    read_cells                reads the keys of opened cells, and the moments of closed ones
+    merge_parts               merges what these have found
+
+The open end is all keys that are in no closed segment. Where cells are chosen, its most recent keys stand for it. Keys and values
+are found at *places*: those before `offset` are in a base that several batch entries may share, the others in the store.
+
+What a row has found is in `part_count` parts, each with a mean of values and a log-normaliser to base 2: `open_end_parts` of the
+open end, one of the sinks, `far_parts` of closed cells, and one for each reader of opened cells.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +19,29 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from nearfield.kernels.launch import Kernel, let_next_start, wait_for_last
+from nearfield.cells.triton.far_field import LEAST_SCORE, VOID, cell_score, cut_off, log2_cell_mass, squares
+from nearfield.kernels.launch import LN2, LOG2E, Kernel, launch_dependents, wait_for_previous
+
+CHANGING = (
+    "offset",
+    "closed",
+    "cells",
+    "padded_cells",
+    "cell_tiles",
+    "probes",
+    "part_count",
+    "open_end_parts",
+    "first_far",
+    "far_parts",
+    "readers",
+)
+"""Numbers that change as keys are added."""
 
 
 @triton.jit
 def largest(x, some, wanted, least, STEPS: tl.constexpr, LENGTH: tl.constexpr):
-    """Which of `some` numbers `[LENGTH]` are the `wanted` largest, the place of each of those in a list of them, without a gap,
-    and a number that `wanted` of them reach. So many are known to reach `least`.
+    """Which of `some` numbers `[LENGTH]` are the `wanted` largest, a place for each of those in a list without gaps, and a number
+    that `wanted` of them reach. So many are known to reach `least`.
     """
     # Three counts in one sum: in half as many bits where they fit.
     COUNT: tl.constexpr = tl.int32 if LENGTH <= 512 else tl.int64
@@ -37,7 +65,7 @@ def largest(x, some, wanted, least, STEPS: tl.constexpr, LENGTH: tl.constexpr):
         low += enough.to(tl.float32) * quarter
         high = tl.where(enough < 3, low + quarter, high)
         step += 1
-    # First come all that surely are, and then those that are as good as the last one. Both counts in one sum.
+    # First come all that are surely among them, then those as good as the last one. Both counts in one sum.
     high = tl.where(reached > wanted, high, low)
     sure = some & (x >= high)
     tied = some & (x >= low) & (x < high)
@@ -47,115 +75,113 @@ def largest(x, some, wanted, least, STEPS: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def choose(
+def choose_cells(
     scores,
-    masses,
+    log2_masses,
     sink_lse,
-    late_lse,
+    recent_lse,
     cell_lse,
-    grain_top,
+    grain_best,
     grain_list,
     opened,
     entry,
     group,
-    most_cells,
+    padded_cells,
+    cell_tiles,
     part_count,
-    tiles,
     probes,
     STEPS: tl.constexpr,
-    VOID: tl.constexpr,
     GRAIN: tl.constexpr,
     BG: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The best `probes` cells of a group: listed, and without mass from now on.
+    """The best `probes` cells of a group: listed in `opened`, and without mass from now on.
 
-    They are in as many grains (so many cells in a row) at most, those with the best best cells, and only these are looked at.
-    `scores` and `masses` are `[entries, most_cells, BG]`.
+    They lie in at most as many grains (runs of GRAIN cells), namely those whose best cells are best: only these are looked at.
+    `scores` and `log2_masses` are `[entries, padded_cells, BG]`.
     """
     none = -float("inf")
     member, tile, grain = tl.arange(0, BG), tl.arange(0, BT), tl.arange(0, BN)
-    grains = most_cells // GRAIN
-    one_row, is_one_row = entry * group + member, member < group
-    row, is_row = one_row[:, None], is_one_row[:, None]
-    first = tl.load(sink_lse + one_row * part_count, mask=is_one_row, other=none)
-    late = tl.load(late_lse + one_row, mask=is_one_row, other=none)
-    other = tl.load(cell_lse + row * tiles + tile[None, :], mask=is_row & (tile < tiles)[None, :], other=none)
-    tops = tl.load(grain_top + row * grains + grain[None, :], mask=is_row & (grain < grains)[None, :], other=VOID)
-    top = tl.maximum(tl.maximum(first, late), tl.max(other, 1))
-    top = tl.where(top > none, top, 0.0)
-    mass = tl.exp2(first - top) + tl.exp2(late - top) + tl.sum(tl.exp2(other - top[:, None]), 1)
-    everything = (top + tl.log2(tl.maximum(mass, 1e-30))) * 0.6931471805599453
-    best_grain = tl.max(tl.where(tops > VOID / 2, tops - everything[:, None], VOID), 0)
-    chosen, place, least = largest(best_grain, best_grain > VOID / 2, probes, VOID, STEPS, BN)
+    grains = padded_cells // GRAIN
+    member_row, is_member = entry * group + member, member < group
+    row, is_row = member_row[:, None], is_member[:, None]
+    # A score less the log-normaliser of all that a query sees: how large a share of its weights it may have in the cell.
+    sinks = tl.load(sink_lse + member_row * part_count, mask=is_member, other=none)
+    recent = tl.load(recent_lse + member_row, mask=is_member, other=none)
+    far = tl.load(cell_lse + row * cell_tiles + tile[None, :], mask=is_row & (tile < cell_tiles)[None, :], other=none)
+    best_of = tl.load(grain_best + row * grains + grain[None, :], mask=is_row & (grain < grains)[None, :], other=VOID)
+    m_i = tl.maximum(tl.maximum(sinks, recent), tl.max(far, 1))
+    m_i = tl.where(m_i > none, m_i, 0.0)
+    l_i = tl.exp2(sinks - m_i) + tl.exp2(recent - m_i) + tl.sum(tl.exp2(far - m_i[:, None]), 1)
+    lse_i = (m_i + tl.log2(tl.maximum(l_i, 1e-30))) * LN2
+    best_grain = tl.max(tl.where(best_of > LEAST_SCORE, best_of - lse_i[:, None], VOID), 0)
+    chosen, place, least = largest(best_grain, best_grain > LEAST_SCORE, probes, VOID, STEPS, BN)
     grain_list += entry * probes
     tl.store(grain_list + place, grain, mask=chosen)
     found = tl.sum(chosen.to(tl.int32), 0)
     tl.debug_barrier()  # All threads have written their part of the list.
     candidate = tl.arange(0, BP * GRAIN)
-    is_one = candidate // GRAIN < found
-    cell = tl.load(grain_list + candidate // GRAIN, mask=is_one, other=0) * GRAIN + candidate % GRAIN
-    at = (entry * most_cells + cell)[:, None] * BG + member[None, :]
-    score = tl.load(scores + at, mask=is_one[:, None] & is_one_row[None, :], other=VOID)
-    best = tl.max(tl.where(score > VOID / 2, score - everything[None, :], VOID), 1)
-    # Every grain has a cell that is as good as itself.
-    taken, slot, _ = largest(best, best > VOID / 2, probes, tl.where(found == probes, least, VOID), STEPS, BP * GRAIN)
+    is_candidate = candidate // GRAIN < found
+    cell = tl.load(grain_list + candidate // GRAIN, mask=is_candidate, other=0) * GRAIN + candidate % GRAIN
+    at = (entry * padded_cells + cell)[:, None] * BG + member[None, :]
+    score = tl.load(scores + at, mask=is_candidate[:, None] & is_member[None, :], other=VOID)
+    best = tl.max(tl.where(score > LEAST_SCORE, score - lse_i[None, :], VOID), 1)
+    # Every grain has a cell that is as good as the grain.
+    taken, slot, _ = largest(best, best > LEAST_SCORE, probes, tl.where(found == probes, least, VOID), STEPS, BP * GRAIN)
     tl.store(opened + entry * probes + slot, cell, mask=taken)
     filled = tl.sum(taken.to(tl.int32), 0)
     tl.store(opened + entry * probes + candidate, -1, mask=(candidate >= filled) & (candidate < probes))
-    tl.store(masses + at, tl.full([BP * GRAIN, BG], none, tl.float32), mask=taken[:, None] & is_one_row[None, :])
-
-
-SIZES = ("offset", "closed", "cells", "most_cells", "part_count", "near", "tiles", "probes", "first_far", "far", "readers")
-"""What changes as keys are added: no value has a version of its own."""
+    tl.store(log2_masses + at, tl.full([BP * GRAIN, BG], none, tl.float32), mask=taken[:, None] & is_member[None, :])
 
 
 @triton.jit
-def put(parts, part_lse, place, row, real, column, wide, total, top, mass, value_dim):
-    """Write the part of some rows: its mean, and its log-normaliser in base 2. Nobody reads the mean of nothing."""
-    some = mass > 0.0
-    found = total / tl.where(some, mass, 1.0)[:, None]
-    tl.store(parts + (row + place)[:, None] * value_dim + column[None, :], found, mask=real[:, None] & wide[None, :])
-    tl.store(part_lse + row + place, tl.where(some, top + tl.log2(tl.where(some, mass, 1.0)), -float("inf")), mask=real)
+def add_tile(acc, m_i, l_i, logits, value, IP: tl.constexpr):
+    """Add a tile of logits (base 2) and values to a running softmax."""
+    m_new = tl.maximum(m_i, tl.max(logits, 1))
+    base = tl.where(m_new > -float("inf"), m_new, 0.0)
+    alpha = tl.exp2(m_i - base)
+    p = tl.exp2(logits - base[:, None])
+    acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
+    return acc, m_new, l_i * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def more(total, top, mass, logits, value, IP: tl.constexpr):
-    """A tile of logits (base 2) and values, added to a running softmax."""
-    higher = tl.maximum(top, tl.max(logits, 1))
-    base = tl.where(higher > -float("inf"), higher, 0.0)
-    shrink = tl.exp2(top - base)
-    weight = tl.exp2(logits - base[:, None])
-    total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
-    return total, higher, mass * shrink + tl.sum(weight, 1)
+def store_part(parts, part_lse, part, first_part, real, column, wide, acc, m_i, l_i, value_dim):
+    """Write one part of some rows. A part without weight has no mean, and nobody reads it."""
+    some = l_i > 0.0
+    mean = acc / tl.where(some, l_i, 1.0)[:, None]
+    tl.store(parts + (first_part + part)[:, None] * value_dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
+    lse = tl.where(some, m_i + tl.log2(tl.where(some, l_i, 1.0)), -float("inf"))
+    tl.store(part_lse + first_part + part, lse, mask=real)
 
 
 @triton.jit
 def log2_of_sum(x):
     """log2 of the sum of 2^x along the last axis."""
-    top = tl.max(x, 1)
-    base = tl.where(top > -float("inf"), top, 0.0)
+    m_i = tl.max(x, 1)
+    base = tl.where(m_i > -float("inf"), m_i, 0.0)
     return base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), 1))
 
 
 @triton.jit
-def base_of(entry, heads, batch_stride, head_stride):
+def base_offset(entry, heads, batch_stride, head_stride):
+    """Where the base of an entry (one head of one batch entry) begins."""
     return (entry // heads) * batch_stride + (entry % heads) * head_stride
 
 
 @triton.jit
-def load_places(room, base, place, real, column, wide, dim, offset, HAS_BASE: tl.constexpr):
-    """Keys or values at some places, of which the first `offset` are in `base`. Places and columns span a block, in any order."""
+def load_places(stored, base, place, real, column, wide, dim, offset, HAS_BASE: tl.constexpr):
+    """Keys or values at some places. Places and columns span a block, in either order."""
     if HAS_BASE:
         early = real & (place < offset)
         late = real & (place >= offset)
-        found = tl.load(room + (place - offset) * dim + column, mask=late & wide, other=0.0)
+        found = tl.load(stored + (place - offset) * dim + column, mask=late & wide, other=0.0)
         before = tl.load(base + place * dim + column, mask=early & wide, other=0.0)
         return tl.where(early, before, found)
     else:
-        return tl.load(room + place * dim + column, mask=real & wide, other=0.0)
+        return tl.load(stored + place * dim + column, mask=real & wide, other=0.0)
 
 
 @triton.jit
@@ -185,32 +211,32 @@ def load_both(
 
 @triton.jit
 def load_queries(queries, first_row, row, real, column, wide, dim):
-    """Of a group, `[rows, columns]`."""
+    """Those of a group, `[rows, columns]`."""
     at = (first_row + row)[:, None] * dim + column[None, :]
     return tl.load(queries + at, mask=real[:, None] & wide[None, :], other=0.0)
 
 
-@partial(Kernel, varied=SIZES)
-def look(
+@partial(Kernel, do_not_specialize=CHANGING)
+def score_cells(
     queries,
     keys,
     values,
     key_base,
     value_base,
     sinks,
-    counts,
+    key_padding,
     centroid,
     variance,
-    void,
+    log_exists,
     size,
-    key_count,
+    device_length,
     parts,
     part_lse,
     scores,
-    masses,
+    log2_masses,
     cell_lse,
-    late_lse,
-    grain_top,
+    recent_lse,
+    grain_best,
     heads,
     group,
     dim,
@@ -222,36 +248,32 @@ def look(
     value_batch,
     value_head,
     offset,
-    tiles,
-    count_entry,
+    closed,
+    padding_entry,
     sink_count,
     cell_entry,
     centroid_entry,
-    closed,
     cells,
-    most_cells,
+    padded_cells,
+    cell_tiles,
     part_count,
-    near,
+    open_end_parts,
     scale,
     BL: tl.constexpr,
     BC: tl.constexpr,
-    BR: tl.constexpr,
-    BD: tl.constexpr,
-    BV: tl.constexpr,
     BS: tl.constexpr,
     BG: tl.constexpr,
     GRAIN: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     HAS_BASE: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    SPREADS: tl.constexpr,
-    MOST_SQ: tl.constexpr,
-    MOST_SPREAD: tl.constexpr,
-    VOID: tl.constexpr,
     IP: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
-    let_next_start(EARLY)
+    """Jobs of an entry: a tile of cells each, then the sinks, then the most recent keys."""
+    launch_dependents(PDL)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     row = tl.arange(0, BR)
@@ -260,29 +282,29 @@ def look(
     wide, value_wide = column < dim, value_column < value_dim
     first_part = (entry * group + row) * part_count
     # Everything is asked for before anything is waited for: a program is as fast as its loads follow each other.
-    if job >= tiles:
+    if job >= cell_tiles:
         keys += entry * key_entry
         values += entry * value_entry
-        if job > tiles:
-            place = tl.load(key_count).to(tl.int64) - BL + tl.arange(0, BL)
+        if job > cell_tiles:
+            place = tl.load(device_length).to(tl.int64) - BL + tl.arange(0, BL)
             there = place >= closed
             seen = there
-            if HAS_COUNTS:
-                seen = seen & (tl.load(counts + (entry // heads) * count_entry + place, mask=there, other=0) != 0)
-            late = tl.load(
+            if HAS_PADDING:
+                seen = seen & (tl.load(key_padding + (entry // heads) * padding_entry + place, mask=there, other=0) != 0)
+            recent = tl.load(
                 keys + (place - offset)[None, :] * dim + column[:, None], mask=there[None, :] & wide[:, None], other=0.0
             )
-            late_query = load_queries(queries, entry * group, row, real, column, wide, dim)
-            late_logits = tl.dot(late_query, late, input_precision=IP) * (scale * LOG2E)
-            late_logits = tl.where(seen[None, :], late_logits, -float("inf"))
-            tl.store(late_lse + entry * group + row, log2_of_sum(late_logits), mask=real)
+            recent_query = load_queries(queries, entry * group, row, real, column, wide, dim)
+            recent_logits = tl.dot(recent_query, recent, input_precision=IP) * (scale * LOG2E)
+            recent_logits = tl.where(seen[None, :], recent_logits, -float("inf"))
+            tl.store(recent_lse + entry * group + row, log2_of_sum(recent_logits), mask=real)
         else:
             number = tl.arange(0, BS)
             sink = tl.load(sinks + (entry // heads) * sink_count + number, mask=number < sink_count, other=-1)
             known = sink >= 0
-            key_base += base_of(entry, heads, key_batch, key_head)
-            value_base += base_of(entry, heads, value_batch, value_head)
-            first_key, first_value = load_both(
+            key_base += base_offset(entry, heads, key_batch, key_head)
+            value_base += base_offset(entry, heads, value_batch, value_head)
+            sink_key, sink_value = load_both(
                 keys,
                 key_base,
                 values,
@@ -298,56 +320,55 @@ def look(
                 offset,
                 HAS_BASE,
             )
-            first_query = load_queries(queries, entry * group, row, real, column, wide, dim)
-            logits = tl.dot(first_query, first_key, input_precision=IP) * (scale * LOG2E)
+            sink_query = load_queries(queries, entry * group, row, real, column, wide, dim)
+            logits = tl.dot(sink_query, sink_key, input_precision=IP) * (scale * LOG2E)
             logits = tl.where(known[None, :], logits, -float("inf"))
-            total = tl.zeros([BR, BV], tl.float32)
-            top = tl.full([BR], -float("inf"), tl.float32)
-            mass = tl.zeros([BR], tl.float32)
-            total, top, mass = more(total, top, mass, logits, first_value, IP)
-            put(parts, part_lse, near, first_part, real, value_column, value_wide, total, top, mass, value_dim)
+            acc = tl.zeros([BR, BV], tl.float32)
+            m_i = tl.full([BR], -float("inf"), tl.float32)
+            l_i = tl.zeros([BR], tl.float32)
+            acc, m_i, l_i = add_tile(acc, m_i, l_i, logits, sink_value, IP)
+            store_part(parts, part_lse, open_end_parts, first_part, real, value_column, value_wide, acc, m_i, l_i, value_dim)
     else:
         cell = job * BC + tl.arange(0, BC)
         is_cell = cell < cells
         at_cell = entry * centroid_entry + cell[None, :] * dim + column[:, None]
         mean = tl.load(centroid + at_cell, mask=is_cell[None, :] & wide[:, None], other=0.0)
-        spread = tl.load(variance + at_cell, mask=is_cell[None, :] & wide[:, None], other=0.0)
-        none = tl.maximum(tl.load(void + entry * cell_entry + cell, mask=is_cell, other=-float("inf")), VOID)
-        many = tl.load(size + entry * cell_entry + cell, mask=is_cell, other=0.0)
-        asker = load_queries(queries, entry * group, row, real, column, wide, dim)
-        asked = asker.to(tl.float32) * scale
-        square = tl.minimum(asked * asked, MOST_SQ).to(spread.dtype)
-        first = tl.dot(asker.to(mean.dtype), mean, input_precision=IP) * scale
-        second = tl.minimum(tl.dot(square, spread, input_precision=IP), MOST_SPREAD)
-        score = first + SPREADS * tl.sqrt(second) + none[None, :]
-        count = tl.where(many > 0.0, tl.log2(tl.maximum(many, 1.0)), -float("inf"))
-        weight = first * LOG2E + 2.0 * tl.log2(1.0 + 0.25 * second) + count[None, :]
-        weight = tl.where(none[None, :] > VOID / 2, weight, -float("inf"))
-        into = (entry * most_cells + cell)[None, :] * BG + row[:, None]
+        var = tl.load(variance + at_cell, mask=is_cell[None, :] & wide[:, None], other=0.0)
+        exists = tl.maximum(tl.load(log_exists + entry * cell_entry + cell, mask=is_cell, other=-float("inf")), VOID)
+        n = tl.load(size + entry * cell_entry + cell, mask=is_cell, other=0.0)
+        query = load_queries(queries, entry * group, row, real, column, wide, dim)
+        square = squares(query, scale, var.dtype)
+        first = tl.dot(query.to(mean.dtype), mean, input_precision=IP) * scale
+        spread = cut_off(tl.dot(square, var, input_precision=IP))
+        score = cell_score(first, spread, exists[None, :])
+        log2_n = tl.where(n > 0.0, tl.log2(tl.maximum(n, 1.0)), -float("inf"))
+        log2_mass = log2_cell_mass(first * LOG2E, spread) + log2_n[None, :]
+        log2_mass = tl.where(exists[None, :] > LEAST_SCORE, log2_mass, -float("inf"))
+        into = (entry * padded_cells + cell)[None, :] * BG + row[:, None]
         score = tl.where(is_cell[None, :], score, VOID)
         tl.store(scores + into, score, mask=real[:, None])
         grain = job * (BC // GRAIN) + tl.arange(0, BC // GRAIN)
-        grain_at = (entry * group + row)[:, None] * (most_cells // GRAIN) + grain[None, :]
-        tl.store(grain_top + grain_at, tl.max(tl.reshape(score, [BR, BC // GRAIN, GRAIN]), 2), mask=real[:, None])
-        weight = tl.where(is_cell[None, :], weight, -float("inf"))
-        tl.store(masses + into, weight, mask=real[:, None])
-        tl.store(cell_lse + (entry * group + row) * tiles + job, log2_of_sum(weight), mask=real)
+        grain_at = (entry * group + row)[:, None] * (padded_cells // GRAIN) + grain[None, :]
+        tl.store(grain_best + grain_at, tl.max(tl.reshape(score, [BR, BC // GRAIN, GRAIN]), 2), mask=real[:, None])
+        log2_mass = tl.where(is_cell[None, :], log2_mass, -float("inf"))
+        tl.store(log2_masses + into, log2_mass, mask=real[:, None])
+        tl.store(cell_lse + (entry * group + row) * cell_tiles + job, log2_of_sum(log2_mass), mask=real)
 
 
-@partial(Kernel, varied=SIZES)
-def select(
+@partial(Kernel, do_not_specialize=CHANGING)
+def choose_and_read_open_end(
     scores,
-    masses,
-    late_lse,
+    log2_masses,
+    recent_lse,
     cell_lse,
-    grain_top,
+    grain_best,
     grain_list,
     opened,
     queries,
     keys,
     values,
-    counts,
-    key_count,
+    key_padding,
+    device_length,
     parts,
     part_lse,
     heads,
@@ -357,13 +378,13 @@ def select(
     key_entry,
     value_entry,
     offset,
-    count_entry,
     closed,
-    most_cells,
-    part_count,
-    near,
-    tiles,
+    padding_entry,
+    padded_cells,
+    cell_tiles,
     probes,
+    part_count,
+    open_end_parts,
     scale,
     PER: tl.constexpr,
     BK: tl.constexpr,
@@ -371,41 +392,39 @@ def select(
     BD: tl.constexpr,
     BV: tl.constexpr,
     STEPS: tl.constexpr,
-    VOID: tl.constexpr,
     GRAIN: tl.constexpr,
     BG: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BP: tl.constexpr,
     HAS_CELLS: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     IP: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
-    let_next_start(EARLY)
+    """The first job of an entry chooses. Each of the others reads PER tiles of the open end, and need not wait."""
+    launch_dependents(PDL)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1) - 1
     if job < 0:
-        wait_for_last(EARLY)
+        wait_for_previous(PDL)
         if HAS_CELLS:
-            choose(
+            choose_cells(
                 scores,
-                masses,
-                part_lse + near,
-                late_lse,
+                log2_masses,
+                part_lse + open_end_parts,
+                recent_lse,
                 cell_lse,
-                grain_top,
+                grain_best,
                 grain_list,
                 opened,
                 entry,
                 group,
-                most_cells,
+                padded_cells,
+                cell_tiles,
                 part_count,
-                tiles,
                 probes,
                 STEPS,
-                VOID,
                 GRAIN,
                 BG,
                 BT,
@@ -420,20 +439,20 @@ def select(
         first_part = (entry * group + row) * part_count
         keys += entry * key_entry
         values += entry * value_entry
-        length = tl.load(key_count).to(tl.int64)
+        length = tl.load(device_length).to(tl.int64)
         first_place = closed + job.to(tl.int64) * (PER * BK)
         if first_place < length:
             query = load_queries(queries, entry * group, row, real, column, wide, dim)
-            total = tl.zeros([BR, BV], tl.float32)
-            top = tl.full([BR], -float("inf"), tl.float32)
-            mass = tl.zeros([BR], tl.float32)
+            acc = tl.zeros([BR, BV], tl.float32)
+            m_i = tl.full([BR], -float("inf"), tl.float32)
+            l_i = tl.zeros([BR], tl.float32)
             # Pipelined, so that keys and values are on their way at once.
             for tile in tl.range(0, PER, num_stages=2):
                 place = first_place + tile * BK + tl.arange(0, BK)
                 there = place < length
                 seen = there
-                if HAS_COUNTS:
-                    seen = seen & (tl.load(counts + (entry // heads) * count_entry + place, mask=there, other=0) != 0)
+                if HAS_PADDING:
+                    seen = seen & (tl.load(key_padding + (entry // heads) * padding_entry + place, mask=there, other=0) != 0)
                 at = place - offset
                 key = tl.load(keys + at[None, :] * dim + column[:, None], mask=there[None, :] & wide[:, None], other=0.0)
                 value = tl.load(
@@ -443,15 +462,15 @@ def select(
                 )
                 logits = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
                 logits = tl.where(seen[None, :], logits, -float("inf"))
-                total, top, mass = more(total, top, mass, logits, value, IP)
-            put(parts, part_lse, job, first_part, real, value_column, value_wide, total, top, mass, value_dim)
+                acc, m_i, l_i = add_tile(acc, m_i, l_i, logits, value, IP)
+            store_part(parts, part_lse, job, first_part, real, value_column, value_wide, acc, m_i, l_i, value_dim)
         else:
             tl.store(part_lse + first_part + job, -float("inf"), mask=real)
-        wait_for_last(EARLY)
+        wait_for_previous(PDL)
 
 
-@partial(Kernel, varied=SIZES)
-def gather(
+@partial(Kernel, do_not_specialize=CHANGING)
+def read_cells(
     queries,
     keys,
     values,
@@ -460,7 +479,7 @@ def gather(
     mean_value,
     start,
     size,
-    masses,
+    log2_masses,
     opened,
     parts,
     part_lse,
@@ -477,13 +496,13 @@ def gather(
     offset,
     cell_entry,
     mean_entry,
-    most_cells,
+    cells,
+    padded_cells,
+    probes,
     part_count,
     first_far,
-    probes,
-    far,
+    far_parts,
     readers,
-    cells,
     scale,
     BG: tl.constexpr,
     BP: tl.constexpr,
@@ -494,43 +513,43 @@ def gather(
     BV: tl.constexpr,
     HAS_BASE: tl.constexpr,
     IP: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
-    let_next_start(EARLY)
+    """The first jobs of an entry are readers of opened cells. The others take a tile of cells each; opened ones have no mass."""
+    launch_dependents(PDL)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     value_column = tl.arange(0, BV)
     value_wide = value_column < value_dim
     row = tl.arange(0, BR)
     real = row < group
-    total = tl.zeros([BR, BV], tl.float32)
-    top = tl.full([BR], -float("inf"), tl.float32)
-    mass = tl.zeros([BR], tl.float32)
+    acc = tl.zeros([BR, BV], tl.float32)
+    m_i = tl.full([BR], -float("inf"), tl.float32)
+    l_i = tl.zeros([BR], tl.float32)
     if job >= readers:
-        which = job - readers
-        cell = which * BC + tl.arange(0, BC)
-        # Beyond the last cell there is anything: no weight, but not a number perhaps.
+        part = job - readers
+        cell = part * BC + tl.arange(0, BC)
+        # Beyond the last cell memory may hold anything, also NaN: a weight of zero would not do.
         at = entry * mean_entry + cell[:, None] * value_dim + value_column[None, :]
         mean = tl.load(mean_value + at, mask=(cell < cells)[:, None] & value_wide[None, :], other=0.0)
-        wait_for_last(EARLY)
-        weight = tl.load(
-            masses + (entry * most_cells + cell)[None, :] * BG + row[:, None],
-            mask=real[:, None] & (cell < most_cells)[None, :],
+        wait_for_previous(PDL)
+        log2_mass = tl.load(
+            log2_masses + (entry * padded_cells + cell)[None, :] * BG + row[:, None],
+            mask=real[:, None] & (cell < padded_cells)[None, :],
             other=-float("inf"),
         )
-        total, top, mass = more(total, top, mass, weight, mean, IP)
+        acc, m_i, l_i = add_tile(acc, m_i, l_i, log2_mass, mean, IP)
     else:
-        which = far + job
+        part = far_parts + job
         column = tl.arange(0, BD)
         wide = column < dim
         query = load_queries(queries, entry * group, row, real, column, wide, dim)
         keys += entry * key_entry
         values += entry * value_entry
-        key_base += base_of(entry, heads, key_batch, key_head)
-        value_base += base_of(entry, heads, value_batch, value_head)
-        wait_for_last(EARLY)
-        # Cells are as large as they are, and tiles of all opened ones are dealt out to the readers.
+        key_base += base_offset(entry, heads, key_batch, key_head)
+        value_base += base_offset(entry, heads, value_batch, value_head)
+        wait_for_previous(PDL)
+        # Cells differ in size: the tiles of all opened ones are dealt out to the readers in turn.
         slot = tl.arange(0, BP)
         own = tl.load(opened + entry * probes + slot, mask=slot < probes, other=-1)
         about = entry * cell_entry + tl.maximum(own, 0)
@@ -562,13 +581,13 @@ def gather(
             )
             logits = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
             logits = tl.where(inside[None, :], logits, -float("inf"))
-            total, top, mass = more(total, top, mass, logits, value, IP)
+            acc, m_i, l_i = add_tile(acc, m_i, l_i, logits, value, IP)
     first_part = (entry * group + row) * part_count
-    put(parts, part_lse, first_far + which, first_part, real, value_column, value_wide, total, top, mass, value_dim)
+    store_part(parts, part_lse, first_far + part, first_part, real, value_column, value_wide, acc, m_i, l_i, value_dim)
 
 
-@partial(Kernel, varied=SIZES)
-def unite(
+@partial(Kernel, do_not_specialize=CHANGING)
+def merge_parts(
     parts,
     part_lse,
     queries,
@@ -580,47 +599,44 @@ def unite(
     value_dim,
     part_count,
     first_far,
-    far,
+    far_parts,
     scale,
     PARTS: tl.constexpr,
     BP: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Merge the parts of a row, and tilt what came from cells that stayed closed.
-
-    By what a value gains with the query, on average over all cells: the covariance of values and keys, times the query.
-    """
+    """Merge the parts of a row, and tilt what came from closed cells by what a value gains with the query, on average over all
+    cells: the covariance of values and keys, times the query."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     wide = column < value_dim
     entry = row // group
-    side = tl.arange(0, BD)
-    query = tl.load(queries + row * dim + side, mask=side < dim, other=0.0).to(tl.float32)
-    together = cross + (entry * value_dim + column)[:, None] * dim + side[None, :]
-    factor = tl.load(together, mask=wide[:, None] & (side < dim)[None, :], other=0.0)
-    gain = tl.sum(factor * query[None, :], 1) * (scale / tl.maximum(tl.load(pooled + entry), 1.0))
-    wait_for_last(EARLY)
+    key_column = tl.arange(0, BD)
+    query = tl.load(queries + row * dim + key_column, mask=key_column < dim, other=0.0).to(tl.float32)
+    matrix_at = cross + (entry * value_dim + column)[:, None] * dim + key_column[None, :]
+    matrix = tl.load(matrix_at, mask=wide[:, None] & (key_column < dim)[None, :], other=0.0)
+    tilt = tl.sum(matrix * query[None, :], 1) * (scale / tl.maximum(tl.load(pooled + entry), 1.0))
+    wait_for_previous(PDL)
     some, part = tl.arange(0, BP), tl.arange(0, PARTS)
     parts += row * part_count * value_dim + column[None, :]
     part_lse += row * part_count
-    # Asked for before it is known which of them count: what is not a number is left out below.
+    # The first parts are asked for before it is known which of them count: those that do not may be NaN, and are left out below.
     found = tl.load(parts + some[:, None] * value_dim, mask=(some < part_count)[:, None] & wide[None, :], other=0.0)
-    own = tl.load(part_lse + some, mask=some < part_count, other=-float("inf"))
+    some_lse = tl.load(part_lse + some, mask=some < part_count, other=-float("inf"))
     lse = tl.load(part_lse + part, mask=part < part_count, other=-float("inf"))
-    top = tl.max(lse, 0)
-    base = tl.where(top > -float("inf"), top, 0.0)
+    m_i = tl.max(lse, 0)
+    base = tl.where(m_i > -float("inf"), m_i, 0.0)
     weight = tl.exp2(lse - base)
-    mass = tl.sum(weight, 0)
-    closed = tl.sum(tl.where((part >= first_far) & (part < first_far + far), weight, 0.0), 0)
-    own = tl.exp2(own - base)
-    total = closed * gain + tl.sum(tl.where((own > 0.0)[:, None], own[:, None] * found, 0.0), 0)
+    l_i = tl.sum(weight, 0)
+    far_l = tl.sum(tl.where((part >= first_far) & (part < first_far + far_parts), weight, 0.0), 0)
+    p = tl.exp2(some_lse - base)
+    acc = far_l * tilt + tl.sum(tl.where((p > 0.0)[:, None], p[:, None] * found, 0.0), 0)
     for start in range(BP, part_count, BP):
         some = start + tl.arange(0, BP)
-        there = some < part_count
-        own = tl.exp2(tl.load(part_lse + some, mask=there, other=-float("inf")) - base)
-        found = tl.load(parts + some[:, None] * value_dim, mask=(own > 0.0)[:, None] & wide[None, :], other=0.0)
-        total += tl.sum(own[:, None] * found, 0)
-    result = total / tl.where(mass > 0.0, mass, 1.0)
+        p = tl.exp2(tl.load(part_lse + some, mask=some < part_count, other=-float("inf")) - base)
+        found = tl.load(parts + some[:, None] * value_dim, mask=(p > 0.0)[:, None] & wide[None, :], other=0.0)
+        acc += tl.sum(p[:, None] * found, 0)
+    result = acc / tl.where(l_i > 0.0, l_i, 1.0)
     tl.store(output + row * value_dim + column, result.to(output.dtype.element_ty), mask=wide)

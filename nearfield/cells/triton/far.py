@@ -7,15 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.cells.far_field import MOST_SPREAD, MOST_SQUARE
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.far_field import cell_moments, closed_segments, squares_of
+from nearfield.cells.triton.far_field import (
+    NOT_FINITE,
+    boost,
+    boost_backward,
+    cell_logit,
+    cell_mass,
+    cell_moments,
+    closed_segments,
+    log2_cell_mass,
+    squares,
+)
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import Rows
+from nearfield.cells.triton.local import BackwardRows
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
-from nearfield.kernels.launch import Kernel, cdiv, dot_type, padded, precision
+from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
 
 
 @Kernel
@@ -25,12 +34,12 @@ def _far_fwd(
     centroid,
     variance,
     mean_value,
-    weight,
+    log2_size,
     cross,
-    seen_edges,
-    seen_from,
-    seen_cell,
-    seen_stop,
+    run_edges,
+    run_start,
+    run_cell,
+    run_stop,
     marks,
     output,
     lse,
@@ -51,8 +60,6 @@ def _far_fwd(
     segments,
     CAUSAL: tl.constexpr,
     NARROW: tl.constexpr,
-    MOST: tl.constexpr,
-    MOST_SQ: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -61,8 +68,6 @@ def _far_fwd(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
-    ODD: tl.constexpr = 1e38
     entry = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
@@ -72,39 +77,39 @@ def _far_fwd(
     centroid += entry * cells * dim
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
-    weight += entry * cells
+    log2_size += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
-    # Keys seen one by one have been attended to.
+    # The output holds what comes from keys seen one by one.
     output += entry * output_entry + row[:, None] * output_row + value_column[None, :]
     lse += entry * lse_entry + row
     filled = there[:, None] & value_wide[None, :]
-    top = tl.load(lse, mask=there, other=-float("inf"))
-    mass = tl.where(top == -float("inf"), 0.0, 1.0)
-    total = tl.load(output, mask=filled, other=0.0).to(tl.float32)
+    m_i = tl.load(lse, mask=there, other=-float("inf"))
+    l_i = tl.where(m_i == -float("inf"), 0.0, 1.0)
+    acc = tl.load(output, mask=filled, other=0.0).to(tl.float32)
 
     # Cells that are not opened.
-    square = squares_of(query, scale, 1.0, MOST_SQ, DT)
+    square = squares(query, scale, DT)
     least = tl.min(tl.where(there, closed, segments), 0)
     most = tl.max(closed, 0)
     lane = tl.arange(0, BC)
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        mass_before, top_before = mass, top
-        first_run = tl.load(seen_edges + past)
-        last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        l_before, m_before = l_i, m_i
+        first_run = tl.load(run_edges + past)
+        last_run = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(run_edges + past + 1), 0)
         number = 0
         for run in range(first_run, last_run):
-            stop = tl.load(seen_stop + run)
-            first_cell = tl.load(seen_cell + run)
-            for start in range(tl.load(seen_from + run), stop, BC):
+            stop = tl.load(run_stop + run)
+            first_cell = tl.load(run_cell + run)
+            for start in range(tl.load(run_start + run), stop, BC):
                 cell = start + lane
                 real = (cell >= first_cell) & (cell < stop)
-                count = tl.load(weight + cell, mask=real, other=-float("inf"))
+                log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
                 first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
                 value = tl.load(
                     mean_value + cell[:, None] * value_dim + value_column[None, :],
@@ -112,24 +117,23 @@ def _far_fwd(
                     other=0.0,
                 )
                 taken = is_marked(marks + place * words + number, there, lane, BC)
-                boost = 1.0 + 0.25 * tl.minimum(spread, MOST)
-                logit = first * (scale * LOG2E) + count[None, :]
+                logit = cell_logit(first, scale, log2_n[None, :])
                 if NARROW:
                     # float16 holds no weight much beyond 1.
-                    logit = tl.where(taken, -float("inf"), logit + 2.0 * tl.log2(boost))
-                new = tl.where(mine, tl.maximum(top, tl.max(logit, 1)), top)
-                base = tl.where(new > -float("inf"), new, 0.0)
-                power = tl.where(mine[:, None], tl.exp2(logit - base[:, None]), 0.0)
+                    logit = tl.where(taken, -float("inf"), log2_cell_mass(logit, spread))
+                m_new = tl.where(mine, tl.maximum(m_i, tl.max(logit, 1)), m_i)
+                base = tl.where(m_new > -float("inf"), m_new, 0.0)
+                p = tl.where(mine[:, None], tl.exp2(logit - base[:, None]), 0.0)
                 if not NARROW:
-                    power = tl.where(taken, 0.0, power * (boost * boost))
-                shrink = tl.exp2(top - base)
-                mass = mass * shrink + tl.sum(power, 1)
-                total = total * shrink[:, None] + tl.dot(power.to(value.dtype), value, input_precision=IP)
-                top = new
+                    p = tl.where(taken, 0.0, p * boost(spread))
+                alpha = tl.exp2(m_i - base)
+                l_i = l_i * alpha + tl.sum(p, 1)
+                acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
+                m_i = m_new
                 number += BC // 32
             number += number % 2  # a run begins with a tile of 64
         if last_run > first_run:
-            far = tl.where(mine, mass - mass_before * tl.exp2(top_before - tl.where(top > -float("inf"), top, 0.0)), 0.0)
+            far_l = tl.where(mine, l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)), 0.0)
             tilt = tl.zeros([BM, BV], tl.float32)
             for start in range(0, BD, BK):
                 some = start + tl.arange(0, BK)
@@ -142,17 +146,17 @@ def _far_fwd(
                     other=0.0,
                 )
                 tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
-            total += tl.where(mine[:, None], (far * scale)[:, None] * tilt, 0.0)
+            acc += tl.where(mine[:, None], (far_l * scale)[:, None] * tilt, 0.0)
 
     # A cell with a member that is not finite outweighs everything.
-    mass = tl.where(top >= ODD, float("nan"), mass)
-    blind = mass <= 0.0
-    result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
+    l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    blind = l_i <= 0.0
+    result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
     tl.store(output, result.to(output.dtype.element_ty), mask=filled)
-    tl.store(lse, tl.where(blind, -float("inf"), top + tl.log2(tl.where(blind, 1.0, mass))), mask=there)
+    tl.store(lse, tl.where(blind, -float("inf"), m_i + tl.log2(tl.where(blind, 1.0, l_i))), mask=there)
 
 
-def far(
+def far_forward(
     queries: Tensor,
     visible: Tensor,
     tables: Tables,
@@ -163,45 +167,43 @@ def far(
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Add to `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]` what rows see of closed cells.
+    """Adds closed cells to `output` `[entries, rows, value_dim]` and the log2-normalisers `lse` `[entries, rows]`.
 
     `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened.
     """
     entries, rows, dim = queries.shape
     value_dim = output.shape[2]
-    blocks = blocks_for("far", max(dim, value_dim), queries.dtype)
+    blocks = blocks_for("far_fwd", max(dim, value_dim), queries.dtype, queries.device)
     _far_fwd[(cdiv(rows, blocks.rows), entries)](
-        queries,
-        visible,
-        tables.centroid,
-        tables.variance,
-        tables.value,
-        tables.weight,
-        tables.cross,
-        layout.seen_edges,
-        layout.seen_from,
-        layout.seen_cell,
-        layout.seen_stop,
-        marks,
-        output,
-        lse,
-        rows,
-        layout.cells,
-        dim,
-        value_dim,
-        *queries.stride()[:2],
-        visible.stride(0),
-        *output.stride()[:2],
-        lse.stride(0),
-        layout.words,
-        scale,
-        layout.segment,
-        sizes.window,
-        layout.segments,
+        queries=queries,
+        visible=visible,
+        centroid=tables.centroid,
+        variance=tables.variance,
+        mean_value=tables.value,
+        log2_size=tables.log2_size,
+        cross=tables.cross,
+        run_edges=layout.run_edges,
+        run_start=layout.run_start,
+        run_cell=layout.run_cell,
+        run_stop=layout.run_stop,
+        marks=marks,
+        output=output,
+        lse=lse,
+        rows=rows,
+        cells=layout.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=queries),
+        visible_entry=visible.stride(0),
+        **strides(output=output),
+        lse_entry=lse.stride(0),
+        words=layout.mark_words,
+        scale=scale,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
         CAUSAL=sizes.segment > 0,
         NARROW=queries.dtype == torch.float16,
-        MOST=MOST_SPREAD,
-        MOST_SQ=MOST_SQUARE,
         BM=blocks.rows,
         BC=blocks.keys,
         BD=padded(dim),
@@ -215,11 +217,11 @@ def far(
 
 
 @triton.jit
-def back_through(
+def tilt_backward(
     matrix,
-    grads,
+    do,
     row,
-    grad_row,
+    do_row,
     there,
     column,
     wide,
@@ -232,39 +234,39 @@ def back_through(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """X^T of the gradient, X being the `matrix` `[value_dim, dim]`."""
-    back = tl.zeros([BM, BD], tl.float32)
+    """X^T do, where X is the `matrix` `[value_dim, dim]`."""
+    acc = tl.zeros([BM, BD], tl.float32)
     for start in range(0, BV, BK):
         some = start + tl.arange(0, BK)
         narrow = some < value_dim
         part = tl.load(matrix + some[:, None] * dim + column[None, :], mask=narrow[:, None] & wide[None, :], other=0.0)
-        piece = tl.load(grads + row[:, None] * grad_row + some[None, :], mask=there[:, None] & narrow[None, :], other=0.0)
-        back += tl.dot(piece.to(DT), part.to(DT), input_precision=IP)
-    return back
+        do_part = tl.load(do + row[:, None] * do_row + some[None, :], mask=there[:, None] & narrow[None, :], other=0.0)
+        acc += tl.dot(do_part.to(DT), part.to(DT), input_precision=IP)
+    return acc
 
 
 @Kernel
-def _far_queries(
+def _far_dq(
     queries,
     visible,
-    grads,
+    do,
     lse,
     delta,
     centroid,
     variance,
     mean_value,
-    weights,
+    log2_size,
     cross,
-    seen_edges,
-    seen_from,
-    seen_cell,
-    seen_stop,
+    run_edges,
+    run_start,
+    run_cell,
+    run_stop,
     opened,
     marks,
     parts,
-    query_grad,
+    dq,
     far_mass,
-    along,
+    tilt_delta,
     rows,
     cells,
     dim,
@@ -272,12 +274,12 @@ def _far_queries(
     query_entry,
     query_row,
     visible_entry,
-    grad_entry,
-    grad_row,
+    do_entry,
+    do_row,
     row_entry,
     opened_entry,
-    result_entry,
-    result_row,
+    dq_entry,
+    dq_row,
     slots,
     words,
     scale,
@@ -285,8 +287,6 @@ def _far_queries(
     window,
     segments,
     CAUSAL: tl.constexpr,
-    MOST: tl.constexpr,
-    MOST_SQ: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -295,15 +295,14 @@ def _far_queries(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     entry = tl.program_id(1).to(tl.int64)
     queries += entry * query_entry
     visible += entry * visible_entry
-    grads += entry * grad_entry
+    do += entry * do_entry
     centroid += entry * cells * dim
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
-    weights += entry * cells
+    log2_size += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
@@ -311,72 +310,70 @@ def _far_queries(
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    grad = tl.load(grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-    ended = tl.load(lse + entry * row_entry + row, mask=there, other=float("inf"))
-    product = tl.load(delta + entry * row_entry + row, mask=there, other=0.0)
+    do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
+    lse_i = tl.load(lse + entry * row_entry + row, mask=there, other=float("inf"))
+    delta_i = tl.load(delta + entry * row_entry + row, mask=there, other=0.0)
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
-    into = query_grad + entry * result_entry + row[:, None] * result_row + column[None, :]
-    square = squares_of(query, scale, 1.0, MOST_SQ, DT)
+    into = dq + entry * dq_entry + row[:, None] * dq_row + column[None, :]
+    square = squares(query, scale, DT)
     least = tl.min(tl.where(there, closed, segments), 0)
     most = tl.max(closed, 0)
     lane = tl.arange(0, BC)
     # Rows that see different cells are kept apart to the end: what is not finite in a later one must not reach an earlier one.
     for past in range(least, most + 1):
         mine = (closed == past) & there
-        # Minus infinity where a row is not to see these cells.
-        base = tl.where(mine, ended * LOG2E, float("inf"))
-        first_run = tl.load(seen_edges + past)
-        runs_end = tl.load(seen_edges + past + 1)
+        # Logits become -inf where a row does not see these cells.
+        base = tl.where(mine, lse_i * LOG2E, float("inf"))
+        first_run = tl.load(run_edges + past)
+        runs_end = tl.load(run_edges + past + 1)
         some = tl.max(mine.to(tl.int32), 0) > 0
         last_run = tl.where(some, runs_end, 0)
-        total = tl.zeros([BM, BD], tl.float32)
-        stretched = tl.zeros([BM, BD], tl.float32)
-        far = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, BD], tl.float32)
+        dsquare = tl.zeros([BM, BD], tl.float32)
+        far_l = tl.zeros([BM], tl.float32)
         tilt = tl.zeros([BM], tl.float32)
 
         # Cells left closed.
         if last_run > first_run:
-            # What X q has in common with the gradient.
             matrix = cross + past * value_dim * dim
-            back = back_through(matrix, grads, row, grad_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
-            tilt = tl.sum(back * query.to(tl.float32), 1) * scale
+            dtilt = tilt_backward(matrix, do, row, do_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
+            tilt = tl.sum(dtilt * query.to(tl.float32), 1) * scale
             number = 0
             for run in range(first_run, last_run):
-                stop = tl.load(seen_stop + run)
-                first_cell = tl.load(seen_cell + run)
-                for start in range(tl.load(seen_from + run), stop, BC):
+                stop = tl.load(run_stop + run)
+                first_cell = tl.load(run_cell + run)
+                for start in range(tl.load(run_start + run), stop, BC):
                     cell = start + lane
                     real = (cell >= first_cell) & (cell < stop)
-                    count = tl.load(weights + cell, mask=real, other=-float("inf"))
+                    log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
                     load = real[:, None] & wide[None, :]
                     mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
-                    spread = tl.load(variance + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
+                    var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
                     value = tl.load(
                         mean_value + cell[:, None] * value_dim + value_column[None, :],
                         mask=real[:, None] & value_wide[None, :],
                         other=0.0,
                     )
                     first = tl.dot(query, tl.trans(mean), input_precision=IP)
-                    second = tl.dot(square, tl.trans(spread), input_precision=IP)
-                    boost = 1.0 + 0.25 * tl.minimum(second, MOST)
+                    spread = tl.dot(square, tl.trans(var), input_precision=IP)
                     taken = is_marked(marks + place * words + number, there, lane, BC)
-                    logit = first * (scale * LOG2E) + (count[None, :] - base[:, None])
-                    weight = tl.where(taken, 0.0, tl.exp2(logit) * (boost * boost))
-                    far += tl.sum(weight, 1)
-                    slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) + (tilt - product)[:, None])
-                    total += tl.dot(slope.to(mean.dtype), mean, input_precision=IP)
-                    bend = tl.where(second < MOST, slope / (2.0 * boost), 0.0)
-                    stretched += tl.dot(bend.to(DT), spread, input_precision=IP)
+                    logit = cell_logit(first, scale, log2_n[None, :] - base[:, None])
+                    p = tl.where(taken, 0.0, cell_mass(logit, spread))
+                    far_l += tl.sum(p, 1)
+                    ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) + (tilt - delta_i)[:, None])
+                    acc += tl.dot(ds.to(mean.dtype), mean, input_precision=IP)
+                    du = boost_backward(ds, spread)
+                    dsquare += tl.dot(du.to(DT), var, input_precision=IP)
                     number += BC // 32
                 number += number % 2  # a run begins with a tile of 64
-            # Again, and not kept: there are not enough registers.
-            back = back_through(matrix, grads, row, grad_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
-            total += far[:, None] * back
+            # Computed again: there are not enough registers to keep it.
+            dtilt = tilt_backward(matrix, do, row, do_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
+            acc += far_l[:, None] * dtilt
         if some:
-            total = total * scale + stretched * (2.0 * scale * scale) * query.to(tl.float32)
-            # What keys seen one by one add is there already.
-            total += tl.load(into, mask=mine[:, None] & wide[None, :], other=0.0).to(tl.float32)
+            acc = acc * scale + dsquare * (2.0 * scale * scale) * query.to(tl.float32)
+            # What comes from keys seen one by one is there already.
+            acc += tl.load(into, mask=mine[:, None] & wide[None, :], other=0.0).to(tl.float32)
             # Cells that were opened.
             for slot in range(slots):
                 cell = tl.load(opened + entry * opened_entry + row * slots + slot, mask=mine, other=-1)
@@ -384,14 +381,14 @@ def _far_queries(
                 part = tl.load(
                     parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
                 )
-                total += part.to(tl.float32)
-            tl.store(into, total.to(query_grad.dtype.element_ty), mask=mine[:, None] & wide[None, :])
-            tl.store(far_mass + entry * row_entry + row, far, mask=mine)
-            tl.store(along + entry * row_entry + row, tilt, mask=mine)
+                acc += part.to(tl.float32)
+            tl.store(into, acc.to(dq.dtype.element_ty), mask=mine[:, None] & wide[None, :])
+            tl.store(far_mass + entry * row_entry + row, far_l, mask=mine)
+            tl.store(tilt_delta + entry * row_entry + row, tilt, mask=mine)
 
 
-def far_queries(
-    rows: Rows,
+def far_dq(
+    rows: BackwardRows,
     tables: Tables,
     layout: Layout,
     sizes: CellSizes,
@@ -399,56 +396,56 @@ def far_queries(
     opened: Tensor,
     marks: Tensor,
     parts: Tensor,
-    query_grad: Tensor,
+    dq: Tensor,
     far_mass: Tensor,
-    along: Tensor,
+    tilt_delta: Tensor,
 ) -> None:
-    """Add to the gradient of queries what closed and opened cells do; per row the mass of the closed cells and what X q has in
-    common with the gradient are filled in."""
+    """Adds to `dq` what comes from closed cells and, in `parts`, from opened ones.
+
+    Fills in, for each row, the mass of its closed cells (`far_mass`) and the product of their tilt and do (`tilt_delta`).
+    """
     entries, count, dim = rows.queries.shape
-    value_dim, dtype = rows.grads.shape[2], rows.queries.dtype
-    blocks = blocks_for("far_queries", max(dim, value_dim), dtype)
-    assert far_mass.stride(0) == rows.lse.stride(0) == along.stride(0) == rows.delta.stride(0)
-    _far_queries[(cdiv(count, blocks.rows), entries)](
-        rows.queries,
-        rows.visible,
-        rows.grads,
-        rows.lse,
-        rows.delta,
-        tables.centroid,
-        tables.variance,
-        tables.value,
-        tables.weight,
-        tables.cross,
-        layout.seen_edges,
-        layout.seen_from,
-        layout.seen_cell,
-        layout.seen_stop,
-        opened,
-        marks,
-        parts,
-        query_grad,
-        far_mass,
-        along,
-        count,
-        layout.cells,
-        dim,
-        value_dim,
-        *rows.queries.stride()[:2],
-        rows.visible.stride(0),
-        *rows.grads.stride()[:2],
-        rows.lse.stride(0),
-        opened.stride(0),
-        *query_grad.stride()[:2],
-        opened.shape[2],
-        layout.words,
-        scale,
-        layout.segment,
-        sizes.window,
-        layout.segments,
+    value_dim, dtype = rows.do.shape[2], rows.queries.dtype
+    blocks = blocks_for("far_dq", max(dim, value_dim), dtype, rows.queries.device)
+    assert far_mass.stride(0) == rows.lse.stride(0) == tilt_delta.stride(0) == rows.delta.stride(0)
+    _far_dq[(cdiv(count, blocks.rows), entries)](
+        queries=rows.queries,
+        visible=rows.visible,
+        do=rows.do,
+        lse=rows.lse,
+        delta=rows.delta,
+        centroid=tables.centroid,
+        variance=tables.variance,
+        mean_value=tables.value,
+        log2_size=tables.log2_size,
+        cross=tables.cross,
+        run_edges=layout.run_edges,
+        run_start=layout.run_start,
+        run_cell=layout.run_cell,
+        run_stop=layout.run_stop,
+        opened=opened,
+        marks=marks,
+        parts=parts,
+        dq=dq,
+        far_mass=far_mass,
+        tilt_delta=tilt_delta,
+        rows=count,
+        cells=layout.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=rows.queries),
+        visible_entry=rows.visible.stride(0),
+        **strides(do=rows.do),
+        row_entry=rows.lse.stride(0),
+        opened_entry=opened.stride(0),
+        **strides(dq=dq),
+        slots=opened.shape[2],
+        words=layout.mark_words,
+        scale=scale,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
         CAUSAL=sizes.segment > 0,
-        MOST=MOST_SPREAD,
-        MOST_SQ=MOST_SQUARE,
         BM=blocks.rows,
         BC=blocks.keys,
         BD=padded(dim),
@@ -462,28 +459,28 @@ def far_queries(
 
 
 @Kernel
-def _far_cells(
+def _far_dmoments(
     queries,
     visible,
-    grads,
+    do,
     lse,
     delta,
-    along,
+    tilt_delta,
     centroid,
     variance,
     mean_value,
-    weights,
+    log2_size,
     tile_span,
     tile_cell,
-    span_cell,
-    span_from,
-    span_to,
+    cell_edges,
+    span_seen_from,
+    span_seen_until,
     row_starts,
-    column_of,
+    span_column,
     marks,
-    centroid_grad,
-    variance_grad,
-    value_grad,
+    dcentroid,
+    dvariance,
+    dvalue,
     rows,
     positions,
     group,
@@ -494,8 +491,8 @@ def _far_cells(
     query_entry,
     query_row,
     visible_entry,
-    grad_entry,
-    grad_row,
+    do_entry,
+    do_row,
     row_entry,
     words,
     splits,
@@ -505,8 +502,6 @@ def _far_cells(
     window,
     segments,
     CAUSAL: tl.constexpr,
-    MOST: tl.constexpr,
-    MOST_SQ: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -515,33 +510,32 @@ def _far_cells(
     IP: tl.constexpr,
 ):
     """Gradients of the moments of a tile of cells, over a share of the rows that see its span."""
-    LOG2E: tl.constexpr = 1.4426950408889634
     tile, entry, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     queries += entry * query_entry
     visible += entry * visible_entry
-    grads += entry * grad_entry
+    do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
-    along += entry * row_entry
+    tilt_delta += entry * row_entry
     span = tl.load(tile_span + tile)
     start_cell = tl.load(tile_cell + tile)
     cell = start_cell + tl.arange(0, BC)
-    real = cell < tl.load(span_cell + span + 1)
-    offset = start_cell - tl.load(span_cell + span)
-    least, beyond = tl.load(span_from + span), tl.load(span_to + span)
+    real = cell < tl.load(cell_edges + span + 1)
+    offset = start_cell - tl.load(cell_edges + span)
+    least, beyond = tl.load(span_seen_from + span), tl.load(span_seen_until + span)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     load = real[:, None] & wide[None, :]
     base = entry * cells + cell
     mean = tl.load(centroid + base[:, None] * dim + column[None, :], mask=load, other=0.0)
-    spread = tl.load(variance + base[:, None] * dim + column[None, :], mask=load, other=0.0)
+    var = tl.load(variance + base[:, None] * dim + column[None, :], mask=load, other=0.0)
     value = tl.load(
         mean_value + base[:, None] * value_dim + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
     )
-    count = tl.load(weights + base, mask=real, other=-float("inf"))
-    to_mean = tl.zeros([BC, BD], tl.float32)
-    to_spread = tl.zeros([BC, BD], tl.float32)
-    to_value = tl.zeros([BC, BV], tl.float32)
+    log2_n = tl.load(log2_size + base, mask=real, other=-float("inf"))
+    dcentroid_acc = tl.zeros([BC, BD], tl.float32)
+    dvariance_acc = tl.zeros([BC, BD], tl.float32)
+    dvalue_acc = tl.zeros([BC, BV], tl.float32)
     first_position = tl.load(row_starts + entry * (segments + 2) + least)
     last_position = tl.load(row_starts + entry * (segments + 2) + beyond)
     number = (last_position - first_position + BM - 1) // BM
@@ -554,14 +548,14 @@ def _far_cells(
             there = position < end
             row = (member * positions + position).to(tl.int64)
             query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            grad = tl.load(
-                grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
+            do_i = tl.load(
+                do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
             )
-            ended = tl.load(lse + row, mask=there, other=float("inf"))
-            product = tl.load(delta + row, mask=there, other=0.0) - tl.load(along + row, mask=there, other=0.0)
+            lse_i = tl.load(lse + row, mask=there, other=float("inf"))
+            delta_i = tl.load(delta + row, mask=there, other=0.0) - tl.load(tilt_delta + row, mask=there, other=0.0)
             sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
             closed = closed_segments(sees, segment, window, segments, CAUSAL)
-            here = tl.load(column_of + closed * spans + span, mask=there, other=-1) + offset
+            here = tl.load(span_column + closed * spans + span, mask=there, other=-1) + offset
             words_at = marks + (entry * rows + row) * words + here // 32
             past_word = words - here // 32
             by = here % 32
@@ -575,84 +569,83 @@ def _far_cells(
                 )
                 bit = word[None, :] & (1 << (tl.arange(0, BC) % 32))[:, None]
                 taken = tl.where((tl.arange(0, BC) // 32 == i)[:, None], bit, taken)
-            square = squares_of(query, scale, 1.0, MOST_SQ, DT)
+            square = squares(query, scale, DT)
             first = tl.dot(mean, tl.trans(query), input_precision=IP)
-            second = tl.dot(spread, tl.trans(square), input_precision=IP)
-            boost = 1.0 + 0.25 * tl.minimum(second, MOST)
-            logit = first * (scale * LOG2E) + (count[:, None] - (ended * LOG2E)[None, :])
-            weight = tl.exp2(logit) * (boost * boost)
-            weight = tl.where((taken != 0) | (there == 0)[None, :], 0.0, weight)
-            to_value += tl.dot(weight.to(grad.dtype), grad, input_precision=IP)
-            slope = weight * (tl.dot(value, tl.trans(grad), input_precision=IP) - product[None, :])
-            to_mean += tl.dot(slope.to(query.dtype), query, input_precision=IP)
-            bend = tl.where(second < MOST, slope / (2.0 * boost), 0.0)
-            to_spread += tl.dot(bend.to(DT), square, input_precision=IP)
+            spread = tl.dot(var, tl.trans(square), input_precision=IP)
+            logit = cell_logit(first, scale, log2_n[:, None] - (lse_i * LOG2E)[None, :])
+            p = cell_mass(logit, spread)
+            p = tl.where((taken != 0) | (there == 0)[None, :], 0.0, p)
+            dvalue_acc += tl.dot(p.to(do_i.dtype), do_i, input_precision=IP)
+            ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
+            dcentroid_acc += tl.dot(ds.to(query.dtype), query, input_precision=IP)
+            du = boost_backward(ds, spread)
+            dvariance_acc += tl.dot(du.to(DT), square, input_precision=IP)
     into = (share * entries + entry) * cells + cell
-    tl.store(centroid_grad + into[:, None] * dim + column[None, :], to_mean * scale, mask=load)
-    tl.store(variance_grad + into[:, None] * dim + column[None, :], to_spread, mask=load)
-    tl.store(value_grad + into[:, None] * value_dim + value_column[None, :], to_value, mask=real[:, None] & value_wide[None, :])
+    tl.store(dcentroid + into[:, None] * dim + column[None, :], dcentroid_acc * scale, mask=load)
+    tl.store(dvariance + into[:, None] * dim + column[None, :], dvariance_acc, mask=load)
+    tl.store(dvalue + into[:, None] * value_dim + value_column[None, :], dvalue_acc, mask=real[:, None] & value_wide[None, :])
 
 
-def far_cells(
-    rows: Rows,
+def far_dmoments(
+    rows: BackwardRows,
     tables: Tables,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
     marks: Tensor,
-    along: Tensor,
+    tilt_delta: Tensor,
     row_starts: Tensor,
     splits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of centroids, variances and mean values `[entries, cells, ...]`, float32."""
     entries, count, dim = rows.queries.shape
-    value_dim = rows.grads.shape[2]
+    value_dim = rows.do.shape[2]
     device, cells = rows.queries.device, layout.cells
-    blocks = blocks_for("far_cells", max(dim, value_dim), rows.queries.dtype)
-    found = [torch.empty(splits, entries, cells, width, device=device) for width in (dim, dim, value_dim)]
+    blocks = blocks_for("far_dmoments", max(dim, value_dim), rows.queries.dtype, device)
+    dcentroid, dvariance, dvalue = (torch.empty(splits, entries, cells, width, device=device) for width in (dim, dim, value_dim))
     if cells:
         tile_span, tile_cell = layout.cell_tiles(blocks.keys)
-        _far_cells[(tile_span.shape[0], entries, splits)](
-            rows.queries,
-            rows.visible,
-            rows.grads,
-            rows.lse,
-            rows.delta,
-            along,
-            tables.centroid,
-            tables.variance,
-            tables.value,
-            tables.weight,
-            tile_span,
-            tile_cell,
-            layout.span_cell,
-            layout.span_from,
-            layout.span_to,
-            row_starts,
-            layout.column,
-            marks,
-            *found,
-            count,
-            count // sizes.group,
-            sizes.group,
-            cells,
-            len(layout.spans.all),
-            dim,
-            value_dim,
-            *rows.queries.stride()[:2],
-            rows.visible.stride(0),
-            *rows.grads.stride()[:2],
-            rows.lse.stride(0),
-            layout.words,
-            splits,
-            entries,
-            scale,
-            layout.segment,
-            sizes.window,
-            layout.segments,
+        _far_dmoments[(tile_span.shape[0], entries, splits)](
+            queries=rows.queries,
+            visible=rows.visible,
+            do=rows.do,
+            lse=rows.lse,
+            delta=rows.delta,
+            tilt_delta=tilt_delta,
+            centroid=tables.centroid,
+            variance=tables.variance,
+            mean_value=tables.value,
+            log2_size=tables.log2_size,
+            tile_span=tile_span,
+            tile_cell=tile_cell,
+            cell_edges=layout.cell_edges,
+            span_seen_from=layout.span_seen_from,
+            span_seen_until=layout.span_seen_until,
+            row_starts=row_starts,
+            span_column=layout.span_column,
+            marks=marks,
+            dcentroid=dcentroid,
+            dvariance=dvariance,
+            dvalue=dvalue,
+            rows=count,
+            positions=count // sizes.group,
+            group=sizes.group,
+            cells=cells,
+            spans=len(layout.spans.all),
+            dim=dim,
+            value_dim=value_dim,
+            **strides(query=rows.queries),
+            visible_entry=rows.visible.stride(0),
+            **strides(do=rows.do),
+            row_entry=rows.lse.stride(0),
+            words=layout.mark_words,
+            splits=splits,
+            entries=entries,
+            scale=scale,
+            segment=layout.segment,
+            window=sizes.window,
+            segments=layout.segments,
             CAUSAL=sizes.segment > 0,
-            MOST=MOST_SPREAD,
-            MOST_SQ=MOST_SQUARE,
             BM=blocks.rows,
             BC=blocks.keys,
             BD=padded(dim),
@@ -662,29 +655,29 @@ def far_cells(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-    centroid, variance, value = (x.sum(0) if splits > 1 else x[0] for x in found)
-    return centroid, variance, value
+    dcentroid, dvariance, dvalue = (x.sum(0) if splits > 1 else x[0] for x in (dcentroid, dvariance, dvalue))
+    return dcentroid, dvariance, dvalue
 
 
-FULL = 1024
-"""Programs that fill a card."""
+FULL_CARD = 1024
+"""How many programs fill a card."""
 
 
 @Kernel
-def _tilt(
+def _far_dcross(
     queries,
-    grads,
+    do,
     far_mass,
     row_starts,
-    found,
+    dcross,
     positions,
     group,
     dim,
     value_dim,
     query_entry,
     query_row,
-    grad_entry,
-    grad_row,
+    do_entry,
+    do_row,
     row_entry,
     segments,
     splits,
@@ -695,12 +688,12 @@ def _tilt(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The gradient of X for rows with one number of closed segments, a share of them: sum of mass * grad * query^T."""
+    """The gradient of X for a share of the rows with one number of closed segments: the sum of far_l do q^T."""
     which = tl.program_id(0)
     entry = tl.program_id(1).to(tl.int64)
     past, share = which // splits + 1, which % splits
     queries += entry * query_entry
-    grads += entry * grad_entry
+    do += entry * do_entry
     far_mass += entry * row_entry
     column = tl.arange(0, BD)
     value_column = tl.program_id(2) * BV + tl.arange(0, BV)
@@ -711,46 +704,47 @@ def _tilt(
     per_share = (number + splits - 1) // splits
     begin = first + share * per_share * BM
     end = tl.minimum(last, begin + per_share * BM)
-    total = tl.zeros([BV, BD], tl.float32)
+    acc = tl.zeros([BV, BD], tl.float32)
     for member in range(group):
         for start in range(begin, end, BM):
             position = start + tl.arange(0, BM)
             there = position < end
             row = (member * positions + position).to(tl.int64)
             query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            grad = tl.load(
-                grads + row[None, :] * grad_row + value_column[:, None], mask=there[None, :] & value_wide[:, None], other=0.0
+            do_t = tl.load(
+                do + row[None, :] * do_row + value_column[:, None], mask=there[None, :] & value_wide[:, None], other=0.0
             )
-            mass = tl.load(far_mass + row, mask=there, other=0.0)
-            total += tl.dot((grad.to(tl.float32) * mass[None, :]).to(DT), query.to(DT), input_precision=IP)
+            far_l = tl.load(far_mass + row, mask=there, other=0.0)
+            acc += tl.dot((do_t.to(tl.float32) * far_l[None, :]).to(DT), query.to(DT), input_precision=IP)
     place = (entry * segments * splits + which) * value_dim + value_column
-    tl.store(found + place[:, None] * dim + column[None, :], total * scale, mask=value_wide[:, None] & wide[None, :])
+    tl.store(dcross + place[:, None] * dim + column[None, :], acc * scale, mask=value_wide[:, None] & wide[None, :])
 
 
-def tilt(rows: Rows, layout: Layout, sizes: CellSizes, scale: float, far_mass: Tensor, row_starts: Tensor) -> Tensor:
+def far_dcross(
+    rows: BackwardRows, layout: Layout, sizes: CellSizes, scale: float, far_mass: Tensor, row_starts: Tensor
+) -> Tensor:
     """`[entries, segments, value_dim, dim]`: the gradient of the covariance that rows with 1, 2, ... closed segments see."""
     entries, count, dim = rows.queries.shape
-    value_dim = rows.grads.shape[2]
-    splits = max(1, min(32, FULL // max(1, entries * layout.segments)))
-    found = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
+    value_dim = rows.do.shape[2]
+    splits = max(1, min(32, FULL_CARD // max(1, entries * layout.segments)))
+    dcross = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
     block = min(64, padded(value_dim))
     if layout.segments:
-        _tilt[(layout.segments * splits, entries, cdiv(value_dim, block))](
-            rows.queries,
-            rows.grads,
-            far_mass,
-            row_starts,
-            found,
-            count // sizes.group,
-            sizes.group,
-            dim,
-            value_dim,
-            *rows.queries.stride()[:2],
-            *rows.grads.stride()[:2],
-            rows.lse.stride(0),
-            layout.segments,
-            splits,
-            scale,
+        _far_dcross[(layout.segments * splits, entries, cdiv(value_dim, block))](
+            queries=rows.queries,
+            do=rows.do,
+            far_mass=far_mass,
+            row_starts=row_starts,
+            dcross=dcross,
+            positions=count // sizes.group,
+            group=sizes.group,
+            dim=dim,
+            value_dim=value_dim,
+            **strides(query=rows.queries, do=rows.do),
+            row_entry=rows.lse.stride(0),
+            segments=layout.segments,
+            splits=splits,
+            scale=scale,
             BM=64,
             BD=padded(dim),
             BV=block,
@@ -759,4 +753,4 @@ def tilt(rows: Rows, layout: Layout, sizes: CellSizes, scale: float, far_mass: T
             num_warps=4,
             num_stages=2 if dim <= 64 else 1,
         )
-    return found.sum(2)
+    return dcross.sum(2)

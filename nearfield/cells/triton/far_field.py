@@ -1,9 +1,28 @@
-"""The far-field formula, in Triton: the score, the mass and the derivative of a closed cell."""
+"""The far-field formula of `cells/far_field.py`, in Triton. Nothing else in this folder writes it again.
+
+Logits and masses are to base 2. `first` is q.mu_c and `spread` is u_c, for a tile of rows and cells in either order.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from nearfield.cells import far_field
+from nearfield.kernels.launch import LOG2E
+
+ROUTE_SPREADS = tl.constexpr(far_field.ROUTE_SPREADS)
+MOST_SPREAD = tl.constexpr(far_field.MOST_SPREAD)
+MOST_SQUARE = tl.constexpr(far_field.MOST_SQUARE)
+
+VOID = tl.constexpr(-1e30)
+"""In place of the score of a cell that is not to be opened, or added to it. Not -inf, of which no difference can be taken."""
+
+LEAST_SCORE = tl.constexpr(VOID.value / 2)
+"""Cells with a score above this one may be opened."""
+
+NOT_FINITE = tl.constexpr(3e38)
+"""In place of log2 n_c where a member of the cell is not finite, so that the cell outweighs everything else in a row."""
 
 
 @triton.jit
@@ -17,20 +36,72 @@ def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def squares_of(query, scale, SPREADS: tl.constexpr, MOST_SQ: tl.constexpr, DT: tl.constexpr):
-    """(spreads * scale * q)^2: its product with variances is the square of what a score adds to q.mu."""
-    scaled = query.to(tl.float32) * (scale * SPREADS)
-    return tl.minimum(scaled * scaled, MOST_SQ).to(DT)
+def squares(query, scale, DT: tl.constexpr):
+    """(scale q)^2, cut off: their products with variances are spreads."""
+    scaled = query.to(tl.float32) * scale
+    return tl.minimum(scaled * scaled, MOST_SQUARE).to(DT)
 
 
 @triton.jit
 def cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP: tl.constexpr):
-    """q.mu and the squared spread of a tile of cells."""
+    """q.mu_c and u_c of a tile of cells."""
     load = real[None, :] & wide[:, None]
     mean = tl.load(centroid + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
-    spread = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
-    return tl.dot(query, mean, input_precision=IP), tl.dot(square, spread, input_precision=IP)
+    var = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
+    return tl.dot(query, mean, input_precision=IP), tl.dot(square, var, input_precision=IP)
 
 
-VOID = -1e30
-"""Added to the score of a cell that is not to be opened."""
+@triton.jit
+def cut_off(spread):
+    """u_c, cut off so that b(u_c) stays far from overflow."""
+    return tl.minimum(spread, MOST_SPREAD)
+
+
+@triton.jit
+def cell_score(first, spread, exists):
+    """s_c, from q.mu_c times scale; `exists` is 0, or `VOID` where there is no such cell."""
+    return first + tl.sqrt(spread) * ROUTE_SPREADS + exists
+
+
+@triton.jit
+def wide_cell_score(first, wide_spread, exists):
+    """The same from ROUTE_SPREADS^2 u_c. x / sqrt(x) is faster than a root."""
+    spread = tl.maximum(wide_spread, 1e-30)
+    return first + (spread * tl.rsqrt(spread) + exists)
+
+
+@triton.jit
+def boost_root(spread):
+    """sqrt(b(u))"""
+    return 1.0 + 0.25 * cut_off(spread)
+
+
+@triton.jit
+def boost(spread):
+    """b(u)"""
+    root = boost_root(spread)
+    return root * root
+
+
+@triton.jit
+def cell_logit(first, scale, log2_size):
+    """log2 of n_c e^{q.mu_c}, or of a share of that, with less than log2 n_c in `log2_size`."""
+    return first * (scale * LOG2E) + log2_size
+
+
+@triton.jit
+def cell_mass(logit, spread):
+    """m_c = n_c e^{q.mu_c} b(u_c)"""
+    return tl.exp2(logit) * boost(spread)
+
+
+@triton.jit
+def log2_cell_mass(logit, spread):
+    """log2 m_c"""
+    return logit + 2.0 * tl.log2(boost_root(spread))
+
+
+@triton.jit
+def boost_backward(logit_grad, spread):
+    """The gradient of u_c from that of log m_c; 0 where u was cut off."""
+    return tl.where(spread < MOST_SPREAD, logit_grad / (2.0 * boost_root(spread)), 0.0)

@@ -1,4 +1,4 @@
-"""Memory of the passes on a GPU: how much there is, and how work is cut to fit."""
+"""How much memory a pass may take on a GPU beyond inputs and output, and how work is cut to fit."""
 
 from __future__ import annotations
 
@@ -9,33 +9,27 @@ from torch import Tensor
 
 LEAST_BYTES = 4 << 20
 
-BEYOND = 0.48
-"""Everything that is made on the way should take no more than this part of inputs and output, or `LEAST_BYTES`."""
+PAIRS_SHARE = 1 / 12
+"""How much of the budget (row, cell) pairs may take while they are grouped."""
 
-BEYOND_TRAINED = 1.0
-"""The same where a gradient will be asked for: what is made in the backward pass, the gradients alone, takes as much."""
-
-PAIRS = 1 / 12
-"""What of this (row, cell) pairs may take while they are grouped."""
-
-LEAST = 0.09
-"""Partial results get this much at least: with too few rows at a time, tiles are half empty."""
+LEAST_SHARE = 0.09
+"""Partial results get this share of inputs and output at least: with too few rows at a time, tiles are half empty."""
 
 LEAST_ROWS = 1024
-"""Rows that are looked at together even if they do not fit."""
+"""So many rows are computed together even if they do not fit."""
 
 MOST_ENTRIES = 32768
-"""What the second axis of a grid takes."""
+"""The second axis of a grid takes no more."""
 
 
 def entry_parts(entries: int) -> Iterator[slice]:
-    """All entries, in as few parts as a grid takes."""
+    """All entries, in as few parts as fit on a grid."""
     for first in range(0, entries, MOST_ENTRIES):
         yield slice(first, min(first + MOST_ENTRIES, entries))
 
 
-class Room(NamedTuple):
-    """Bytes for what is made on the way."""
+class MemoryBudget(NamedTuple):
+    """Bytes for intermediate results."""
 
     parts: int
     """partial results: the output of each opened cell by itself"""
@@ -43,38 +37,39 @@ class Room(NamedTuple):
     """(row, cell) pairs, grouped"""
 
 
-def room_for(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> Room:
-    """Room that, with what is held already, comes to `beyond` of inputs and output, unless that would be very little."""
+def memory_budget(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> MemoryBudget:
+    """Together with what is held already, the share `beyond` of inputs and output (see `MemoryPolicy`), or a little more."""
     total, ours = (sum(x.numel() * x.element_size() for x in tensors) for tensors in (inputs, held))
-    pairs = int(PAIRS * beyond * total)
-    return Room(max(LEAST_BYTES, int(LEAST * total), int(beyond * total) - pairs - ours), pairs)
+    pairs = int(PAIRS_SHARE * beyond * total)
+    return MemoryBudget(max(LEAST_BYTES, int(LEAST_SHARE * total), int(beyond * total) - pairs - ours), pairs)
 
 
-def parts_of(entries: int, rows: int, per_row: int, bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Entries, and rows of theirs, for which so many bytes each fit. Rows stay together where they can: tiles are then full."""
-    some = max(1, min(entries, bytes // max(1, per_row * rows)))
-    step = rows if some > 1 else max(LEAST_ROWS, bytes // per_row // LEAST_ROWS * LEAST_ROWS)
+def parts_of(entries: int, rows: int, per_row: int, available: int) -> Iterator[tuple[slice, slice]]:
+    """Entries, and rows of theirs, in parts of `available` bytes. All rows of an entry where possible, so that tiles are full."""
+    some = max(1, min(entries, available // max(1, per_row * rows)))
+    step = rows if some > 1 else max(LEAST_ROWS, available // per_row // LEAST_ROWS * LEAST_ROWS)
     for first in range(0, entries, some):
         for start in range(0, rows, step):
             yield slice(first, min(first + some, entries)), slice(start, min(start + step, rows))
 
 
 class Slab(NamedTuple):
-    """What is grouped together: all rows of some entries, or some rows of one."""
+    """Rows whose pairs are grouped together: all rows of some entries, or some rows of one."""
 
     entries: slice
     rows: slice
     parts: list[slice]
-    """Entries of it whose partial results fit at a time."""
+    """its entries, in parts whose partial results fit at a time"""
 
 
-def slabs_of(entries: int, rows: int, slots: int, per_row: int, room: Room) -> Iterator[Slab]:
-    parts = list(parts_of(entries, rows, per_row, room.parts))
+def slabs_of(entries: int, rows: int, slots: int, per_row: int, budget: MemoryBudget) -> Iterator[Slab]:
+    """All rows of all entries, with `slots` pairs and partial results of `per_row` bytes each."""
+    parts = list(parts_of(entries, rows, per_row, budget.parts))
     for some, part in parts:
         if part != slice(0, rows):
             yield Slab(some, part, [slice(0, 1)])
     whole = [some for some, part in parts if part == slice(0, rows)]
-    together = max(1, room.pairs // max(1, 4 * rows * slots * (whole[0].stop if whole else 1)))
+    together = max(1, budget.pairs // max(1, 4 * rows * slots * (whole[0].stop if whole else 1)))
     for start in range(0, len(whole), together):
         own = whole[start : start + together]
         first = own[0].start

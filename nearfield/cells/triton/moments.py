@@ -1,41 +1,47 @@
-"""Moments of cells on a GPU, and their gradients passed on to keys and values."""
+"""Moments of cells on a GPU, and what their gradients give keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.cells.moments import MOST_VARIANCE
+from nearfield.cells import moments as cell_moments
 from nearfield.cells.triton.cluster import members_of
-from nearfield.cells.triton.far_field import VOID
+from nearfield.cells.triton.far_field import NOT_FINITE, VOID
 from nearfield.cells.triton.layout import Layout
 from nearfield.cells.triton.tuning import blocks_for
-from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision
+from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
+
+MOST_VARIANCE = tl.constexpr(cell_moments.MOST_VARIANCE)
 
 MEMBERS = 32
 """Keys that a program reads at a time."""
 
 CHUNK = 1024
-"""Keys whose deviations one program multiplies, so many at a time:"""
+"""Keys whose products of deviations one program sums up."""
 
-AT_A_TIME = 64
+CHUNK_TILE = 64
+"""Of these, so many at a time."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The cells of all entries of a batch; see `partition.cells.CellTable`. Numbers of cells count on over the entries."""
+    """The cells of all entries of a batch, as kernels read them; see `cells.moments.CellTable`.
+
+    Cells are numbered on from entry to entry.
+    """
 
     order: Tensor
     """`[members]`: key positions inside their entry, cell by cell"""
     starts: Tensor
     """`[entries * cells + 1]`: the range of each cell in `order`"""
-    void: Tensor
+    log_exists: Tensor
     """`[entries, cells]`: `VOID` where a cell is empty or has a member that is not finite, so that it is not opened; else 0"""
-    weight: Tensor
-    """`[entries, cells]`: log2 of how many keys; -inf where it is empty, 3e38 where a member is not finite"""
+    log2_size: Tensor
+    """`[entries, cells]`: log2 of how many keys; -inf where it is empty, `NOT_FINITE` where a member is not finite"""
     centroid: Tensor
     """`[entries, cells, dim]`, in the dtype of the keys, as the values are; zeros where a member is not finite"""
     variance: Tensor
@@ -48,12 +54,12 @@ class Tables:
     @property
     def cells(self) -> int:
         """per entry"""
-        return self.void.shape[1]
+        return self.log_exists.shape[1]
 
     def of(self, entries: slice) -> Tables:
         """Those of some entries."""
         starts = self.starts[entries.start * self.cells : entries.stop * self.cells + 1]
-        others = (self.void, self.weight, self.centroid, self.variance, self.value, self.cross, self.pooled)
+        others = (self.log_exists, self.log2_size, self.centroid, self.variance, self.value, self.cross, self.pooled)
         return Tables(self.order, starts, *(x[entries] for x in others))
 
 
@@ -68,8 +74,8 @@ def _moments(
     low_centroid,
     low_variance,
     low_value,
-    void,
-    weight,
+    log_exists,
+    log2_size,
     cells,
     dim,
     value_dim,
@@ -77,8 +83,6 @@ def _moments(
     key_row,
     value_entry,
     value_row,
-    MOST: tl.constexpr,
-    NOTHING: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
@@ -116,7 +120,7 @@ def _moments(
     tl.store(centroid + cell * dim + column, mean, mask=wide)
     mean_value = tl.sum(value_total, 0) * share
     tl.store(value + cell * value_dim + value_column, mean_value, mask=value_wide)
-    spread = tl.minimum(tl.maximum(tl.sum(square, 0) * share - off_mean * off_mean, 0.0), MOST)
+    spread = tl.minimum(tl.maximum(tl.sum(square, 0) * share - off_mean * off_mean, 0.0), MOST_VARIANCE)
     # 0 times a number that is not finite is not 0.
     odd = tl.sum(tl.where(mean * 0.0 == 0.0, 0, 1), 0) + tl.sum(tl.where(mean_value * 0.0 == 0.0, 0, 1), 0)
     fine = odd == 0
@@ -127,24 +131,24 @@ def _moments(
         tl.where(fine, mean_value, 0.0).to(low_value.dtype.element_ty),
         mask=value_wide,
     )
-    tl.store(void + cell, tl.where(fine & (last > first), 0.0, NOTHING))
+    tl.store(log_exists + cell, tl.where(fine & (last > first), 0.0, VOID))
     count = tl.where(last > first, tl.log2(tl.maximum(last - first, 1).to(tl.float32)), -float("inf"))
-    tl.store(weight + cell, tl.where(fine, count, 3e38))
+    tl.store(log2_size + cell, tl.where(fine, count, NOT_FINITE))
 
 
 @Kernel
-def _products(
+def _cross(
     keys,
     values,
     order,
     starts,
     cell_of_member,
-    span_cell,
+    cell_edges,
     chunk_span,
     chunk_number,
     centroid,
     value,
-    found,
+    cross,
     cells,
     dim,
     value_dim,
@@ -164,8 +168,8 @@ def _products(
     chunk = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
-    first = tl.load(starts + entry * cells + tl.load(span_cell + span))
-    last = tl.load(starts + entry * cells + tl.load(span_cell + span + 1))
+    first = tl.load(starts + entry * cells + tl.load(cell_edges + span))
+    last = tl.load(starts + entry * cells + tl.load(cell_edges + span + 1))
     first = first + tl.load(chunk_number + chunk) * CHUNK
     last = tl.minimum(last, first + CHUNK)
     column = tl.arange(0, BD)
@@ -194,35 +198,32 @@ def _products(
         off_key = (key.to(tl.float32) - mean).to(DT)
         off_value = (val.to(tl.float32) - middle.to(tl.float32)).to(DT)
         total += tl.dot(off_value, off_key, input_precision=IP)
-    place = found + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
-    # What is not finite is told by the weights of cells; here it would spread to rows that do not see it.
+    place = cross + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
+    # `log2_size` says where something is not finite; here it would reach rows that do not see it.
     tl.store(place, tl.where(total * 0.0 == 0.0, total, 0.0), mask=value_wide[:, None] & wide[None, :])
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The cells of all entries of a batch, also in float32, as the backward pass needs it."""
+    """The cells of all entries of a batch: in float32, for the backward pass, and rounded (`low_...`), as `Tables` has them."""
 
     order: Tensor
     starts: Tensor
     cell_of_member: Tensor
-    """`[members]`: the cell of each entry of `order`, counted on over the entries"""
+    """`[members]`: the cell of each entry of `order`, numbered on from entry to entry"""
     size: Tensor
-    """`[entries, cells]`: how many keys, float32"""
+    """`[entries, cells]`, as all that follows: how many keys, float32"""
     centroid: Tensor
     value: Tensor
-    low: tuple[Tensor, ...]
-    """void, weight, centroid, variance and value, see `Tables`"""
+    log_exists: Tensor
+    log2_size: Tensor
+    low_centroid: Tensor
+    low_variance: Tensor
+    low_value: Tensor
 
     def of(self, entries: slice) -> Moments:
-        """Those of some entries, as far as they are told by entry."""
-        return replace(
-            self,
-            size=self.size[entries],
-            centroid=self.centroid[entries],
-            value=self.value[entries],
-            low=tuple(x[entries] for x in self.low),
-        )
+        """Those of some entries; `order`, `starts` and `cell_of_member` stay whole."""
+        return replace(self, **{field.name: getattr(self, field.name)[entries] for field in fields(self)[3:]})
 
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
@@ -233,48 +234,45 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
     order, cell_of_member, starts = members_of(cell_of, layout)
     centroid = torch.empty(entries, cells, dim, device=device)
     value = torch.empty(entries, cells, value_dim, device=device)
-    low = (
-        torch.empty(entries, cells, device=device),
-        torch.empty(entries, cells, device=device),
-        torch.empty_like(centroid, dtype=keys.dtype),
-        torch.empty_like(centroid, dtype=dot_dtype(keys.dtype)),
-        torch.empty_like(value, dtype=keys.dtype),
-    )
+    log_exists, log2_size = (torch.empty(entries, cells, device=device) for _ in range(2))
+    low_centroid, low_value = torch.empty_like(centroid, dtype=keys.dtype), torch.empty_like(value, dtype=keys.dtype)
+    low_variance = torch.empty_like(centroid, dtype=dot_dtype(keys.dtype))
     if last:
         _moments[(last,)](
-            keys,
-            values,
-            order,
-            starts,
-            centroid,
-            value,
-            *low[2:],
-            *low[:2],
-            cells,
-            dim,
-            value_dim,
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            MOST=MOST_VARIANCE,
-            NOTHING=VOID,
+            keys=keys,
+            values=values,
+            order=order,
+            starts=starts,
+            centroid=centroid,
+            value=value,
+            low_centroid=low_centroid,
+            low_variance=low_variance,
+            low_value=low_value,
+            log_exists=log_exists,
+            log2_size=log2_size,
+            cells=cells,
+            dim=dim,
+            value_dim=value_dim,
+            **strides(key=keys, value=values),
             BM=MEMBERS,
             BD=padded(dim),
             BV=padded(value_dim),
             num_warps=2 if max(dim, value_dim) <= 64 else 4 if max(dim, value_dim) <= 128 else 8,
         )
     size = starts.diff().view(entries, cells).float()
-    return Moments(order, starts, cell_of_member, size, centroid, value, low)
+    low = log_exists, log2_size, low_centroid, low_variance, low_value
+    return Moments(order, starts, cell_of_member, size, centroid, value, *low)
 
 
 def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
-    """What kernels look up, in their dtypes."""
+    """What kernels read, in their dtypes."""
     cross, pooled = _covariances(keys, values, moments, layout)
-    void, weight, centroid, variance, value = moments.low
-    return Tables(moments.order, moments.starts, void, weight, centroid, variance, value, cross, pooled)
+    low = moments.log_exists, moments.log2_size, moments.low_centroid, moments.low_variance, moments.low_value
+    return Tables(moments.order, moments.starts, *low, cross, pooled)
 
 
 def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
-    """What each number of closed segments has in common, `[entries, segments + 1, value_dim, dim]`; of how many keys."""
+    """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and of how many keys it is."""
     entries, _, dim = keys.shape
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
     if not spans:
@@ -282,26 +280,25 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
     span, number = layout.chunks(CHUNK)
     found = torch.empty(entries, span.shape[0], value_dim, dim, device=device)
     block = min(64, padded(value_dim))
-    _products[(span.shape[0], entries, cdiv(value_dim, block))](
-        keys,
-        values,
-        moments.order,
-        moments.starts,
-        moments.cell_of_member,
-        layout.span_cell,
-        span,
-        number,
-        moments.low[2],  # that a mean is rounded does not matter here: deviations from it sum up to zero
-        moments.low[4],
-        found,
-        layout.cells,
-        dim,
-        value_dim,
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        span.shape[0],
+    _cross[(span.shape[0], entries, cdiv(value_dim, block))](
+        keys=keys,
+        values=values,
+        order=moments.order,
+        starts=moments.starts,
+        cell_of_member=moments.cell_of_member,
+        cell_edges=layout.cell_edges,
+        chunk_span=span,
+        chunk_number=number,
+        centroid=moments.low_centroid,  # rounding does not matter: deviations from the mean sum up to zero
+        value=moments.low_value,
+        cross=found,
+        cells=layout.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(key=keys, value=values),
+        chunks=span.shape[0],
         CHUNK=CHUNK,
-        BM=AT_A_TIME if max(dim, value_dim) <= 128 else MEMBERS,
+        BM=CHUNK_TILE if max(dim, value_dim) <= 128 else MEMBERS,
         BD=padded(dim),
         BV=block,
         DT=dot_type(keys.dtype),
@@ -310,29 +307,29 @@ def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout)
     )
     # What a row sees is a sum over chunks: one product with a table of zeros and ones.
     members = moments.starts[layout.first_cells(entries)].diff(dim=1).float()
-    pooled = (members @ layout.seen.T).clamp_(min=1)
+    pooled = (members @ layout.sees_span.T).clamp_(min=1)
     cross = torch.matmul(layout.seen_chunks(CHUNK), found.flatten(2)).unflatten(2, (value_dim, dim))
     return cross.div_(pooled[..., None, None]), pooled
 
 
 @Kernel
-def _spread(
+def _moments_dkv(
     keys,
     values,
     cell_of,
-    span_at,
+    span_of_segment,
     centroid,
     value,
     size,
-    centroid_grad,
-    variance_grad,
-    mean_grad,
-    cross_grad,
-    key_grad,
-    value_grad,
+    dcentroid,
+    dvariance,
+    dvalue,
+    dcross,
+    dk,
+    dv,
     cells,
     spans,
-    heights,
+    levels,
     segment,
     segments,
     length,
@@ -358,18 +355,18 @@ def _spread(
     wide, value_wide = column < dim, value_column < value_dim
     keys += entry * key_entry
     values += entry * value_entry
-    cell_of += entry * heights * length
+    cell_of += entry * levels * length
     key = tl.load(keys + place[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    to_key = tl.zeros([BM, BD], tl.float32)
-    to_value = tl.zeros([BM, BV], tl.float32)
+    dk_acc = tl.zeros([BM, BD], tl.float32)
+    dv_acc = tl.zeros([BM, BV], tl.float32)
     first_segment = block * BM // segment
     last_segment = tl.minimum(block * BM + BM - 1, length - 1) // segment
-    for height in range(heights):
+    for level in range(levels):
         for number in range(first_segment, tl.minimum(last_segment + 1, segments)):
-            span = tl.load(span_at + height * segments + number)
+            span = tl.load(span_of_segment + level * segments + number)
             if span >= 0:
                 inside = there & (position // segment == number)
-                cell = tl.load(cell_of + height * length + place, mask=inside, other=-1)
+                cell = tl.load(cell_of + level * length + place, mask=inside, other=-1)
                 inside = inside & (cell >= 0)
                 cell = entry * cells + cell
                 share = 1.0 / tl.load(size + cell, mask=inside, other=1.0)
@@ -377,11 +374,11 @@ def _spread(
                 value_at = cell[:, None] * value_dim + value_column[None, :]
                 load, value_load = inside[:, None] & wide[None, :], inside[:, None] & value_wide[None, :]
                 off_key = tl.where(load, key.to(tl.float32) - tl.load(centroid + at, mask=load, other=0.0), 0.0)
-                own = tl.load(centroid_grad + at, mask=load, other=0.0)
-                own += 2.0 * tl.load(variance_grad + at, mask=load, other=0.0) * off_key
-                to_key += own * share[:, None]
-                to_value += tl.load(mean_grad + value_at, mask=value_load, other=0.0) * share[:, None]
-                matrix_at = cross_grad + (entry * spans + span) * value_dim * dim
+                own = tl.load(dcentroid + at, mask=load, other=0.0)
+                own += 2.0 * tl.load(dvariance + at, mask=load, other=0.0) * off_key
+                dk_acc += own * share[:, None]
+                dv_acc += tl.load(dvalue + value_at, mask=value_load, other=0.0) * share[:, None]
+                matrix_at = dcross + (entry * spans + span) * value_dim * dim
                 for begin in range(0, BV, BK):
                     some = begin + tl.arange(0, BK)
                     narrow = inside[:, None] & (some < value_dim)[None, :]
@@ -389,7 +386,7 @@ def _spread(
                     off = here.to(tl.float32) - tl.load(value + cell[:, None] * value_dim + some[None, :], mask=narrow, other=0.0)
                     load_some = (some < value_dim)[:, None] & wide[None, :]
                     matrix = tl.load(matrix_at + some[:, None] * dim + column[None, :], mask=load_some, other=0.0)
-                    to_key += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
+                    dk_acc += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
                 for begin in range(0, BD, BK):
                     some = begin + tl.arange(0, BK)
                     narrow = inside[:, None] & (some < dim)[None, :]
@@ -400,50 +397,53 @@ def _spread(
                         mask=value_wide[None, :] & (some < dim)[:, None],
                         other=0.0,
                     )
-                    to_value += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
+                    dv_acc += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
     into = entry * length + place
-    tl.store(key_grad + into[:, None] * dim + column[None, :], to_key, mask=there[:, None] & wide[None, :])
-    tl.store(value_grad + into[:, None] * value_dim + value_column[None, :], to_value, mask=there[:, None] & value_wide[None, :])
+    tl.store(dk + into[:, None] * dim + column[None, :], dk_acc, mask=there[:, None] & wide[None, :])
+    tl.store(dv + into[:, None] * value_dim + value_column[None, :], dv_acc, mask=there[:, None] & value_wide[None, :])
 
 
-def spread(
+def moments_dkv(
     keys: Tensor,
     values: Tensor,
     cell_of: Tensor,
     moments: Moments,
     layout: Layout,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor],
-    key_grad: Tensor,
-    value_grad: Tensor,
+    moment_grads: tuple[Tensor, Tensor, Tensor, Tensor],
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
-    """Fills in what the moments of their cells pass on to keys and values, `[entries, n, ...]`, float32.
+    """Fills in `dk` and `dv` `[entries, n, ...]`, float32: what comes through the moments of cells.
 
-    `grads`: of centroids, variances and mean values, and of the products of deviations of each span.
+    `moment_grads`: gradients of centroids, variances and mean values, and of the products of deviations of each span.
     """
+    dcentroid, dvariance, dvalue, dcross = moment_grads
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
-    blocks = blocks_for("spread", max(dim, value_dim), keys.dtype)
-    _spread[(cdiv(length, blocks.rows), entries)](
-        keys,
-        values,
-        cell_of,
-        layout.span_at,
-        moments.centroid,
-        moments.value,
-        moments.size,
-        *grads,
-        key_grad,
-        value_grad,
-        layout.cells,
-        len(layout.spans.all),
-        cell_of.shape[1],
-        layout.segment,
-        layout.segments,
-        length,
-        dim,
-        value_dim,
-        *keys.stride()[:2],
-        *values.stride()[:2],
+    blocks = blocks_for("moments_dkv", max(dim, value_dim), keys.dtype, keys.device)
+    _moments_dkv[(cdiv(length, blocks.rows), entries)](
+        keys=keys,
+        values=values,
+        cell_of=cell_of,
+        span_of_segment=layout.span_of_segment,
+        centroid=moments.centroid,
+        value=moments.value,
+        size=moments.size,
+        dcentroid=dcentroid,
+        dvariance=dvariance,
+        dvalue=dvalue,
+        dcross=dcross,
+        dk=dk,
+        dv=dv,
+        cells=layout.cells,
+        spans=len(layout.spans.all),
+        levels=cell_of.shape[1],
+        segment=layout.segment,
+        segments=layout.segments,
+        length=length,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(key=keys, value=values),
         BM=blocks.rows,
         BD=padded(dim),
         BV=padded(value_dim),

@@ -5,7 +5,6 @@ Forward, merge, dq, dk and dv.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.cluster import narrowed, sorted_numbers
+from nearfield.cells.triton.cluster import pack_cells, sort_by_cell
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import Rows
+from nearfield.cells.triton.local import BackwardRows
 from nearfield.cells.triton.moments import Tables
-from nearfield.cells.triton.tuning import Blocks, blocks_for
-from nearfield.kernels.launch import Kernel, cdiv, padded, precision
+from nearfield.cells.triton.tuning import TileSizes, blocks_for
+from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, padded, precision, strides
 
 ENTRIES_OF_A_BLOCK = 8
 """Numbers per block in `Groups.blocks`; a power of two, so that they are loaded together."""
@@ -57,7 +56,7 @@ def block_at(blocks, edges, first_cell):
 
 
 @Kernel
-def _count(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
+def _count_pairs(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
     """How many pairs there are of each cell."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
@@ -66,7 +65,7 @@ def _count(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
 
 
 @Kernel
-def _scan(counts, first, edges, total, size, BC: tl.constexpr):
+def _scan_counts(counts, first, edges, total, size, BC: tl.constexpr):
     """Running sums of the counts, and of the blocks of `size` that they take; `counts` becomes where the next pair goes."""
     pairs = 0
     blocks = 0
@@ -86,8 +85,8 @@ def _scan(counts, first, edges, total, size, BC: tl.constexpr):
 
 
 @Kernel
-def _scatter(opened, places, pair, per_entry, cells, opened_entry, BP: tl.constexpr):
-    """Every pair to the next place of its cell."""
+def _place_pairs(opened, places, pair, per_entry, cells, opened_entry, BP: tl.constexpr):
+    """Each pair goes to the next place of its cell."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
@@ -97,7 +96,7 @@ def _scatter(opened, places, pair, per_entry, cells, opened_entry, BP: tl.conste
 
 @Kernel
 def _block_ranges(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr, BB: tl.constexpr):
-    """What each block is about: the cell by bisection, and its ranges."""
+    """The cell of each block, by bisection, and its ranges of pairs and of keys."""
     block = tl.program_id(0) * BB + tl.arange(0, BB)
     there = block < most
     low = tl.zeros([BB], tl.int32)
@@ -122,9 +121,8 @@ def _block_ranges(first, edges, starts, blocks, most, total, size, STEPS: tl.con
 def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = None, stable: Layout | None = None) -> Groups:
     """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`.
 
-    `counts`: how many there are of each cell, where that is known; it is spoilt. The order of pairs inside a cell is not the same
-    in every run, unless a layout to sort by is given (`stable`); each row is by itself, so that it does not matter where nothing
-    is summed over rows.
+    `counts`: how many there are of each cell, where that is known; it is overwritten. The order of pairs inside a cell differs
+    from run to run, which matters only where something is summed over rows. With a layout in `stable` it is always the same.
     """
     entries, rows, slots = opened.shape
     device, cells = opened.device, tables.cells
@@ -136,26 +134,60 @@ def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = Non
     if counts is None:
         counts = torch.zeros(total, dtype=torch.int32, device=device)
         if total:
-            _count[grid](opened, counts, per_entry, cells, opened.stride(0), BP=PAIRS_PER_PROGRAM, num_warps=4)
-    _scan[(1,)](counts, first, edges, total, size, BC=1024, num_warps=4)
+            _count_pairs[grid](
+                opened=opened,
+                counts=counts,
+                per_entry=per_entry,
+                cells=cells,
+                opened_entry=opened.stride(0),
+                BP=PAIRS_PER_PROGRAM,
+                num_warps=4,
+            )
+    _scan_counts[(1,)](
+        counts=counts,
+        first=first,
+        edges=edges,
+        total=total,
+        size=size,
+        BC=1024,
+        num_warps=4,
+    )
     most = cdiv(opened.numel(), size) + total
     blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)
     if stable is not None:
-        pair = sorted_numbers(narrowed(opened, stable), stable, entries)[1].int()
+        pair = sort_by_cell(pack_cells(opened, stable), stable, entries)[1].int()
     else:
         pair = torch.empty(opened.numel(), dtype=torch.int32, device=device)
         if total:
-            _scatter[grid](opened, counts, pair, per_entry, cells, opened.stride(0), BP=PAIRS_PER_PROGRAM, num_warps=4)
+            _place_pairs[grid](
+                opened=opened,
+                places=counts,
+                pair=pair,
+                per_entry=per_entry,
+                cells=cells,
+                opened_entry=opened.stride(0),
+                BP=PAIRS_PER_PROGRAM,
+                num_warps=4,
+            )
     if total:
         _block_ranges[(cdiv(most, 256),)](
-            first, edges, tables.starts, blocks, most, total, size, STEPS=total.bit_length() + 1, BB=256, num_warps=4
+            first=first,
+            edges=edges,
+            starts=tables.starts,
+            blocks=blocks,
+            most=most,
+            total=total,
+            size=size,
+            STEPS=total.bit_length() + 1,
+            BB=256,
+            num_warps=4,
         )
     else:
         blocks.zero_()
     return Groups(pair, first, edges, blocks, size)
 
 
-@partial(Kernel, varied=("first_entry", "beyond"))
+@partial(Kernel, do_not_specialize=("first_entry", "beyond"))
 def _near_fwd(
     queries,
     keys,
@@ -186,7 +218,7 @@ def _near_fwd(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Output and log2-normaliser of up to BM pairs of one cell, for the entries from the first one on up to `beyond`."""
+    """Output and log2-normaliser of up to BM pairs of one cell, for the entries from `first_entry` to `beyond`."""
     cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
     if (begin >= end) | (cell >= beyond * cells):
         return
@@ -201,31 +233,31 @@ def _near_fwd(
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    top = tl.full([BM], -float("inf"), tl.float32)
-    mass = tl.zeros([BM], tl.float32)
-    total = tl.zeros([BM, BV], tl.float32)
+    m_i = tl.full([BM], -float("inf"), tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
     for start in range(start_key, stop_key, BN):
         member = start + tl.arange(0, BN)
         real = member < stop_key
         position = tl.load(order + member, mask=real, other=0).to(tl.int64)
         key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
-        product = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))
-        new = tl.maximum(top, tl.max(product, 1) * scale)
-        weight = tl.exp2(product * scale - new[:, None])
-        shrink = tl.exp2(top - new)
-        mass = mass * shrink + tl.sum(weight, 1)
+        qk = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
+        p = tl.exp2(qk * scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
         value = tl.load(
             values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
         )
-        total = total * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=IP)
-        top = new
+        acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
+        m_i = m_new
     own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
-    tl.store(lse + own, top + tl.log2(mass), mask=there)
-    result = (total / mass[:, None]).to(output.dtype.element_ty)
+    tl.store(lse + own, m_i + tl.log2(l_i), mask=there)
+    result = (acc / l_i[:, None]).to(output.dtype.element_ty)
     tl.store(output + own[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
 
 
-def near(
+def near_forward(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -240,27 +272,25 @@ def near(
     """Fills in `output` `[some entries, rows, slots, value_dim]` and log2-normalisers for each opened cell."""
     entries, rows, slots, value_dim = output.shape
     dim = queries.shape[2]
-    blocks = near_blocks(queries, values, sizes)
+    blocks = near_forward_blocks(queries, values, sizes)
     _near_fwd[(groups.most(entries, rows, slots, tables.cells),)](
-        queries,
-        keys,
-        values,
-        tables.order,
-        groups.blocks,
-        groups.edges,
-        groups.pair,
-        output,
-        lse,
-        some.start,
-        some.stop,
-        rows,
-        tables.cells,
-        dim,
-        value_dim,
-        *queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        scale * math.log2(math.e),
+        queries=queries,
+        keys=keys,
+        values=values,
+        order=tables.order,
+        blocks=groups.blocks,
+        edges=groups.edges,
+        pair=groups.pair,
+        output=output,
+        lse=lse,
+        first_entry=some.start,
+        beyond=some.stop,
+        rows=rows,
+        cells=tables.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=queries, key=keys, value=values),
+        scale=scale * LOG2E.value,
         SLOTS=slots,
         BM=blocks.rows,
         BN=blocks.keys,
@@ -272,9 +302,9 @@ def near(
     )
 
 
-def near_blocks(queries: Tensor, values: Tensor, sizes: CellSizes) -> Blocks:
-    """How the pairs are to be grouped."""
-    return blocks_for("near", max(queries.shape[2], values.shape[2]), queries.dtype, sizes.cell_size)
+def near_forward_blocks(queries: Tensor, values: Tensor, sizes: CellSizes) -> TileSizes:
+    """Of the forward pass: pairs are grouped in blocks of so many rows."""
+    return blocks_for("near_fwd", max(queries.shape[2], values.shape[2]), queries.dtype, queries.device, sizes.cell_size)
 
 
 @Kernel
@@ -303,45 +333,45 @@ def _merge(
     opened += entry * opened_entry + row * SLOTS
     output += entry * output_entry + row[:, None] * output_row + column[None, :]
     lse += entry * lse_entry + row
-    # What was not opened is there already.
-    closed = tl.load(lse, mask=there, other=-float("inf"))
-    top = closed
+    # The output holds what comes from keys seen one by one and from closed cells.
+    closed_lse = tl.load(lse, mask=there, other=-float("inf"))
+    m_i = closed_lse
     for slot in range(SLOTS):
         real = tl.load(opened + slot, mask=there, other=-1) >= 0
-        top = tl.maximum(top, tl.load(part_lse + place + slot, mask=real, other=-float("inf")))
-    base = tl.where(top > -float("inf"), top, 0.0)
-    mass = tl.exp2(closed - base)
+        m_i = tl.maximum(m_i, tl.load(part_lse + place + slot, mask=real, other=-float("inf")))
+    base = tl.where(m_i > -float("inf"), m_i, 0.0)
+    l_i = tl.exp2(closed_lse - base)
     value = tl.load(output, mask=there[:, None] & wide[None, :], other=0.0)
-    total = mass[:, None] * value.to(tl.float32)
+    acc = l_i[:, None] * value.to(tl.float32)
     for slot in range(SLOTS):
         real = tl.load(opened + slot, mask=there, other=-1) >= 0
-        weight = tl.exp2(tl.load(part_lse + place + slot, mask=real, other=-float("inf")) - base)
+        p = tl.exp2(tl.load(part_lse + place + slot, mask=real, other=-float("inf")) - base)
         part = tl.load(
             parts + (place + slot)[:, None] * value_dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
         )
-        mass += weight
-        total += weight[:, None] * part.to(tl.float32)
-    blind = mass <= 0.0
-    result = tl.where(blind[:, None], 0.0, total / tl.where(blind, 1.0, mass)[:, None])
+        l_i += p
+        acc += p[:, None] * part.to(tl.float32)
+    blind = l_i <= 0.0
+    result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
     tl.store(output, result.to(output.dtype.element_ty), mask=there[:, None] & wide[None, :])
-    ended = (base + tl.log2(tl.where(blind, 1.0, mass))) * 0.6931471805599453
-    tl.store(lse, tl.where(blind, -float("inf"), ended), mask=there)
+    lse_i = (base + tl.log2(tl.where(blind, 1.0, l_i))) * LN2
+    tl.store(lse, tl.where(blind, -float("inf"), lse_i), mask=there)
 
 
 def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Add to `output` and `lse` (base 2, natural afterwards) all parts `[entries, rows, slots, value_dim]` that have a cell."""
+    """Adds all parts `[entries, rows, slots, value_dim]` that have a cell to `output` and `lse` (base 2 before, then natural)."""
     entries, rows, slots, value_dim = parts.shape
     _merge[(cdiv(rows, 32), entries)](
-        parts,
-        part_lse,
-        opened,
-        output,
-        lse,
-        rows,
-        value_dim,
-        opened.stride(0),
-        *output.stride()[:2],
-        lse.stride(0),
+        parts=parts,
+        part_lse=part_lse,
+        opened=opened,
+        output=output,
+        lse=lse,
+        rows=rows,
+        value_dim=value_dim,
+        opened_entry=opened.stride(0),
+        **strides(output=output),
+        lse_entry=lse.stride(0),
         SLOTS=slots,
         BM=32,
         BV=padded(value_dim),
@@ -350,11 +380,11 @@ def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: 
 
 
 @Kernel
-def _near_keys(
+def _near_dkv(
     queries,
     keys,
     values,
-    grads,
+    do,
     lse,
     delta,
     order,
@@ -363,8 +393,8 @@ def _near_keys(
     first,
     block_edges,
     block_cell,
-    key_grad,
-    value_grad,
+    dk,
+    dv,
     rows,
     entries,
     cells,
@@ -377,8 +407,8 @@ def _near_keys(
     key_row,
     value_entry,
     value_row,
-    grad_entry,
-    grad_row,
+    do_entry,
+    do_row,
     row_entry,
     scale,
     least,
@@ -390,8 +420,7 @@ def _near_keys(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Of one block of the keys of a cell (number least..beyond of its entry), over all rows that opened it."""
-    LOG2E: tl.constexpr = 1.4426950408889634
+    """For one block of the keys of a cell, over all rows that opened it; only cells from `least` to `beyond` of each entry."""
     block = tl.program_id(0)
     cell = tl.load(block_cell + block)
     if cell >= entries * cells:
@@ -402,7 +431,7 @@ def _near_keys(
         return
     entry = (cell // cells).to(tl.int64)
     queries += entry * query_entry
-    grads += entry * grad_entry
+    do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
     begin = tl.load(starts + cell) + (block - tl.load(block_edges + cell)) * BN
@@ -419,43 +448,41 @@ def _near_keys(
         mask=real[:, None] & value_wide[None, :],
         other=0.0,
     )
-    to_key = tl.zeros([BN, BD], tl.float32)
-    to_value = tl.zeros([BN, BV], tl.float32)
+    dk_acc = tl.zeros([BN, BD], tl.float32)
+    dv_acc = tl.zeros([BN, BV], tl.float32)
     for start in range(begin_row, last, BM):
         lane = start + tl.arange(0, BM)
         there = lane < last
         row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64) - entry * rows
         query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        grad = tl.load(
-            grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
-        )
-        ended = tl.load(lse + row, mask=there, other=float("inf"))
-        product = tl.load(delta + row, mask=there, other=0.0)
-        logit = tl.dot(key, tl.trans(query), input_precision=IP) * scale - ended[None, :]
-        weight = tl.where(real[:, None], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-        to_value += tl.dot(weight.to(grad.dtype), grad, input_precision=IP)
-        slope = weight * (tl.dot(value, tl.trans(grad), input_precision=IP) - product[None, :])
-        to_key += tl.dot(slope.to(query.dtype), query, input_precision=IP)
+        do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
+        lse_i = tl.load(lse + row, mask=there, other=float("inf"))
+        delta_i = tl.load(delta + row, mask=there, other=0.0)
+        logit = tl.dot(key, tl.trans(query), input_precision=IP) * scale - lse_i[None, :]
+        p = tl.where(real[:, None], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        dv_acc += tl.dot(p.to(do_i.dtype), do_i, input_precision=IP)
+        ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
+        dk_acc += tl.dot(ds.to(query.dtype), query, input_precision=IP)
     place = entry * length + position
-    into, mask = key_grad + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
-    tl.atomic_add(into, to_key * scale, mask=mask, sem="relaxed")
-    into, mask = value_grad + place[:, None] * value_dim + value_column[None, :], real[:, None] & value_wide[None, :]
-    tl.atomic_add(into, to_value, mask=mask, sem="relaxed")
+    into, mask = dk + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
+    tl.atomic_add(into, dk_acc * scale, mask=mask, sem="relaxed")
+    into, mask = dv + place[:, None] * value_dim + value_column[None, :], real[:, None] & value_wide[None, :]
+    tl.atomic_add(into, dv_acc, mask=mask, sem="relaxed")
 
 
-@partial(Kernel, varied=("first_entry", "beyond"))
-def _near_queries(
+@partial(Kernel, do_not_specialize=("first_entry", "beyond"))
+def _near_dq(
     queries,
     keys,
     values,
-    grads,
+    do,
     lse,
     delta,
     order,
     blocks,
     edges,
     pair,
-    output,
+    dq,
     first_entry,
     beyond,
     rows,
@@ -468,8 +495,8 @@ def _near_queries(
     key_row,
     value_entry,
     value_row,
-    grad_entry,
-    grad_row,
+    do_entry,
+    do_row,
     row_entry,
     scale,
     SLOTS: tl.constexpr,
@@ -479,8 +506,7 @@ def _near_queries(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Of up to BM (row, cell) pairs of one cell: what the cell's keys add to the gradient of the query. For some entries."""
-    LOG2E: tl.constexpr = 1.4426950408889634
+    """What the keys of a cell add to dq, for up to BM pairs of the cell, and the entries from `first_entry` to `beyond`."""
     cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
     if (begin >= end) | (cell >= beyond * cells):
         return
@@ -488,7 +514,7 @@ def _near_queries(
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
-    grads += entry * grad_entry
+    do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
     lane = begin + tl.arange(0, BM)
@@ -498,10 +524,10 @@ def _near_queries(
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    grad = tl.load(grads + row[:, None] * grad_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-    ended = tl.load(lse + row, mask=there, other=float("inf"))
-    product = tl.load(delta + row, mask=there, other=0.0)
-    total = tl.zeros([BM, BD], tl.float32)
+    do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
+    lse_i = tl.load(lse + row, mask=there, other=float("inf"))
+    delta_i = tl.load(delta + row, mask=there, other=0.0)
+    acc = tl.zeros([BM, BD], tl.float32)
     for start in range(start_key, stop_key, BN):
         member = start + tl.arange(0, BN)
         real = member < stop_key
@@ -510,64 +536,61 @@ def _near_queries(
         value = tl.load(
             values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
         )
-        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - ended[:, None]
-        weight = tl.where(real[None, :], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-        slope = weight * (tl.dot(grad, tl.trans(value), input_precision=IP) - product[:, None])
-        total += tl.dot(slope.to(key.dtype), key, input_precision=IP)
-    result = (total * scale).to(output.dtype.element_ty)
+        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - lse_i[:, None]
+        p = tl.where(real[None, :], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
+        acc += tl.dot(ds.to(key.dtype), key, input_precision=IP)
+    result = (acc * scale).to(dq.dtype.element_ty)
     own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
-    tl.store(output + own[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
+    tl.store(dq + own[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
 
 
-def near_keys(
-    rows: Rows,
+def near_dkv(
+    rows: BackwardRows,
     keys: Tensor,
     values: Tensor,
     tables: Tables,
     sizes: CellSizes,
     opened: Tensor,
     scale: float,
-    key_grad: Tensor,
-    value_grad: Tensor,
-    heights: list[tuple[int, int]],
+    dk: Tensor,
+    dv: Tensor,
+    cell_ranges: list[tuple[int, int]],
     stable: Layout | None,
 ) -> None:
-    """Add to the gradients `[entries, n, ...]` (float32) of keys and values. One launch for each range of cells in `heights`."""
+    """Adds to `dk` and `dv` `[entries, n, ...]`, float32. One launch for each range of cells in `cell_ranges`."""
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
-    blocks = blocks_for("near_keys", max(dim, value_dim), keys.dtype, sizes.cell_size)
+    blocks = blocks_for("near_dkv", max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
     groups = group(opened, tables, blocks.rows, stable=stable)
     edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
-    for least, beyond in heights:
-        _near_keys[(of_block.shape[0],)](
-            rows.queries,
-            keys,
-            values,
-            rows.grads,
-            rows.lse,
-            rows.delta,
-            tables.order,
-            tables.starts,
-            groups.pair,
-            groups.first,
-            edges,
-            of_block,
-            key_grad,
-            value_grad,
-            rows.count,
-            entries,
-            tables.cells,
-            length,
-            dim,
-            value_dim,
-            *rows.queries.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            *rows.grads.stride()[:2],
-            rows.lse.stride(0),
-            scale,
-            least,
-            beyond,
+    for least, beyond in cell_ranges:
+        _near_dkv[(of_block.shape[0],)](
+            queries=rows.queries,
+            keys=keys,
+            values=values,
+            do=rows.do,
+            lse=rows.lse,
+            delta=rows.delta,
+            order=tables.order,
+            starts=tables.starts,
+            pair=groups.pair,
+            first=groups.first,
+            block_edges=edges,
+            block_cell=of_block,
+            dk=dk,
+            dv=dv,
+            rows=rows.count,
+            entries=entries,
+            cells=tables.cells,
+            length=length,
+            dim=dim,
+            value_dim=value_dim,
+            **strides(query=rows.queries, key=keys, value=values, do=rows.do),
+            row_entry=rows.lse.stride(0),
+            scale=scale,
+            least=least,
+            beyond=beyond,
             SLOTS=opened.shape[2],
             BM=blocks.rows,
             BN=blocks.keys,
@@ -588,8 +611,8 @@ def key_blocks(starts: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]
     return edges, torch.searchsorted(edges[1:], block, right=True).int()
 
 
-def near_queries(
-    rows: Rows,
+def near_dq(
+    rows: BackwardRows,
     keys: Tensor,
     values: Tensor,
     tables: Tables,
@@ -597,36 +620,33 @@ def near_queries(
     groups: Groups,
     some: slice,
     scale: float,
-    output: Tensor,
+    dq: Tensor,
 ) -> None:
-    """Fills in `output` `[some entries, rows, slots, dim]`; undefined where no cell was opened."""
-    entries, count, slots, dim = output.shape
+    """Fills in `dq` `[some entries, rows, slots, dim]`, cell by cell; undefined where no cell was opened."""
+    entries, count, slots, dim = dq.shape
     value_dim = values.shape[2]
-    blocks = query_blocks(keys, values, sizes)
-    _near_queries[(groups.most(entries, count, slots, tables.cells),)](
-        rows.queries,
-        keys,
-        values,
-        rows.grads,
-        rows.lse,
-        rows.delta,
-        tables.order,
-        groups.blocks,
-        groups.edges,
-        groups.pair,
-        output,
-        some.start,
-        some.stop,
-        count,
-        tables.cells,
-        dim,
-        value_dim,
-        *rows.queries.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        *rows.grads.stride()[:2],
-        rows.lse.stride(0),
-        scale,
+    blocks = near_dq_blocks(keys, values, sizes)
+    _near_dq[(groups.most(entries, count, slots, tables.cells),)](
+        queries=rows.queries,
+        keys=keys,
+        values=values,
+        do=rows.do,
+        lse=rows.lse,
+        delta=rows.delta,
+        order=tables.order,
+        blocks=groups.blocks,
+        edges=groups.edges,
+        pair=groups.pair,
+        dq=dq,
+        first_entry=some.start,
+        beyond=some.stop,
+        rows=count,
+        cells=tables.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=rows.queries, key=keys, value=values, do=rows.do),
+        row_entry=rows.lse.stride(0),
+        scale=scale,
         SLOTS=slots,
         BM=blocks.rows,
         BN=blocks.keys,
@@ -638,6 +658,6 @@ def near_queries(
     )
 
 
-def query_blocks(keys: Tensor, values: Tensor, sizes: CellSizes) -> Blocks:
-    """How the pairs are to be grouped."""
-    return blocks_for("near_queries", max(keys.shape[2], values.shape[2]), keys.dtype, sizes.cell_size)
+def near_dq_blocks(keys: Tensor, values: Tensor, sizes: CellSizes) -> TileSizes:
+    """The same for dq."""
+    return blocks_for("near_dq", max(keys.shape[2], values.shape[2]), keys.dtype, keys.device, sizes.cell_size)

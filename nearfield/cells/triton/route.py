@@ -1,4 +1,4 @@
-"""Opened cells as bits, one for every column of a row."""
+"""Which cells each row opens: lists of them, and marks, which have a bit for every column of a row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.cells.far_field import MOST_SQUARE, ROUTE_SPREADS
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.far_field import VOID, cell_moments, closed_segments, squares_of
+from nearfield.cells.triton.far_field import (
+    LEAST_SCORE,
+    ROUTE_SPREADS,
+    VOID,
+    cell_moments,
+    closed_segments,
+    squares,
+    wide_cell_score,
+)
 from nearfield.cells.triton.layout import COLUMNS, Layout
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
-from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision
+from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
 
 
 @triton.jit
@@ -30,9 +37,9 @@ def is_marked(words, there, lane, BC: tl.constexpr):
 def _mark(
     opened,
     visible,
-    span_of,
-    span_cell,
-    column,
+    span_of_cell,
+    cell_edges,
+    span_column,
     marks,
     rows,
     opened_entry,
@@ -57,8 +64,12 @@ def _mark(
     for slot in range(slots):
         cell = tl.load(opened + row * slots + slot, mask=there, other=-1)
         real = cell >= 0
-        span = tl.load(span_of + cell, mask=real, other=0)
-        place = tl.load(column + closed * spans + span, mask=real, other=0) + cell - tl.load(span_cell + span, mask=real, other=0)
+        span = tl.load(span_of_cell + cell, mask=real, other=0)
+        place = (
+            tl.load(span_column + closed * spans + span, mask=real, other=0)
+            + cell
+            - tl.load(cell_edges + span, mask=real, other=0)
+        )
         # A row is one thread's own: no one else writes to its words.
         here = marks + row * words + place // 32
         word = tl.load(here, mask=real, other=0)
@@ -68,23 +79,23 @@ def _mark(
 def mark(opened: Tensor, visible: Tensor, layout: Layout, sizes: CellSizes) -> Tensor:
     """`[entries, rows, words]`: 1 where the row opened the cell of the column."""
     entries, rows, slots = opened.shape
-    marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=opened.device)
+    marks = torch.zeros(entries, rows, layout.mark_words, dtype=torch.int32, device=opened.device)
     _mark[(cdiv(rows, 128), entries)](
-        opened,
-        visible,
-        layout.span_of,
-        layout.span_cell,
-        layout.column,
-        marks,
-        rows,
-        opened.stride(0),
-        visible.stride(0),
-        slots,
-        layout.words,
-        len(layout.spans.all),
-        layout.segment,
-        sizes.window,
-        layout.segments,
+        opened=opened,
+        visible=visible,
+        span_of_cell=layout.span_of_cell,
+        cell_edges=layout.cell_edges,
+        span_column=layout.span_column,
+        marks=marks,
+        rows=rows,
+        opened_entry=opened.stride(0),
+        visible_entry=visible.stride(0),
+        slots=slots,
+        words=layout.mark_words,
+        spans=len(layout.spans.all),
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
         CAUSAL=sizes.segment > 0,
         BM=128,
         num_warps=4,
@@ -96,36 +107,35 @@ BISECTIONS = 12
 """Cells whose scores differ by less than a 4,096th of those of the best and the worst kept one are as good as each other."""
 
 FEW_PROBES = 16
-"""Up to so many two scores of each class are kept, and the best found one after the other; beyond that four."""
+"""Columns of a tile are classes. Up to so many probes the two best scores of each class are kept, and the best of those found one
+after the other; for more probes four are kept."""
 
 
 @triton.jit
-def least_of(scores, NONE: tl.constexpr):
-    """The least in each row that is one."""
-    return tl.min(tl.where(scores > NONE, scores, float("inf")), 1)
+def least_of(scores):
+    """The least score of a cell in each row."""
+    return tl.min(tl.where(scores > LEAST_SCORE, scores, float("inf")), 1)
 
 
 @triton.jit
-def note(cell, code, slot, taken, opened, marks, counts):
-    """Put cells on the lists of their rows, mark their columns, and count them."""
+def record_opened(cell, code, slot, taken, opened, marks, counts):
+    """List cells for their rows, mark their columns, and count them."""
     tl.store(opened + slot, cell, mask=taken)
     tl.atomic_or(marks + code // 32, 1 << (code % 32), mask=taken, sem="relaxed")
     tl.atomic_add(counts + cell, 1, mask=taken, sem="relaxed")
 
 
 @triton.jit
-def list_above(
-    scores, least, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE: tl.constexpr, CODES: tl.constexpr
-):
-    """The cells whose scores are not below `least`, as long as there is room."""
-    taken = (scores >= least[:, None]) & (scores > NONE)
+def record_above(scores, least, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES: tl.constexpr):
+    """Record the cells whose scores are not below `least`, as long as there is room. Returns how many are recorded in all."""
+    taken = (scores >= least[:, None]) & (scores > LEAST_SCORE)
     # A product numbers them 1, 2, 3, ...; from 2^23 on the bits of a float32 count up by one.
     number = tl.dot(taken.to(tl.float16), (lane[:, None] <= lane[None, :]).to(tl.float16))
     slot = (number + 8388608.0).to(tl.int32, bitcast=True) + (filled - 0x4B000001)[:, None]
     taken = taken & (slot < probes)
     code = scores.to(tl.int32, bitcast=True) & (CODES - 1)
     cell = tl.load(tile_cell + begin[:, None] + code // lane.shape[0], mask=taken, other=0) + code % lane.shape[0]
-    note(cell, code, slot, taken, opened[:, None], marks[:, None], counts)
+    record_opened(cell, code, slot, taken, opened[:, None], marks[:, None], counts)
     return tl.minimum(filled + tl.max(number, 1).to(tl.int32), probes)
 
 
@@ -135,11 +145,11 @@ def _route(
     visible,
     centroid,
     variance,
-    void,
-    seen_edges,
-    seen_from,
-    seen_cell,
-    seen_stop,
+    log_exists,
+    run_edges,
+    run_start,
+    run_cell,
+    run_stop,
     tile_edges,
     tile_cell,
     opened,
@@ -159,9 +169,6 @@ def _route(
     segments,
     probes,
     CAUSAL: tl.constexpr,
-    SPREADS: tl.constexpr,
-    MOST_SQ: tl.constexpr,
-    VOID: tl.constexpr,
     CODES: tl.constexpr,
     STEPS: tl.constexpr,
     FEW: tl.constexpr,
@@ -171,7 +178,6 @@ def _route(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    NONE: tl.constexpr = VOID / 2
     entry = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
@@ -179,11 +185,11 @@ def _route(
     visible += entry * visible_entry
     centroid += entry * cells * dim
     variance += entry * cells * dim
-    void += entry * cells
+    log_exists += entry * cells
     column = tl.arange(0, BD)
     wide = column < dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    square = squares_of(query, scale, SPREADS, MOST_SQ, DT)
+    square = squares(query, scale * ROUTE_SPREADS, DT)
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
     least = tl.min(tl.where(there, closed, segments), 0)
@@ -194,19 +200,17 @@ def _route(
     for past in range(least, most + 1):
         mine = (closed == past) & there
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
-        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(seen_edges + past + 1), 0)
+        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(run_edges + past + 1), 0)
         tile = 0
-        for run in range(tl.load(seen_edges + past), end):
-            stop = tl.load(seen_stop + run)
-            first_cell = tl.load(seen_cell + run)
-            for start in range(tl.load(seen_from + run), stop, BC):
+        for run in range(tl.load(run_edges + past), end):
+            stop = tl.load(run_stop + run)
+            first_cell = tl.load(run_cell + run)
+            for start in range(tl.load(run_start + run), stop, BC):
                 cell = start + lane
                 real = (cell >= first_cell) & (cell < stop)
-                none = tl.load(void + cell, mask=real, other=VOID)
+                exists = tl.load(log_exists + cell, mask=real, other=VOID)
                 first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
-                spread = tl.maximum(spread, 1e-30)
-                score = first * scale + (spread * tl.rsqrt(spread) + none[None, :])
-                score = tl.where(mine[:, None], score, VOID)
+                score = tl.where(mine[:, None], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
                 # The last digits of a score tell its column.
                 score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
                 if not FEW:
@@ -225,10 +229,10 @@ def _route(
         filled = tl.zeros([BM], tl.int32)
         for slot in range(probes):
             high = tl.max(best, 1)
-            taken = there & (high > NONE)
+            taken = there & (high > LEAST_SCORE)
             code = high.to(tl.int32, bitcast=True) & (CODES - 1)
             cell = tl.load(tile_cell + begin + code // BC, mask=taken, other=0) + code % BC
-            note(cell, code, slot, taken, opened, marks, counts)
+            record_opened(cell, code, slot, taken, opened, marks, counts)
             filled += taken.to(tl.int32)
             gone = best == high[:, None]
             best = tl.where(gone, second, best)
@@ -236,8 +240,8 @@ def _route(
     else:
         # Those above the largest number, up to bisection, that `probes` of the kept scores reach.
         high = tl.max(best, 1)
-        low = tl.minimum(least_of(best, NONE), least_of(second, NONE))
-        low = tl.minimum(low, tl.minimum(least_of(third, NONE), least_of(fourth, NONE)))
+        low = tl.minimum(least_of(best), least_of(second))
+        low = tl.minimum(low, tl.minimum(least_of(third), least_of(fourth)))
         low = tl.minimum(low, high)
         for _ in range(STEPS):
             middle = 0.5 * (low + high)
@@ -247,10 +251,10 @@ def _route(
             high = tl.where(reach >= probes, high, middle)
         low = tl.where(there, low, float("inf"))
         filled = tl.zeros([BM], tl.int32)
-        filled = list_above(best, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
-        filled = list_above(second, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
-        filled = list_above(third, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
-        filled = list_above(fourth, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, NONE, CODES)
+        filled = record_above(best, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(second, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(third, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(fourth, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
     for slot in range(probes):
         tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
@@ -265,46 +269,42 @@ def route(
     opened: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """Fills in the cells that queries `[entries, rows, dim]` open, `[entries, rows, probes]`; -1 where there are no more.
+    """Fills in `opened` `[entries, rows, probes]`: the cells that queries `[entries, rows, dim]` open; -1 where there are fewer.
 
-    Returns the same as marks, see `mark`. To `counts` `[entries, cells]` is added how many rows open each.
+    Returns the same as marks, see `mark`, and adds to `counts` `[entries, cells]` how many rows open each cell.
     """
     entries, rows, dim = queries.shape
-    marks = torch.zeros(entries, rows, layout.words, dtype=torch.int32, device=queries.device)
-    blocks = blocks_for("route", dim, queries.dtype)
+    marks = torch.zeros(entries, rows, layout.mark_words, dtype=torch.int32, device=queries.device)
+    blocks = blocks_for("route", dim, queries.dtype, queries.device)
     _route[(cdiv(rows, blocks.rows), entries)](
-        queries,
-        visible,
-        tables.centroid,
-        tables.variance,
-        tables.void,
-        layout.seen_edges,
-        layout.seen_from,
-        layout.seen_cell,
-        layout.seen_stop,
-        layout.tile_edges,
-        layout.tile_cell,
-        opened,
-        marks,
-        counts,
-        rows,
-        layout.cells,
-        dim,
-        queries.stride(0),
-        queries.stride(1),
-        visible.stride(0),
-        opened.stride(0),
-        layout.words,
-        scale,
-        layout.segment,
-        sizes.window,
-        layout.segments,
-        sizes.probes,
+        queries=queries,
+        visible=visible,
+        centroid=tables.centroid,
+        variance=tables.variance,
+        log_exists=tables.log_exists,
+        run_edges=layout.run_edges,
+        run_start=layout.run_start,
+        run_cell=layout.run_cell,
+        run_stop=layout.run_stop,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
+        opened=opened,
+        marks=marks,
+        counts=counts,
+        rows=rows,
+        cells=layout.cells,
+        dim=dim,
+        **strides(query=queries),
+        visible_entry=visible.stride(0),
+        opened_entry=opened.stride(0),
+        words=layout.mark_words,
+        scale=scale,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        probes=sizes.probes,
         CAUSAL=sizes.segment > 0,
-        SPREADS=ROUTE_SPREADS,
-        MOST_SQ=MOST_SQUARE,
-        VOID=VOID,
-        CODES=next_power_of_2(32 * layout.words),
+        CODES=next_power_of_2(32 * layout.mark_words),
         STEPS=BISECTIONS,
         FEW=sizes.probes <= FEW_PROBES,
         BM=blocks.rows,

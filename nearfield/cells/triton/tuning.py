@@ -1,4 +1,4 @@
-"""Block sizes by kernel, head dimension, dtype and cell size: measured by `benchmarks/tune_gpu.py`, kept in tuning.json."""
+"""Block sizes by card, kernel, head dimension, dtype and cell size: measured by `benchmarks/tune_gpu.py`, kept in tuning.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from nearfield.kernels.launch import padded
 
-class Blocks(NamedTuple):
-    """How a kernel is launched."""
+
+class TileSizes(NamedTuple):
+    """How a kernel of a whole sequence is launched."""
 
     rows: int
     """rows (queries, or pairs) of a block"""
@@ -24,30 +26,62 @@ class Blocks(NamedTuple):
     """keys, or cells, that it meets at a time"""
 
 
-_TRIED: dict[str, Blocks] = {}
+class DecodeTiles(NamedTuple):
+    """What a program of a step reads at a time. Tiles are small: many small programs hide each other's waiting."""
+
+    open_end: int
+    """keys that are in no closed segment"""
+    open_end_tiles: int
+    """so many tiles of them per program"""
+    cells: int
+    """cells that are scored"""
+    far: int
+    """cells that stay closed"""
+    opened: int
+    """keys of opened cells"""
+    columns: int
+    """of values, where parts are merged"""
+    warps: int
 
 
-def blocks_for(kernel: str, dim: int, dtype: torch.dtype, cell_size: int = 0) -> Blocks:
+_TRIED: dict[str, TileSizes] = {}
+
+
+def blocks_for(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int = 0) -> TileSizes:
     """The block sizes of `kernel` for the larger of the head dimensions; of the cell sizes that were measured, the closest."""
-    return _TRIED.get(kernel) or _measured(kernel, dim, dtype, cell_size)
+    return _TRIED.get(kernel) or _measured(kernel, dim, dtype, device, cell_size)
 
 
 @functools.cache
-def _measured(kernel: str, dim: int, dtype: torch.dtype, cell_size: int) -> Blocks:
+def _measured(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int) -> TileSizes:
     size = 64 if dim <= 64 else 128 if dim <= 128 else 256
     kind = "float32" if dtype == torch.float32 else "half"
-    found = [(int(of), blocks) for of, blocks in _table()[kernel][f"{kind}, {size}"].items()]
+    found = [(int(of), blocks) for of, blocks in card_table(device)["blocks"][kernel][f"{kind}, {size}"].items()]
     wanted = math.log2(max(1, cell_size))
-    return Blocks(*min(found, key=lambda one: abs(math.log2(max(1, one[0])) - wanted))[1])
+    return TileSizes(*min(found, key=lambda one: abs(math.log2(max(1, one[0])) - wanted))[1])
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
-    return json.loads(resources.files("nearfield.cells.triton").joinpath("tuning.json").read_text())["blocks"]
+def decode_tiles(dim: int, dtype: torch.dtype, device: torch.device) -> DecodeTiles:
+    """Those of a step, for the larger of the head dimensions. Smaller where rows are wide: shared memory would not do."""
+    tiles = DecodeTiles(**card_table(device)["decode"])
+    factor = max(1, padded(dim) * dtype.itemsize // 256)
+    return tiles._replace(**{name: max(16, getattr(tiles, name) // factor) for name in ("open_end", "cells", "far", "opened")})
+
+
+def card_table(device: torch.device) -> dict[str, Any]:
+    """What was measured on such a card; on the first card of the file, where it was not this one, and in the interpreter."""
+    cards = _tables()["cards"]
+    return cards.get(torch.cuda.get_device_name(device) if device.type == "cuda" else "", next(iter(cards.values())))
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, Any]]:
+    return json.loads(resources.files("nearfield.cells.triton").joinpath("tuning.json").read_text())
 
 
 @contextmanager
-def trying(kernel: str, blocks: Blocks) -> Iterator[None]:
+def trying(kernel: str, blocks: TileSizes) -> Iterator[None]:
     """Other block sizes for one kernel, for the script that measures them."""
     before = dict(_TRIED)
     _TRIED[kernel] = blocks

@@ -1,4 +1,4 @@
-"""What every index promises: build once on a set of keys, then search, causally or not."""
+"""The contract of every index: build it once on a set of keys, then search it, causally or not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ from nearfield.kernels.backends import full_precision
 CausalOffset = int | Tensor | None
 
 PADDING = -1
-"""The id that fills a row which has fewer than k visible keys. Its score is -inf. It never names a key."""
+"""The id that fills a row with fewer than k keys to show. It names no key, and its score is -inf."""
 
 
 class Searchable(Protocol):
-    """What an index must be able to do with one set of keys. `BuiltIndex` is a base class that does the rest."""
+    """What `Index.build` returns: it can search one set of keys."""
 
-    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
-        """As `BuiltIndex.search`."""
+    def search(self, queries: Tensor, k: int, causal_offset: Tensor, /) -> tuple[Tensor, Tensor]:
+        """For every row up to k keys of large inner product, in any order.
+
+        Args:
+            queries: `[batch, rows, dim]`.
+            k: how many keys per row.
+            causal_offset: `[batch, rows]`. Row i sees the keys j <= i + causal_offset and no others.
+
+        Returns:
+            inner products and key ids, both `[batch, rows, k]`. The id -1 (`PADDING`) fills a row that shows fewer than k keys.
+        """
         ...
 
 
@@ -34,12 +43,15 @@ class Index(Protocol):
 
     Example:
         >>> class Newest:
+        ...     def __init__(self, keys=None):
+        ...         self.keys = keys
         ...     def build(self, keys):
-        ...         return self
+        ...         return Newest(keys)
         ...     def search(self, queries, k, causal_offset):
-        ...         last = torch.arange(queries.shape[1]) + causal_offset
-        ...         ids = (last[..., None] - torch.arange(k)).clamp(min=-1)
-        ...         return torch.zeros(ids.shape).masked_fill(ids < 0, -torch.inf), ids
+        ...         newest = torch.arange(queries.shape[1]) + causal_offset
+        ...         ids = (newest[..., None] - torch.arange(k)).clamp(min=-1)
+        ...         near = self.keys[torch.arange(len(ids))[:, None, None], ids]
+        ...         return torch.einsum("brd,brkd->brk", queries, near), ids
         >>> q, k, v = torch.randn(3, 1, 1, 100, 8).unbind(0)
         >>> nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=4, index=Newest())).shape
         torch.Size([1, 1, 100, 8])
@@ -52,29 +64,61 @@ class Index(Protocol):
 
 @dataclass(frozen=True)
 class Cutoffs:
-    """Upper bounds for the keys outside a near set, group by group (what lazy Gumbel sampling needs to be exact).
+    """Upper bounds for the keys outside a near set, group by group: what lazy Gumbel sampling needs to be exact.
 
     `bounds[b, r, c]` is at least `q_r . k_j` for every key j of group c that row r sees and that is not in its near set.
-    Groups cover all keys; near keys may be among them. Within a group keys are listed in ascending order, so that
-    the keys a causal row sees are the first `counts[b, r, c]` of the group.
+    The groups cover all keys, near keys included. Within a group the keys are listed in ascending order, so that a causal row
+    sees the first `counts[b, r, c]` of them.
     """
 
     bounds: Tensor
     """`[batch, rows, groups]`"""
     counts: Tensor
-    """`[batch, rows, groups]`, how many keys of the group the row sees"""
+    """`[batch, rows, groups]`: how many keys of the group the row sees"""
     starts: Tensor
-    """`[batch, groups]`, where each group begins in `order`"""
+    """`[batch, groups]`: where each group begins in `order`"""
     order: Tensor
-    """`[batch, length]`, key ids group by group"""
+    """`[batch, length]`: key ids, group by group"""
+
+    @classmethod
+    def one_group(cls, bounds: Tensor, visible: Tensor, length: int) -> Cutoffs:
+        """One bound per row, `[batch, rows]`, for all of the `visible` keys that are not near."""
+        batch, device = bounds.shape[0], bounds.device
+        return cls(
+            bounds=bounds[..., None],
+            counts=visible[..., None],
+            starts=torch.zeros(batch, 1, dtype=torch.long, device=device),
+            order=torch.arange(length, device=device).expand(batch, -1),
+        )
 
     def upper_bound(self) -> Tensor:
-        """The largest bound of a group that has a visible key, `[batch, rows]`; -inf where there is none."""
+        """The largest bound of a group with a visible key, `[batch, rows]`; -inf where there is none."""
         return self.bounds.masked_fill(self.counts == 0, -torch.inf).amax(-1)
 
 
 class BuiltIndex(ABC):
-    """An index over one set of keys. It keeps a reference to them and refuses to answer after they were changed in place."""
+    """An index over one set of keys. It keeps a reference to them and refuses to answer once they were changed in place.
+
+    A subclass defines `_search`, whose answers are not checked. If it also knows how large the inner products of the keys it
+    leaves out can be, it defines `_cutoffs`, and lazy Gumbel draws are exact with it.
+
+    Example:
+        >>> from nearfield.knn.index import BuiltIndex, Cutoffs, gathered_scores
+        >>> class BuiltNewest(BuiltIndex):
+        ...     def _search(self, queries, k, visible):
+        ...         ids = (visible[..., None] - 1 - torch.arange(k)).clamp(min=-1)
+        ...         return gathered_scores(queries, self.keys, ids), ids
+        ...     def _cutoffs(self, queries, ids, visible):
+        ...         longest = self.keys.norm(dim=-1).amax(1, keepdim=True)
+        ...         return Cutoffs.one_group(queries.norm(dim=-1) * longest, visible, self.length)
+        >>> class Newest:
+        ...     def build(self, keys):
+        ...         return BuiltNewest(keys)
+        >>> q, k, v = torch.randn(3, 1, 1, 100, 8).unbind(0)
+        >>> method = nearfield.LazyGumbel(draws=8, index=Newest())
+        >>> nearfield.estimate(q, k, v, method=method).info["certified"]
+        True
+    """
 
     def __init__(self, keys: Tensor) -> None:
         if keys.dim() != 3:
@@ -92,7 +136,7 @@ class BuiltIndex(ABC):
 
     @property
     def groups(self) -> int:
-        """About how many groups `cutoffs` names, for planning memory."""
+        """About how many groups `cutoffs` has, for planning memory."""
         return 1
 
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
@@ -131,7 +175,7 @@ class BuiltIndex(ABC):
         return None if cutoffs is None else cutoffs.upper_bound()
 
     def visible(self, queries: Tensor, causal_offset: CausalOffset) -> Tensor:
-        """How many keys each row sees, `[batch, rows]` (a prefix of the keys, so a count says it all)."""
+        """How many keys each row sees, `[batch, rows]`: always the first ones, so that a count says which."""
         batch, rows, _ = queries.shape
         if causal_offset is None:
             return torch.full((1, 1), self.length, device=queries.device).expand(batch, rows)
@@ -147,51 +191,65 @@ class BuiltIndex(ABC):
             )
 
     @abstractmethod
-    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]: ...
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """What `search` returns, for checked queries in the dtype of `self.keys`.
+
+        Row r of batch entry b sees the first `visible[b, r]` keys; `visible` is int64 `[batch, rows]`.
+        """
 
     def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs | None:
+        """What `cutoffs` returns; arguments as for `_search`."""
         return None
 
 
 def build_index(index: Index, keys: Tensor) -> BuiltIndex:
-    """`index.build(keys)`; what is not a `BuiltIndex` but can search becomes one, without bounds on the keys it leaves out."""
+    """`index.build(keys)` as a `BuiltIndex`. The answers of any other object that can search are checked."""
+    keys = keys.detach()
     built = index.build(keys)
     if isinstance(built, BuiltIndex):
         return built
-    if not callable(getattr(built, "search", None)):
+    if isinstance(built, type) or not callable(getattr(built, "search", None)):
         raise TypeError(f"{index!r}.build must return an object with search(queries, k, causal_offset), got {built!r}")
-    return _OwnIndex(keys, index, built)
+    return _CheckedIndex(keys, index, built)
 
 
-class _OwnIndex(BuiltIndex):
-    """A user's index, whose answers are checked."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class _CheckedIndex(BuiltIndex):
+    """What an index of the user's has built. It knows no bounds on the keys it leaves out."""
 
     def __init__(self, keys: Tensor, index: Index, built: Searchable) -> None:
         super().__init__(keys)
         self._index, self._built = index, built
 
-    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
-        self._check(queries)
-        with full_precision(queries):
-            scores, ids = self._built.search(queries.detach(), k, causal_offset)
-        shape = (*queries.shape[:2], k)
-        if scores.shape != shape or ids.shape != shape or ids.is_floating_point():
-            raise ValueError(
-                f"search of {self._index!r} must return scores and integer ids of shape {shape}, got {tuple(scores.shape)} and "
-                f"{ids.dtype} {tuple(ids.shape)}"
-            )
-        if bool(((ids < PADDING) | (ids >= self.visible(queries, causal_offset)[..., None])).any()):
-            raise ValueError(f"search of {self._index!r} returned ids of keys that a row does not see; -1 fills up a row")
-        return scores.to(self.keys.dtype).masked_fill(ids == PADDING, -torch.inf), ids.long()
-
     def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        offset = visible - 1 - torch.arange(queries.shape[1], device=queries.device)
+        answer = self._built.search(queries, k, offset)
+        if not isinstance(answer, tuple | list) or len(answer) != 2 or not all(isinstance(x, Tensor) for x in answer):
+            raise TypeError(f"search of {self._index!r} must return two tensors, scores and ids, got {answer!r}")
+        scores, ids = answer
+        shape = (*queries.shape[:2], k)
+        if scores.shape != shape or ids.shape != shape or ids.dtype not in _INTEGERS:
+            raise ValueError(
+                f"search of {self._index!r} must return scores and integer ids of shape {shape}, got scores of shape "
+                f"{tuple(scores.shape)} and {ids.dtype} ids of shape {tuple(ids.shape)}"
+            )
+        scores, ids = scores.to(self.keys), ids.to(self.keys.device, torch.long)
+        if bool(((ids < PADDING) | (ids >= visible[..., None])).any()):
+            raise ValueError(
+                f"search of {self._index!r} returned keys that a row does not see; row i sees the keys up to "
+                f"i + causal_offset, and the id {PADDING} fills a row that has fewer than k"
+            )
+        ordered = ids.sort(-1).values
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != PADDING)).any()):
+            raise ValueError(f"search of {self._index!r} returned a key twice in one row")
+        return scores.masked_fill(ids == PADDING, -torch.inf), ids
 
 
 def smallest_near_score(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
     """The smallest inner product of a near set, `[batch, rows]`; -inf where the set is padded (it holds every visible key)."""
-    scores = gathered_scores(queries, keys, ids)
-    return scores.amin(-1)
+    return gathered_scores(queries, keys, ids).amin(-1)
 
 
 def gathered_scores(queries: Tensor, keys: Tensor, ids: Tensor, backend: str = "auto") -> Tensor:
@@ -206,7 +264,7 @@ def gathered_scores(queries: Tensor, keys: Tensor, ids: Tensor, backend: str = "
 def flat_ids(ids: Tensor, length: int) -> Tensor:
     """Ids `[batch, rows, t]` as places in the keys of all batch entries laid end to end, `[batch * rows, t]`.
 
-    `PADDING` becomes the first key of its batch entry: a place that may be read, and must then not count.
+    `PADDING` becomes the first key of its batch entry: a place that is safe to read. What is read there must not count.
     """
     start = torch.arange(ids.shape[0], dtype=torch.long, device=ids.device) * length
     return (ids.clamp(min=0) + start[:, None, None]).flatten(0, 1)
@@ -221,12 +279,13 @@ def lift_keys(keys: Tensor, norm: Tensor | None = None) -> Tensor:
     lifted keys are the keys of largest inner product.
 
     The paper (Appendix on concentric LSH, reduction of MIPS to kNN) prints a norm of sqrt(M); what the reduction needs is
-    R >= max ||k||. The argument of the root is clamped at 0: for the longest key it is a rounding error of either sign. One
-    outlier key makes R^2 dwarf all differences (fp32 then loses neighbours), so indices that can rank by inner product do.
+    R >= max ||k||. The argument of the root is clamped at 0: for the longest key it is a rounding error of either sign. A
+    single very long key makes R^2 dwarf all differences, and float32 then loses neighbours; so an index that can rank by inner
+    product does that instead.
 
     Args:
-        keys: `[..., length, dim]`. Half precisions are computed, and returned, in float32.
-        norm: R, broadcastable to `[..., length]`; at least the norm of each key it is applied to. None: the largest norm.
+        keys: `[..., length, dim]`. Half precision is converted to float32.
+        norm: R, broadcastable to `[..., length]`, at least the norm of each key it applies to. None: the largest norm.
 
     Returns:
         `[..., length, dim + 1]`. Cost O(length dim).

@@ -1,8 +1,8 @@
-"""From lists of candidates to the top k: what every index made of inverted lists shares.
+"""From lists of candidates to the top k, for every index made of inverted lists.
 
-An index of this kind keeps key ids in an `order`, list after list, and answers a query by naming a few ranges of it. Here those
-ranges become scores and winners. Scoring row by row would gather every candidate key for every row. Rows that open the same
-list share the gather instead: (row, list) pairs are sorted by list and cut into tiles, and each tile is one small matrix
+Such an index keeps key ids in an `order`, list after list, and answers a query by naming a few ranges of it. This module turns
+those ranges into scores and winners. Scoring row by row would gather every candidate key for every row. Instead, rows that open
+the same list share the gather: (row, list) pairs are sorted by list and cut into tiles, and each tile is one small matrix
 product of a few queries with a run of keys.
 """
 
@@ -17,10 +17,10 @@ SCORES_PER_PASS = 1 << 22
 """Entries of the padded score table of one pass over some rows (16 MB in float32, plus ids where duplicates are removed)."""
 
 SCALARS_PER_PRODUCT = 1 << 20
-"""Gathered queries and keys of one batched matrix product (4 MB): small enough for the cache, large enough to hide the call."""
+"""Gathered queries and keys of one batched matrix product (4 MB): small enough for the cache, large enough to be worth a call."""
 
 MARKS_PER_PASS = 1 << 25
-"""Bytes of the table in which duplicates meet."""
+"""Bytes of the table that finds duplicates."""
 
 
 def best_of_lists(
@@ -43,12 +43,13 @@ def best_of_lists(
         starts, counts: int64 `[rows, slots]`, the ranges of `order` that are a row's candidates; count 0 for an unused slot.
             Ranges with the same start must belong to the same batch entry.
         k: how many winners per row.
-        table: `[slots]`, below 256. Given, a key may be listed once per table and counts once; otherwise lists are disjoint.
+        table: `[slots]`, numbers below 256: the hash table of each slot. A key may then be in one list of every table, and still
+            counts once. None: no key is in two lists.
 
     Returns:
         scores and ids `[rows, k]`, largest first, padded with -inf and `PADDING`, and the number of distinct candidates `[rows]`.
 
-    Cost O(candidates * dim) with all offsets in int64, in passes over some rows that keep the extra memory bounded.
+    Cost O(candidates * dim), in passes over some rows at a time, which bound the extra memory. All offsets are int64.
     """
     rows = queries.shape[0]
     scores = queries.new_full((rows, k), -torch.inf)
@@ -73,7 +74,7 @@ def best_of_lists(
 
 
 def _run_length(counts: Tensor) -> int:
-    """Keys per tile: about as long as a typical list, so that neither padding nor the number of tiles dominates."""
+    """Keys per tile: about the length of a typical list, so that neither padding nor the number of tiles dominates."""
     used = int((counts > 0).sum())
     typical = int(counts.sum()) // used if used else 1
     return min(128, max(8, 1 << max(0, typical - 1).bit_length()))
@@ -99,7 +100,7 @@ class _Pass:
         pair = runs.reshape(-1)
         self.total = int(pair.sum())
         parent = torch.repeat_interleave(torch.arange(pair.shape[0], device=device), pair, output_size=self.total)
-        # The how-manieth run of its list, and of its row, each run is.
+        # The number of each run within its list, and its place within its row.
         nth = torch.arange(self.total, device=device) - (pair.cumsum(0) - pair)[parent]
         self.row = parent // counts.shape[1]
         place = (runs.cumsum(1) - runs).reshape(-1)[parent] + nth
@@ -114,7 +115,7 @@ class _Pass:
         self.run_count[self.cell] = self.count
 
     def score(self) -> None:
-        """Fill the score table, one tile (queries that share a run of keys) after the other."""
+        """Fill the score table tile by tile; the queries of a tile share a run of keys."""
         device, run, dim = self.queries.device, self.run, self.queries.shape[1]
         start, by_start = torch.sort(self.start, stable=True)
         _, group, sizes = torch.unique_consecutive(start, return_inverse=True, return_counts=True)
@@ -166,7 +167,7 @@ class _Pass:
         steps = torch.arange(self.run, device=device)
         distinct = torch.zeros(rows, dtype=torch.int64, device=device)
         step = min(rows, max(1, MARKS_PER_PASS // (length + 1)))
-        # Never initialised: an entry is read only after this pass has written it, so the cost is in candidates, not in `length`.
+        # Not initialised: an entry is read only after this pass wrote it, so the cost depends on candidates, not on `length`.
         marks = torch.empty(step, length + 1, dtype=torch.uint8, device=device)
         for first in range(0, rows, step):
             last = min(rows, first + step)
@@ -175,7 +176,7 @@ class _Pass:
             here = torch.arange(first, last, device=device).repeat_interleave(self.width)
             ids = self._ids(self.run_start[runs, None] + steps, here).masked_fill_(~valid, length).view(last - first, -1)
             mine = name[runs, None].expand(-1, self.run).reshape(last - first, -1)
-            # Lists of one table are disjoint, so (table, key) is unique and the mark that stays names one copy.
+            # A table lists a key once, so (table, key) is unique, and the mark that is left names a single copy.
             marks.scatter_(1, ids, mine)
             keep = (marks[: last - first].gather(1, ids) == mine) & valid.view(last - first, -1)
             distinct[first:last] = keep.sum(1)
@@ -183,6 +184,7 @@ class _Pass:
         return distinct
 
     def winners(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest scores of each row and their key ids."""
         rows, width = self.queries.shape[0], self.width * self.run
         kept = min(k, width)
         best, position = self.scores[:-1].view(rows, width).topk(kept, dim=-1)

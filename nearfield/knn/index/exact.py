@@ -16,15 +16,16 @@ KEY_BLOCK = 1 << 15
 
 
 def _tile_size(device: torch.device) -> tuple[int, int]:
-    """Scores and rows held at a time: 16 MB on a CPU, where threads wait for each other after every operation; a GPU wants
-    enough work to fill it. Few rows, because a causal tile scores the keys up to its last row.
+    """Scores and rows held at a time: 16 MB on a CPU, whose threads meet after every operation, and enough to fill a GPU.
+
+    The rows are few because a causal tile scores every key that its last row sees.
     """
     return (1 << 22, 256) if device.type == "cpu" else (1 << 26, 2048)
 
 
 @dataclass(frozen=True)
 class ExactIndex:
-    """Every inner product, blocked. Time O(rows * length * dim), memory O(1) beyond the answer.
+    """Every inner product, block by block. Time O(rows * length * dim), memory O(1) beyond the answer.
 
     Example:
         >>> keys = torch.randn(2, 1000, 64)
@@ -81,16 +82,10 @@ class BuiltExact(BuiltIndex):
             ids[..., : at.shape[-1]] = at
 
     def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs:
-        batch = queries.shape[0]
-        return Cutoffs(
-            bounds=smallest_near_score(queries, self.keys, ids)[..., None],
-            counts=visible[..., None],
-            starts=torch.zeros(1, 1, dtype=torch.long, device=ids.device).expand(batch, 1),
-            order=torch.arange(self.length, device=ids.device).expand(batch, -1),
-        )
+        return Cutoffs.one_group(smallest_near_score(queries, self.keys, ids), visible, self.length)
 
 
 def _largest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`block.topk(k)`, in two stages when that is cheaper. Groups of sqrt(length / k) balance the two."""
+    """`block.topk(k)`, in two stages where that is cheaper. Groups of sqrt(length / k) balance the two."""
     size = 1 << int(math.log2(max(1.0, block.shape[-1] / k)) / 2 + 0.5)
     return block.topk(k) if size < 4 else largest(block, k, size)

@@ -1,4 +1,4 @@
-"""Any Faiss index behind the library's contract, causal search included."""
+"""Any Faiss index behind the contract of this library, causal search included."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from nearfield.checks import check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, gathered_scores, lift_keys, lift_queries
@@ -22,24 +23,24 @@ GATHERED_SCALARS_PER_PASS = 1 << 23
 
 @dataclass(frozen=True)
 class FaissIndex:
-    """Keys in a Faiss index built by `faiss.index_factory(dim, factory)`, one per batch entry, float32 on the CPU.
+    """Keys in a Faiss index from `faiss.index_factory(dim, factory)`: one per batch entry, in float32, on the CPU.
 
-    Scores are exact inner products recomputed from the ids Faiss returns (its own are distances for "l2" and approximate for
-    compressed indices). Faiss may find fewer than k keys (an IVF probes only `nprobe` lists); the rest is padding. No bound
-    on missed keys is known: `cutoffs` is None.
+    Scores are exact inner products, recomputed for the ids that Faiss returns (its own scores are distances for "l2", and
+    approximate for compressed indices). Faiss may find fewer than k keys (an IVF probes only `nprobe` lists); padding fills
+    the rest. It knows no bound on the keys it misses, so `cutoffs` is None.
 
-    Faiss has no mask per query: causal rows search indices made of visible keys only, block by block
+    Faiss has no mask per query. Causal rows search indices made of visible keys only, block by block
     (`nearfield.knn.index.prefixes`).
 
     Args:
-        factory: Faiss factory string, such as "Flat", "HNSW32" or "IVF256,Flat". Where there are fewer keys than lists, or than
-            the 256 a product quantiser is trained on, the index is "Flat" instead.
-        metric: "ip": inner product. "l2": Euclidean, on keys lifted to equal norm (`nearfield.knn.index.base`), for index
-            types that know no inner product.
-        nprobe: lists probed by an IVF index; None: Faiss's default of 1.
+        factory: Faiss factory string, such as "Flat", "HNSW32" or "IVF256,Flat". With fewer keys than lists, or fewer than the
+            256 that train a product quantiser, the index is "Flat" instead.
+        metric: "ip" for inner products, or "l2" for Euclidean distances between keys lifted to equal norm
+            (`nearfield.knn.index.base.lift_keys`), for index types without inner products.
+        nprobe: lists probed by an IVF index; None: 1, the default of Faiss.
         leaf: keys of the smallest block of a causal search.
 
-    Cost: build as Faiss; the first causal search builds log2(length / leaf) more levels, each over all keys.
+    Cost: that of Faiss to build; the first causal search builds log2(length / leaf) more levels, each over all keys.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> scores, ids = FaissIndex("Flat").build(keys).search(keys[:, :5], k=3)    # doctest: +SKIP
@@ -57,12 +58,8 @@ class FaissIndex:
             raise ValueError(f"factory must be a Faiss factory string such as 'IVF256,Flat', got {self.factory!r}")
         if self.metric not in ("ip", "l2"):
             raise ValueError(f"metric must be 'ip' or 'l2', got {self.metric!r}")
-        for name in ("nprobe", "leaf"):
-            value = getattr(self, name)
-            if value is None and name == "nprobe":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer{' or None' if name == 'nprobe' else ''}, got {value!r}")
+        check_positive("nprobe", self.nprobe, optional=True)
+        check_positive("leaf", self.leaf)
 
     def build(self, keys: Tensor) -> BuiltFaiss:
         with full_precision(keys):
@@ -76,7 +73,7 @@ class BuiltFaiss(PrefixBuilt):
         points = self.keys.float().cpu()
         points = (lift_keys(points) if recipe.metric == "l2" else points).contiguous()
         with _faiss() as faiss:
-            # Faiss searches one index at a time, so there is no way around a loop over batch entries.
+            # Faiss searches one index at a time, hence the loop over batch entries.
             self._indices = [self._build_one(faiss, entry.numpy()) for entry in points]
 
     def _build_one(self, faiss: Any, points: Any) -> Any:
@@ -84,7 +81,7 @@ class BuiltFaiss(PrefixBuilt):
         try:
             index = faiss.index_factory(points.shape[1], self.recipe.factory, metric)
         except RuntimeError as error:
-            raise ValueError(f"factory {self.recipe.factory!r} is not one Faiss can build here: {error}") from error
+            raise ValueError(f"Faiss cannot build factory {self.recipe.factory!r}: {error}") from error
         lists = _lists(faiss, index)
         if self.recipe.nprobe is not None:
             if lists is None:
@@ -108,18 +105,18 @@ class BuiltFaiss(PrefixBuilt):
         with _faiss():
             labels = [index.search(rows.numpy(), k)[1] for index, rows in zip(self._indices, asked, strict=True)]
         ids = torch.from_numpy(numpy.stack(labels)).to(queries.device)
-        # Faiss's label for "not found" is -1 as well, but that is its business.
+        # The label of Faiss for "not found" happens to be -1 as well; do not rely on it.
         ids = torch.where(ids < 0, PADDING, ids)
         scores = queries.new_empty(ids.shape)
         for entries, part in row_chunks(ids.shape[0], ids.shape[1], k * queries.shape[2], GATHERED_SCALARS_PER_PASS):
             scores[entries, part] = gathered_scores(queries[entries, part], self.keys[entries], ids[entries, part])
-        # Rounding and compression may leave Faiss's order slightly off.
+        # Faiss ranked by its own scores, which rounding and compression make slightly different.
         scores, at = scores.sort(dim=-1, descending=True, stable=True)
         return scores, ids.gather(-1, at)
 
 
 def _lists(faiss: Any, index: Any) -> int | None:
-    """How many inverted lists an index has; None where it is of another kind."""
+    """How many inverted lists an index has; None for other kinds of index."""
     try:
         return int(faiss.extract_index_ivf(index).nlist)
     except RuntimeError:
@@ -128,7 +125,7 @@ def _lists(faiss: Any, index: Any) -> int | None:
 
 @contextmanager
 def _faiss() -> Iterator[Any]:
-    """The module, with torch's number of threads as it was: loading and using Faiss's OpenMP changes it."""
+    """The module. Afterwards torch has as many threads as before: the OpenMP of Faiss changes that number."""
     threads = torch.get_num_threads()
     try:
         import faiss

@@ -17,31 +17,30 @@ from nearfield.knn.index.candidates import best_of_lists
 from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
 
 ROUTE_SCORES_PER_PASS = 1 << 21
-"""Entries of one block of the (row, cell) score table: 8 MB in float32 and 16 MB for what is sorted along with it."""
+"""Entries of one block of the (row, cell) score table: 8 MB in float32, and 16 MB of ids that are sorted along."""
 
 
 @dataclass(frozen=True)
 class KMeansIndex:
-    """Cells by k-means; a query opens the `probes` cells of largest q.mu_c and scores every visible key in them.
+    """Cells by k-means: a query opens the `probes` cells of largest q.mu_c and scores every visible key in them.
 
-    A row goes on opening cells, in the order of their centroids' scores, until k keys are covered, so it always gets that many.
-    Causal rows search cells made of visible keys only, block by block (`nearfield.knn.index.prefixes`).
+    A row keeps opening cells, in the order of the scores of their centroids, until they hold k keys, so it always finds that
+    many. Causal rows search cells made of visible keys only, block by block (`nearfield.knn.index.prefixes`).
 
-    The keys a row leaves out are bounded by the ball around their cell (Cauchy-Schwarz): q.k <= q.mu_c + ||q|| r_c, with
-    r_c the largest distance of a key of the cell to its centroid. This is what lazy Gumbel sampling needs to stay exact with an
-    approximate near set (paper, lazy Gumbel sampling; there the smallest near score stands in for the bound, which
-    holds only if the near set is the true top k).
+    The keys that a row leaves out are bounded by the ball around their cell (Cauchy-Schwarz): q.k <= q.mu_c + ||q|| r_c, with
+    r_c the largest distance from a key of the cell to its centroid. With this bound lazy Gumbel sampling is exact although the
+    near set is approximate. (The paper uses the smallest near score instead, a bound only if the near set is the true top k.)
 
     Args:
-        cells: number of cells; None: ceil(sqrt(length)). The blocks of a causal search have ceil(sqrt(block)).
-        probes: cells opened per row, at least.
+        cells: number of cells; None: ceil(sqrt(length)). A block of a causal search has ceil(sqrt(block)).
+        probes: least number of cells opened per row.
         iterations: Lloyd iterations on the sample.
-        sample: keys the iterations look at; None: 64 per cell.
-        seed: of the first centroids; the same seed gives the same index, and the global generator is not used.
+        sample: how many keys the iterations use; None: 64 per cell.
+        seed: seed of the first centroids. The same seed gives the same index; the global generator is not used.
         leaf: keys of the smallest block of a causal search.
 
-    Cost: build O(length cells dim); search O(rows (cells + probes length / cells) dim), n^1.5 for n rows with the default cells;
-    causal search: log2(length / leaf) times as much of either.
+    Cost: build O(length cells dim); search O(rows (cells + probes length / cells) dim), which is n^1.5 for n rows with the
+    default cells. Causal search takes log2(length / leaf) times as much of either.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> scores, ids = KMeansIndex(probes=4).build(keys).search(keys[:, :5], k=3)
@@ -97,12 +96,12 @@ class BuiltKMeans(PrefixBuilt):
             self.longest[entries] = torch.maximum(self.longest[entries], near.norm(dim=-1).amax(1))
 
     def _build_block(self, keys: Tensor) -> BuiltKMeans:
-        # sqrt(block) cells, whatever was asked for all keys: a share of that would depend on how many keys are still to come.
+        # sqrt(block) cells, not a share of `recipe.cells`: a share would depend on how many keys are still to come.
         return BuiltKMeans(keys, replace(self.recipe, cells=None))
 
     @property
     def groups(self) -> int:
-        # Causal rows add, per level of blocks, about 1.4 times as many cells as the next larger one, and a leaf.
+        # Causal rows add the cells of smaller blocks, about 4 sqrt(length) in all, and leaves.
         return self.cells + 4 * math.isqrt(self.length) + self.length // self.recipe.leaf
 
     def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +126,7 @@ class BuiltKMeans(PrefixBuilt):
         return scores, ids
 
     def _route(self, queries: Tensor, k: int, entries: slice) -> tuple[Tensor, Tensor]:
-        """The cells each row opens and how many keys they hold, `[batch, rows, slots]`; count 0 where nothing is opened."""
+        """The cells that each row opens and how many keys they hold, `[batch, rows, slots]`; a count of 0: not opened."""
         sizes = self.sizes[entries]
         route = torch.bmm(queries, self.centroids[entries].transpose(1, 2))
         route.masked_fill_(sizes[:, None, :] == 0, -torch.inf)
@@ -158,10 +157,10 @@ class BuiltKMeans(PrefixBuilt):
             longest = self.longest[entries, None, None]
             ball = torch.baddbmm(norm * self.radii[entries, None], some, self.centroids[entries].transpose(1, 2))
             bound = torch.minimum(ball, norm * longest)
-            # All keys of an opened cell were scored: what is left of it is below the near set.
+            # All keys of an opened cell were scored, so those left out are below the near set.
             hits = torch.zeros_like(bound).scatter_add_(-1, opened_cells, (opened_counts > 0).to(bound.dtype))
             bound = torch.where(hits > 0, smallest[entries, part, None], bound)
-            # Each inner product above is off by at most dim * eps * ||q|| max||k||, and there are a few of them.
+            # Each inner product above is off by at most dim * eps * ||q|| max||k||; there are a few of them.
             bounds[entries, part] = bound + norm * longest * (8 * dim * torch.finfo(bound.dtype).eps)
         counts = self.sizes[:, None, :].expand(batch, rows, -1)
         return Cutoffs(bounds, counts, self.starts, self.order)

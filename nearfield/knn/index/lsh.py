@@ -16,7 +16,7 @@ from nearfield.knn.index.candidates import best_of_lists
 from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
 
 LOOKUPS_PER_PASS = 1 << 20
-"""Bucket look-ups of one pass over some rows (8 MB per int64 table of them, of which there are about ten)."""
+"""Bucket look-ups of one pass over some rows (8 MB for each of about ten int64 tables of them)."""
 
 
 @dataclass(frozen=True)
@@ -24,45 +24,45 @@ class ConcentricLSH:
     """k-MIPS by concentric LSH (paper, Appendix on concentric LSH; the construction of Mussmann, Levy and Ermon).
 
     Inner products become distances by the lift k' = [k, sqrt(R^2 - ||k||^2)] / R, with queries rescaled to norm 1 (which
-    leaves their ranking alone and maximises the contrast): ||q' - k'||^2 = 2 - 2 q.k / (||q|| R). For each radius r of a
+    keeps the ranking of the keys and maximises the contrast): ||q' - k'||^2 = 2 - 2 q.k / (||q|| R). For each radius r of a
     geometric ladder there are `tables` tables; one table concatenates m hashes of E2LSH,
 
         h(x) = floor((a.x + b) / w),   a ~ N(0, I),  b ~ U[0, w),  w = width * r,
 
     which two points at distance w / s share with probability p(s) = 1 - 2 Phi(-s) - sqrt(2/pi)/s (1 - e^{-s^2/2}). There are
-    m = ceil(log2(n)) of them: of the keys so far away that p = 1/2 a bucket then holds n 2^-m <= 1, while a near key stays in
-    the query's bucket with probability p^m = n^-rho, rho = log2(1/p) < 1; tables and flips (below) repeat the attempt.
+    m = ceil(log2(n)) hashes: of the keys so far away that p = 1/2 a bucket then holds n 2^-m <= 1, while a near key stays in
+    the bucket of the query with probability p^m = n^-rho, rho = log2(1/p) < 1; tables and flips (below) repeat the attempt.
 
     A query climbs the ladder and stops at the first radius at which its buckets hold at least `enough * max(k, sqrt(n))`
-    candidates, counted over tables, duplicates included. It scores them exactly and keeps the top k. Should fewer than
-    min(k, n) be distinct it climbs on. The last rung is everything, so a row always gets min(k, n) keys. The radii run from
-    the typical distance of sqrt(n)/2 neighbours to the median distance, measured on a sample of the keys.
+    candidates, counted over tables, duplicates included. It scores them exactly and keeps the top k. If fewer than min(k, n)
+    of them are distinct, it climbs on. The last rung holds all keys, so a row always finds min(k, n). The radii run from the
+    typical distance of sqrt(n)/2 neighbours to the median distance, measured on a sample of the keys.
 
     Departures from the construction:
-    - shells: keys are split by norm into `shells` equal parts, each lifted with its own R, all onto the unit sphere. With a
-      single R the added coordinate pushes short keys away from every query, and near and far distances hardly differ. Across
-      shells a bucket groups keys by angle; many shells suit keys of similar norm, few suit keys whose norms decide.
+    - shells: keys are split by norm into `shells` equal parts. Each part is lifted with its own R, all onto the unit sphere.
+      With a single R the added coordinate pushes short keys away from every query, and near and far distances hardly differ.
+      Across shells a bucket groups keys by angle, so many shells suit keys of similar norm, and few suit keys whose norms decide.
     - flips: besides its own bucket a query opens those across the nearest boundaries of `flips` hashes, 2^flips in all.
-    - enough > 1: the first k candidates found are not yet the best, and some are listed by several tables.
-    - The rungs share the vectors a (not the shifts b): one projection serves the ladder.
-    - Keys are centred first, which shifts all scores of a query alike.
+    - enough > 1: the first k candidates are not yet the best ones, and several tables list the same key.
+    - The rungs share the vectors a (not the shifts b): one projection serves the whole ladder.
+    - Keys are centred first, which shifts all scores of a query by the same amount.
 
-    Causal rows search ladders made of visible keys only, block by block (`nearfield.knn.index.prefixes`). No bound on missed
-    keys is known: `cutoffs` is None.
+    Causal rows search ladders made of visible keys only, block by block (`nearfield.knn.index.prefixes`). This index knows no
+    bound on the keys it misses, so `cutoffs` is None.
 
     Args:
         rungs: radii of the ladder.
         tables: hash tables per radius, at most 255.
         width: w / r.
-        enough: candidates that end the climb, in units of max(k, sqrt(n)).
+        enough: how many candidates end the climb, in units of max(k, sqrt(n)).
         flips: hashes perturbed per table (multi-probe).
-        shells: parts by norm.
-        seed: of the hashes and the sample; the global generator is not used.
+        shells: parts into which keys are split by norm.
+        seed: seed of the hashes and of the sample; the global generator is not used.
         leaf: keys of the smallest block of a causal search.
 
-    Cost: build O(n log n tables (dim + rungs)), and 8 bytes per key, table and rung (480 by default); search O(log n) per
-    look-up, of which there are tables * 2^flips per rung climbed, plus O(dim) per candidate. Causal search: log2(n / leaf)
-    times as much of everything.
+    Cost: build O(n log n tables (dim + rungs)), and 8 bytes per key, table and rung (480 per key by default). Search takes
+    tables * 2^flips look-ups of O(log n) on each rung, plus O(dim) per candidate. Causal search takes log2(n / leaf) times as
+    much of everything.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> scores, ids = ConcentricLSH().build(keys).search(keys[:, :5], k=3)
@@ -113,7 +113,7 @@ class BuiltConcentricLSH(PrefixBuilt):
         shape = (recipe.tables, self.hashes)
         self.directions = torch.randn(dim + 1, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
         self.shifts = torch.rand(recipe.rungs, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
-        # Odd multipliers of a multiply-shift hash: the bucket of a vector of integers is the high half of their weighted sum.
+        # Odd multipliers of a multiply-shift hash: the bucket of a vector of integers is the upper half of its weighted sum.
         self.weights = (torch.randint(-(1 << 62), 1 << 62, (self.hashes,), generator=generator, device="cpu") * 2 + 1).to(device)
         self.codes = torch.empty(recipe.rungs, batch, recipe.tables, length, dtype=torch.int32, device=device)
         self.order = torch.empty_like(self.codes)
@@ -128,7 +128,7 @@ class BuiltConcentricLSH(PrefixBuilt):
         self.widths = recipe.width * _ladder(centred / scale, recipe.rungs, generator)
         """`[rungs, batch]`"""
         lifted = lift_keys(centred, limit) / scale
-        # One entry at a time: the hashes of a table are 8 log2(n) bytes per key before they become a code.
+        # One entry and table at a time: the hashes of a table take 8 log2(n) bytes per key before they become a code.
         for entry in range(batch):
             for table in range(recipe.tables):
                 projected = lifted[entry] @ self.directions[:, table]
@@ -157,12 +157,12 @@ class BuiltConcentricLSH(PrefixBuilt):
         return scores, ids
 
     def _climb(self, queries: Tensor, entry: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Winners of the given rows `[rows, dim]`, rung by rung; a row leaves the ladder with its answer."""
+        """Winners of the given rows `[rows, dim]`, rung by rung; a row leaves the ladder once it has its answer."""
         recipe, rows, length = self.recipe, queries.shape[0], self.length
         scores = queries.new_full((rows, k), -torch.inf)
         ids = torch.full((rows, k), PADDING, device=queries.device)
         enough = recipe.enough * max(k, math.sqrt(length))
-        # Where that is all there is, a row may as well look at everything.
+        # With no more keys than that, a row may as well score them all.
         left = torch.arange(rows if length > enough else 0, device=queries.device)
         all_of = torch.arange(0 if length > enough else rows, device=queries.device)
         unit = torch.nn.functional.normalize(queries, dim=-1)
@@ -174,7 +174,7 @@ class BuiltConcentricLSH(PrefixBuilt):
             starts, counts = self._buckets(projected[left], entry[left], rung)
             total = counts.sum(-1)
             hit = total >= enough
-            # More candidates than keys: the last rung is cheaper, and exact.
+            # As many candidates as keys: the last rung is cheaper, and exact.
             dense = hit & (total >= length)
             all_of = torch.cat([all_of, left[dense]])
             chosen = (hit & ~dense).nonzero().squeeze(1)
@@ -196,9 +196,9 @@ class BuiltConcentricLSH(PrefixBuilt):
         return scores, ids
 
     def _buckets(self, projected: Tensor, entry: Tensor, rung: int) -> tuple[Tensor, Tensor]:
-        """Where the buckets of each row start in the rung's order, and how many keys they hold, `[rows, look-ups]`.
+        """Where the buckets of each row start in the order of the rung, and how many keys they hold, `[rows, look-ups]`.
 
-        `projected` `[rows, tables, hashes]` are the projections of the unit queries. Look-ups are table by table.
+        `projected` `[rows, tables, hashes]` are the projections of the unit queries. Look-ups are listed table by table.
         """
         position = projected / self.widths[rung, entry, None, None] + self.shifts[rung]
         cell = torch.floor(position)
@@ -236,7 +236,7 @@ class BuiltConcentricLSH(PrefixBuilt):
 
 
 def _ladder(scaled: Tensor, rungs: int, generator: torch.Generator) -> Tensor:
-    """Radii `[rungs, batch]`, geometric from the distance of sqrt(n)/2 neighbours to the median distance.
+    """Radii `[rungs, batch]`, a geometric sequence from the distance of sqrt(n)/2 neighbours to the median distance.
 
     Both are medians over sampled keys. Distances are those of the lifted problem, with sampled keys as queries:
     ||q' - k'||^2 = 2 - 2 q.k / (||q|| R), for keys `scaled` by 1 / R.
@@ -247,11 +247,11 @@ def _ladder(scaled: Tensor, rungs: int, generator: torch.Generator) -> Tensor:
     queries = torch.nn.functional.normalize(keys[:, :64], dim=-1)
     cosine = torch.bmm(queries, keys.transpose(1, 2))
     distance = (2 - 2 * cosine).clamp(min=0).sqrt().sort(dim=-1).values
-    # The sampled key itself comes first and is no neighbour.
+    # The sampled key itself comes first, and is no neighbour.
     near = min(picked.shape[0] - 1, max(1, round(math.sqrt(length) / 2 * picked.shape[0] / length)))
     typical = distance.median(1).values
     nearest, farthest = typical[:, near], typical[:, typical.shape[1] // 2]
-    # Identical keys have no scale of their own; any width does.
+    # Identical keys set no scale; any width will do.
     farthest = torch.where(farthest > 0, farthest, 1.0)
     nearest = torch.minimum(torch.maximum(nearest, 1e-3 * farthest), farthest)
     steps = torch.linspace(0, 1, rungs, dtype=scaled.dtype, device=scaled.device)[:, None]

@@ -1,10 +1,10 @@
 """Causal search for indices that learn from their keys, without a trace of the future.
 
-Centroids, radii or hash widths that are learned from all keys tell a row about keys it must not see: they decide which of the
-visible keys it finds. So a causal row never searches the index over all keys. The prefix [0, v) that it sees is cut into aligned
-blocks of `leaf * 2^t` keys, one per binary digit of v // leaf (the decomposition of a Fenwick tree). Each block has an
-index of its own, built when first needed and searched with all the rows that use it; the last v % leaf keys are scored
-exactly. A block holds only keys that all its rows see.
+Centroids, radii or hash widths that were learned from all keys tell a row about keys it must not see: they decide which of the
+visible keys it finds. So a causal row never searches an index over all keys. The prefix [0, v) that it sees is cut into aligned
+blocks of `leaf * 2^t` keys, one for every 1 among the binary digits of v // leaf (as in a Fenwick tree). Each block has an
+index of its own, built when first needed and searched by all rows that use the block; the last v % leaf keys are scored
+exactly. All rows that search a block see every key in it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Part:
     start: int
     stop: int
     uses: Tensor
-    """`[batch, rows]`, which rows search the block"""
+    """`[batch, rows]`: which rows search the block"""
     complete: bool
-    """whether they see all of the block (else: a prefix of it)"""
+    """whether they see the whole block, or only a prefix of it"""
 
 
 class PrefixBuilt(BuiltIndex):
-    """An index that knows how to search all of its keys, and learns from here how to search a prefix."""
+    """Base class of indices that can search all of their keys: it adds the search of a prefix."""
 
     bounded = False
     """whether `_cutoffs_all` knows bounds"""
@@ -47,7 +47,7 @@ class PrefixBuilt(BuiltIndex):
 
     @abstractmethod
     def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """`_search` for rows that see every key; k is at most the number of keys."""
+        """As `_search`, for rows that see every key; k is at most the number of keys."""
 
     @abstractmethod
     def _build_block(self, keys: Tensor) -> PrefixBuilt:
@@ -78,7 +78,7 @@ class PrefixBuilt(BuiltIndex):
         return scores, ids
 
     def search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Search without a causal limit, k at most the number of keys; an empty answer needs no work."""
+        """Search without a causal limit; k is at most the number of keys."""
         if queries.shape[0] * queries.shape[1] == 0:
             empty = queries.new_empty(*queries.shape[:2], k)
             return empty, empty.long()
@@ -93,7 +93,7 @@ class PrefixBuilt(BuiltIndex):
         listed = 0
         for part in self._parts(visible):
             if part.complete:
-                # The same rows as in the search, so that what was opened there is found again to the last bit.
+                # The same rows as in the search: they open the same cells, to the last bit.
                 columns = part.uses.any(0).nonzero()[:, 0]
                 kept = min(k, part.stop - part.start)
                 inside = self._block(part)._cutoffs_all(queries[:, columns], kept, smallest[:, columns])
@@ -103,7 +103,7 @@ class PrefixBuilt(BuiltIndex):
                 starts.append(inside.starts + listed)
                 order.append(inside.order + part.start)
             else:
-                # Every visible key of the leaf was scored, so what is left of it is below the near set.
+                # Every visible key of the leaf was scored, so those left out are below the near set.
                 bounds.append(smallest[..., None])
                 counts.append(((visible - part.start).clamp(min=0) * part.uses)[..., None])
                 starts.append(torch.full((len(ids), 1), listed, device=ids.device))
@@ -114,7 +114,7 @@ class PrefixBuilt(BuiltIndex):
         return Cutoffs(torch.cat(bounds, -1), torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(order, -1))
 
     def _parts(self, visible: Tensor) -> Iterator[_Part]:
-        """The blocks that the rows search between them."""
+        """All blocks that some row searches."""
         whole = (visible == self.length) & (visible > 0)
         if bool(whole.any()):
             yield _Part(0, self.length, whole, complete=True)

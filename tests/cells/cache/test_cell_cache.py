@@ -1,4 +1,4 @@
-"""The cell store: all opened is exact attention, few opened is the engine with one span per segment; and taking things back."""
+"""`CellStore`: exact attention with all cells opened, the engine with a span per segment with few; padding, crop, batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 import nearfield
 from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache import attention as cache_attention
-from nearfield.cells.cache.attention import CellTables, Routed, by_head, route
-from nearfield.cells.cache.state import Held
+from nearfield.cells.cache.attention import Routed, route, scaled_queries
+from nearfield.cells.cache.segments import PER_CELL, CacheTables
+from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
-from nearfield.cells.torch.head import group_keys
+from nearfield.cells.partition import Partition, build_cells
 from nearfield.hf.stored import StoredKeys
 
 BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 150, 16, 12
@@ -51,7 +52,7 @@ def run(store: CellStore, data: tuple[Tensor, Tensor, Tensor], steps: Sequence[i
     return torch.cat(outputs, 2)
 
 
-def state(store: CellStore) -> Held:
+def state(store: CellStore) -> CacheState:
     assert store.state is not None
     return store.state
 
@@ -75,11 +76,11 @@ def test_all_opened_is_exact(dtype: torch.dtype, window: int | None) -> None:
 def test_few_opened_is_the_engine_with_a_span_per_segment(
     method: nearfield.Cells, steps: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One query head for each head of keys: in the engine every query opens cells of its own, and here a group does.
+    # One query head for each head of keys: in the engine each query opens cells of its own, here a group opens them together.
     query, key, value = inputs(torch.float64)
     data = query[:, ::GROUP], key, value
     output = run(CellStore(method), data, steps)
-    monkeypatch.setattr(cells_sizes, "MOST_HEIGHTS", 1)
+    monkeypatch.setattr(cells_sizes, "MOST_SPAN_LEVELS", 1)
     theirs = nearfield.attention(*data, is_causal=True, method=method, backend="reference")
     assert (output - theirs).abs().max() < 1e-12
     assert (output - exact(*data)).abs().max() > 0.01
@@ -87,7 +88,7 @@ def test_few_opened_is_the_engine_with_a_span_per_segment(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rows_at_once_are_rows_one_by_one(dtype: torch.dtype) -> None:
-    """Also where a group opens cells together, and the open end is longer than what stands for it in their choice."""
+    """Also if a group opens cells together, and if the open end is longer than the keys that stand for it in that choice."""
     data = inputs(dtype, length=400)
     method = nearfield.Cells(probes=3, segment=100, cell_size=5, sinks=4, window=8)
     first = run(CellStore(method), data, (1,) * 400)
@@ -96,44 +97,44 @@ def test_rows_at_once_are_rows_one_by_one(dtype: torch.dtype) -> None:
 
 
 def test_the_latest_keys_stand_for_the_open_end_where_cells_are_chosen() -> None:
-    """What two queries have in an open end of 90 keys: all of it counts in their attention, the latest 64 in their choice."""
+    """The open end has 90 keys. Two queries attend to all of them, and the latest 64 count when they choose cells."""
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 1, 1, 190, DIM, generator=generator, dtype=torch.float64)
     query = torch.randn(1, 2, 1, DIM, generator=generator, dtype=torch.float64)
     opened = []
     for place in (100, 120, 130, 189):
         own = key.clone()
-        own[0, 0, place] = 8 * query[0, 0, 0]  # the first query has nearly all its weight there
+        own[0, 0, place] = 8 * query[0, 0, 0]  # The first query has nearly all its weight there.
         store = CellStore(nearfield.Cells(probes=3, segment=100, cell_size=5, sinks=0, window=0))
         store.append(own, value)
         store.close()
-        queries = by_head(query, 1, 1.0)
+        queries = scaled_queries(query, 1, 1.0)
         near = (queries @ own[0].transpose(1, 2))[..., 100:]
         for seen, name in ((near[..., -64:].logsumexp(2), "latest"), (near.logsumexp(2), "all")):
             opened.append((place, name, set(route(state(store).tables, queries, 1, 3, seen).opened[0].tolist())))
-        spied = spy_on_routes(store, query)
-        assert torch.allclose(spied, near[..., -64:].logsumexp(2))
+        assert torch.allclose(near_lse_of_a_step(store, query), near[..., -64:].logsumexp(2))
     by_place = {(place, name): cells for place, name, cells in opened}
     assert by_place[100, "latest"] != by_place[100, "all"]
     assert by_place[130, "latest"] == by_place[130, "all"]
 
 
-def spy_on_routes(store: CellStore, query: Tensor) -> Tensor:
-    """What the choice of cells is told of keys that are read anyway."""
-    told: list[Tensor] = []
+def near_lse_of_a_step(store: CellStore, query: Tensor) -> Tensor:
+    """What `route` is told about the keys that a query reads anyway."""
+    seen: list[Tensor] = []
 
-    def spy(tables: CellTables, queries: Tensor, rows: int, probes: int, near: Tensor) -> Routed:
-        told.append(near)
-        return route(tables, queries, rows, probes, near)
+    def recorded(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None) -> Routed:
+        assert near_lse is not None
+        seen.append(near_lse)
+        return route(tables, queries, rows, probes, near_lse)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_attention, "route", spy)
+        patch.setattr(cache_attention, "route", recorded)
         store.attend(query, 1.0)
-    return told[0]
+    return seen[0]
 
 
 def test_one_step_by_hand() -> None:
-    """Cells that two query heads open together: those where one of them may have most of its weights."""
+    """Two query heads open cells together: those in which one of them may have the largest share of its weights."""
     query, key, value = inputs(torch.float64)
     store = CellStore(FEW)
     store.append(key[:, :, :40], value[:, :, :40])
@@ -143,7 +144,7 @@ def test_one_step_by_hand() -> None:
     members, means, scores, masses = [], [], [], []
     deviations = torch.zeros(VALUE_DIM, DIM, dtype=torch.float64)
     for first in (0, 16):
-        cell_of = group_keys(k[None, first : first + 16], 4, 0, nearfield.KMeans())[0][0]
+        cell_of = build_cells(nearfield.KMeans(), k[None, first : first + 16], 4)[0]
         for cell in range(4):
             own = (cell_of == cell).nonzero()[:, 0] + first
             own = own[own >= 5]
@@ -170,7 +171,7 @@ def test_one_step_by_hand() -> None:
         numerator, total = numerator + weight * (means[cell] + q @ (deviations / pooled).T), total + weight
     assert torch.allclose(output, numerator / total, rtol=1e-10)
     apart = [sorted(range(len(share)), key=lambda cell: -float(scores[cell][i]))[:3] for i in range(GROUP)]
-    assert set(apart[0]) != set(apart[1])  # else there would be nothing to agree on
+    assert set(apart[0]) != set(apart[1])  # Else the choice would be the same without sharing.
 
 
 def test_reads_only_what_it_opens() -> None:
@@ -180,8 +181,8 @@ def test_reads_only_what_it_opens() -> None:
     first = store.attend(query[:, :, -1:])
     state(store).values.filled[:, :, : store.closed] = torch.nan
     changed = store.attend(query[:, :, -1:])
-    assert changed.isnan().any()  # an opened cell
-    # With the opened keys put back, all else may be anything: it is not read.
+    assert changed.isnan().any()  # from an opened cell
+    # What is not opened is not read: NaN there changes nothing.
     store = CellStore(nearfield.Cells(probes=1, segment=16, cell_size=4, sinks=0, window=0))
     store.append(key, value)
     first = store.attend(query[:1].expand(2, -1, -1, -1)[:, :, -1:])
@@ -224,9 +225,9 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(run(CellStore(FEW), data), whole, rtol=1e-12)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+@pytest.mark.parametrize("rows", [1, 2, 17])
 def test_kernels_serve_the_latest_row(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They see all keys that are there. Rows before it are served one by one as well, where blocks are small."""
+    """And no row before it, since they see all stored keys. Small blocks make all rows come one by one."""
     pytest.importorskip("triton")
     query, key, value = inputs()
     outputs = []
@@ -237,7 +238,7 @@ def test_kernels_serve_the_latest_row(rows: int, monkeypatch: pytest.MonkeyPatch
         store.append(key[:, :, -rows:], value[:, :, -rows:])
         monkeypatch.setattr("nearfield.cells.cache.store.BLOCK_BYTES", 1)
         monkeypatch.setattr("nearfield.kernels.backends.runs_triton", lambda device, runs=runs: runs)
-        outputs.append(store.attend(query[:, :, -rows:]))  # a part of all queries
+        outputs.append(store.attend(query[:, :, -rows:]))  # not contiguous
     torch.testing.assert_close(*outputs, atol=2e-5, rtol=2e-5)
 
 
@@ -246,6 +247,49 @@ def test_other_partitions(partition: nearfield.Blocks | nearfield.HashBuckets) -
     data = inputs()
     output = run(CellStore(nearfield.Cells(probes=10**6, partition=partition, **SIZES)), data)
     assert torch.allclose(output, exact(*data), atol=1e-5)
+
+
+class OwnPartition:
+    """A partition that the library does not know, with the cells of one that it knows, as integers of another dtype."""
+
+    def __init__(self, inner: Partition) -> None:
+        self.inner = inner
+        self.calls: list[tuple[int, int]] = []
+        """keys and cells"""
+
+    def build(self, keys: Tensor, cells: int) -> Tensor:
+        self.calls.append((keys.shape[1], cells))
+        return self.inner.build(keys, cells).int()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("inner", [nearfield.KMeans(seed=3), nearfield.Blocks()])
+def test_a_partition_of_the_user(inner: Partition, padded: bool) -> None:
+    """Bit for bit what a built-in partition with the same cells gives: several rows, a step, after a crop, with padding."""
+    query, key, value = inputs(seed=4)
+    counts = padding() if padded else None
+    own = OwnPartition(inner)
+    stores = [CellStore(nearfield.Cells(probes=3, partition=x, **SIZES)) for x in (inner, own)]
+
+    def both_attend(part: slice) -> None:
+        for store in stores:
+            store.append(key[:, :, part], value[:, :, part], None if counts is None else counts[:, part])
+        found, expected = (store.attend(query[:, :, part]) for store in stores)
+        assert torch.equal(found, expected)
+
+    for part in (slice(0, 60), slice(60, 61), slice(61, 100)):
+        both_attend(part)
+    for store in stores:
+        store.crop(70)
+    both_attend(slice(70, 71))
+    both_attend(slice(71, LENGTH))
+    tables = [state(store).tables for store in stores]
+    for name in PER_CELL:
+        assert torch.equal(*(getattr(x, name).filled for x in tables))
+    assert torch.equal(*(state(store).keys.filled for store in stores))
+    assert (16, 4) in own.calls
+    # The first entry has padding of two segments and three keys: a head of the third segment has 13 keys and fewer cells.
+    assert ((13, 3) in own.calls) == padded
 
 
 def test_default_sizes() -> None:
@@ -343,7 +387,7 @@ def test_a_segment_with_padding_has_fewer_cells() -> None:
     assert (used.sum(2) == torch.tensor([[8.0], [16.0]])).all()
 
 
-def test_marks_stay_as_they_are() -> None:
+def test_padding_stays_as_it_is() -> None:
     query, key, value = inputs()
     store = CellStore(FEW)
     store.append(key, value, padding())
@@ -360,7 +404,7 @@ def test_marks_stay_as_they_are() -> None:
         store.mark(padding(20))
 
 
-# Taking things back, and batches.
+# Crop, and batches.
 
 
 @pytest.mark.parametrize("kept", [0, 3, 16, 31, 32, 33, 90, 96])
@@ -427,7 +471,7 @@ def test_memory_grows_by_a_quarter_at_a_time() -> None:
     assert sizes["order"] <= 1.3 * 4 * BATCH * HEADS * 400
 
 
-# What is known of the error.
+# Audit.
 
 
 def test_audit_by_hand() -> None:
@@ -449,16 +493,14 @@ def test_audit_by_hand() -> None:
     assert len(store.errors) == 1
 
 
-# What cannot be had.
+# Errors.
 
 
 def test_bad_methods() -> None:
     with pytest.raises(TypeError, match=r"attends by Cells\(...\), got Exact"):
         CellStore(nearfield.Exact())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has no samples"):
+    with pytest.raises(ValueError, match="draws no samples"):
         CellStore(nearfield.Cells(samples=4))
-    with pytest.raises(ValueError, match="has no branching"):
-        CellStore(nearfield.Cells(branching=4))
 
 
 def test_bad_inputs() -> None:
@@ -475,7 +517,7 @@ def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match=r"counts must be boolean and \[2, 150\]"):
         store.append(key, value, torch.ones(2, 150))
     store.append(key, value)
-    with pytest.raises(TypeError, match=r"key is torch.float64 on cpu, and what is stored is torch.float32"):
+    with pytest.raises(TypeError, match=r"key is torch.float64 on cpu, but the store holds torch.float32"):
         store.append(key.double(), value.double())
     with pytest.raises(ValueError, match=r"key must be \[2, 2, new, 16\]"):
         store.append(key[:1], value[:1])
@@ -486,11 +528,11 @@ def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match="between 0 and 150"):
         store.crop(151)
     store.close()
-    with pytest.raises(ValueError, match="position 140 comes after the segment it belongs to was closed"):
+    with pytest.raises(ValueError, match="position 140 comes too late"):
         store.attend(query[:, :, 140:])
 
 
-def test_handles_are_no_numbers() -> None:
+def test_handles_have_no_numbers() -> None:
     _, key, value = inputs()
     store = CellStore(FEW)
     store.append(key, value)

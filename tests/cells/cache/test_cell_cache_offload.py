@@ -1,4 +1,4 @@
-"""A store that keeps closed segments in memory of the CPU: bit by bit what it is without that, whatever is done to it."""
+"""`CellStore(offload=True)`: bit for bit what a store without offload is, whatever is done to it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 import nearfield
 from nearfield.cells import sizes as cells_sizes
-from nearfield.cells.cache.attention import attend, by_head
+from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.buffers import Buffer
-from nearfield.cells.cache.state import Held
+from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
 
 BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 200, 16, 12
@@ -40,13 +40,13 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return 2 * query, key, value
 
 
-def state(store: CellStore) -> Held:
+def state(store: CellStore) -> CacheState:
     assert store.state is not None
     return store.state
 
 
 def assert_alike(store: CellStore, plain: CellStore) -> None:
-    """The same numbers, and those of closed segments put away."""
+    """Both hold the same numbers, and the first one has closed segments on the CPU."""
     assert (store.length, store.closed, store.cells) == (plain.length, plain.closed, plain.cells)
     assert torch.equal(store.keys, plain.keys)  # type: ignore[arg-type]
     assert torch.equal(store.values, plain.values)  # type: ignore[arg-type]
@@ -57,11 +57,12 @@ def assert_alike(store: CellStore, plain: CellStore) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("method", [GIVEN, GROWS, WIDE])
 def test_whatever_is_done_to_it(small: None, method: nearfield.Cells, data: st.DataObject) -> None:
     query, key, value = inputs()
-    counts = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    most = 120  # keys: up to seven segments
+    counts = torch.ones(BATCH, most, dtype=torch.bool)
     counts[0, : data.draw(st.sampled_from([0, 0, 9, 40]))] = False
     stores = CellStore(method, offload=True), CellStore(method)
     entries = torch.arange(BATCH)
@@ -69,7 +70,7 @@ def test_whatever_is_done_to_it(small: None, method: nearfield.Cells, data: st.D
         done = data.draw(st.sampled_from(["append", "append", "append", "crop", "select", "repeat", "close"]))
         length = stores[0].length
         if done == "append" or length == 0:
-            part = slice(length, length + data.draw(st.integers(1, LENGTH - length) if length < LENGTH else st.just(0)))
+            part = slice(length, length + data.draw(st.integers(1, most - length) if length < most else st.just(0)))
             rows = data.draw(st.sampled_from([part.stop - part.start, 1, 0]))
             late = slice(max(part.start, part.stop - rows), part.stop)
             outputs = []
@@ -103,44 +104,44 @@ def test_what_stays_on_the_device(method: nearfield.Cells) -> None:
         one.append(key, value)
         one.close()
     row = BATCH * HEADS * (DIM + VALUE_DIM) * 4
-    cells_sizes, whole = store.nbytes, plain.nbytes
-    assert cells_sizes["keys"] + cells_sizes["values"] <= row * store.settings.most_open(store.closed) < row * LENGTH / 2
-    assert row * store.closed <= cells_sizes["offloaded"] <= 1.25 * row * store.closed
-    assert {name: cells_sizes[name] for name in ("order", "moments")} == {name: whole[name] for name in ("order", "moments")}
+    found, whole = store.nbytes, plain.nbytes
+    assert found["keys"] + found["values"] <= row * store.sizes.most_open(store.closed) < row * LENGTH / 2
+    assert row * store.closed <= found["offloaded"] <= 1.25 * row * store.closed
+    assert {name: found[name] for name in ("order", "moments")} == {name: whole[name] for name in ("order", "moments")}
     assert "offloaded" not in whole
-    # Steps find room, and what is put away is added to: nothing is moved at every step.
-    places = set()
+    # Steps have room, and offloaded rows are appended to: no step moves what is there.
+    addresses = set()
     for i in range(LENGTH):
         for one in (store, plain):
             one.append(key[:, :, i : i + 1], value[:, :, i : i + 1])
         assert torch.equal(store.attend(query[:, :, i : i + 1]), plain.attend(query[:, :, i : i + 1]))
-        places.add(state(store).keys.storage.data_ptr())
+        addresses.add(state(store).keys.storage.data_ptr())
     assert_alike(store, plain)
-    assert len(places) <= len(state(store).bounds) + 1
+    assert len(addresses) <= len(state(store).bounds) + 1
 
 
 def test_a_step_brings_over_what_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of the first keys it has a copy."""
+    """And nothing else: the first keys have been copied before."""
     query, key, value = inputs()
     store = CellStore(GIVEN, offload=True)
     store.append(key, value)
     store.attend(query[:, :, -1:])
     brought = []
-    rows = state(store).keys.rows
+    gather = state(store).keys.gather
 
     def recorded(place: Tensor) -> Tensor:
-        found = rows(place)
+        found = gather(place)
         brought.append(found.shape)
         return found
 
-    monkeypatch.setattr(state(store).keys, "rows", recorded)
+    monkeypatch.setattr(state(store).keys, "gather", recorded)
     store.attend(query[:, :, -1:])
     ((heads, most, dim),) = brought
     assert (heads, dim) == (BATCH * HEADS, DIM)
     assert most <= 3 * 16
 
 
-def test_kernels_read_it_where_it_is() -> None:
+def test_kernels_read_offloaded_keys_where_they_are() -> None:
     pytest.importorskip("triton")
     from nearfield.cells.cache.decode import decode
 
@@ -148,9 +149,9 @@ def test_kernels_read_it_where_it_is() -> None:
     store = CellStore(GIVEN, offload=True)
     store.append(key, value)
     store.close()
-    expected = attend(state(store), by_head(query[:, :, -1:], HEADS, 0.3), LENGTH - 1, 1, store.probes)
+    expected = cached_attention(state(store), scaled_queries(query[:, :, -1:], HEADS, 0.3), LENGTH - 1, 1, store.probes)
     rows = query[:, :, -1:].reshape(BATCH * HEADS, GROUP, DIM).contiguous()
-    found = decode(state(store), rows, 0.3, store.probes, store.settings.most_open(store.closed))
+    found = decode(state(store), rows, 0.3, store.probes, store.sizes.most_open(store.closed))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -174,21 +175,21 @@ def test_copies_go_their_own_way() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("before", [0, 100])
 def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys would be put away, and values cannot: neither are, and the next call has another try."""
+    """If values cannot be offloaded, keys are not either, and the next call tries again."""
     query, key, value = inputs()
     store, plain = CellStore(GIVEN, offload=True), CellStore(GIVEN)
     for one in (store, plain):
         one.append(key[:, :, :before], value[:, :, :before])
         one.close()
-    put_away, values = store.closed, state(store).values
-    room_from = values.storage_from
+    offloaded, values = store.closed, state(store).values
+    prepare_split = values.prepare_split
 
-    def fails(place: int, size: int) -> Tensor:
+    def fails(place: int, room: int) -> Tensor:
         if late:
-            room_from(place, size)
+            prepare_split(place, room)
         raise MemoryError
 
-    monkeypatch.setattr(values, "room_from", fails)
+    monkeypatch.setattr(values, "prepare_split", fails)
     for part in (slice(before, 150), slice(150, LENGTH)):
         last = query[:, :, part.stop - 1 : part.stop]
         for one in (store, plain):
@@ -196,8 +197,8 @@ def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatc
         wanted = plain.attend(last)
         with pytest.raises(MemoryError):
             store.attend(last)
-        assert store.closed > put_away
-        assert [buffer.offset for buffer in (state(store).keys, values)] == [put_away, put_away]
+        assert store.closed > offloaded
+        assert [buffer.offset for buffer in (state(store).keys, values)] == [offloaded, offloaded]
         assert torch.equal(store.keys, plain.keys)  # type: ignore[arg-type]
         assert torch.equal(store.values, plain.values)  # type: ignore[arg-type]
     monkeypatch.undo()
@@ -211,10 +212,10 @@ def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatc
     assert_alike(other, shorter)
 
 
-def test_pinned_memory_is_given_up_when_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is when the GPU that reads it is done, whichever is the current one."""
-    there, waited = torch.device("cuda", 1), []
-    buffer = Buffer(torch.empty(2, 3, 0, 4), reader=there)
+def test_pinned_memory_is_dropped_when_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is when the GPU that reads it is done, whichever GPU is the current one."""
+    gpu, waited = torch.device("cuda", 1), []
+    buffer = Buffer(torch.empty(2, 3, 0, 4), pinned_for=gpu)
     new_empty = Tensor.new_empty
 
     def pageable(like: Tensor, shape: tuple[int, ...], pin_memory: bool) -> Tensor:
@@ -228,41 +229,41 @@ def test_pinned_memory_is_given_up_when_nobody_reads_it(monkeypatch: pytest.Monk
     assert waited == []
     first = buffer.storage.data_ptr()
     buffer.append(rows)
-    assert waited == [(there, first)]
+    assert waited == [(gpu, first)]
     second = buffer.storage.data_ptr()
     buffer.select(torch.tensor([1]))
-    assert waited == [(there, first), (there, second)]
+    assert waited == [(gpu, first), (gpu, second)]
     assert torch.equal(buffer.filled, torch.cat([rows, rows], 2)[1:])
     third = buffer.storage.data_ptr()
-    buffer.cut(0)
+    buffer.truncate(0)
     buffer.reserve(100)
-    assert waited[2:] == [(there, third)]
+    assert waited[2:] == [(gpu, third)]
 
 
 @pytest.mark.parametrize("method", [GIVEN, WIDE])
-@pytest.mark.parametrize("length", [0, 3, 1003, 1990])
-def test_going_back_brings_back_what_is_kept(method: nearfield.Cells, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("length", [0, 3, 203, 390])
+def test_crop_brings_back_what_is_kept(method: nearfield.Cells, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 2000, 8, generator=generator)
+    query, key, value = torch.randn(3, 1, 2, 400, 8, generator=generator)
     store, plain = CellStore(method, offload=True), CellStore(method)
     for one in (store, plain):
         one.append(key, value)
         one.close()
     before, ends = state(store).keys.storage.nbytes, state(store).bounds[1:]
     brought = []
-    at = state(store).keys.at
+    read = state(store).keys.read
 
-    def recorded(places: slice) -> Tensor:
-        brought.append(places.stop - places.start)
-        return at(places)
+    def recorded(rows: slice) -> Tensor:
+        brought.append(rows.stop - rows.start)
+        return read(rows)
 
-    monkeypatch.setattr(state(store).keys, "at", recorded)
-    most = max(0, length - store.settings.window)
+    monkeypatch.setattr(state(store).keys, "read", recorded)
+    most = max(0, length - store.sizes.window)
     for one in (store, plain):
-        state(one).back_to(most, length)
+        state(one).crop(length, most)
     opened = sum(end > most for end in ends)
     kept = sum(end > most and end - 16 < length for end in ends)
-    once = [16] * opened if most >= 16 else []  # to take them out of a sum, unless nothing is left of it
+    once = [16] * opened if most >= 16 else []  # to take them out of `cross`, unless nothing is left of it
     assert brought == once + [16 * kept] * (kept > 0)
     assert state(store).keys.storage.nbytes == before
     assert_alike(store, plain)
@@ -274,24 +275,23 @@ def test_going_back_brings_back_what_is_kept(method: nearfield.Cells, length: in
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("length", [3, 40, 150])
-def test_going_back_into_a_prompt(length: int) -> None:
-    """One segment, which is brought back, and of which only the beginning stays."""
+def test_crop_into_a_prompt(length: int) -> None:
+    """The prompt is one segment: all of it comes back to the device, and only the beginning stays."""
     _, key, value = inputs()
     store = CellStore(GROWS, offload=True)
     store.append(key, value)
     store.close()
     assert store.state is not None
     assert len(store.state.bounds) == 2
-    store.state.back_to(max(0, length - 6), length)
-    assert store.state.keys.storage.shape[2] == max(length, store.settings.most_open(0))
+    store.state.crop(length, max(0, length - 6))
+    assert store.state.keys.storage.shape[2] == max(length, store.sizes.most_open(0))
     assert torch.equal(store.keys, key[:, :, :length])  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("method", [GIVEN, GROWS])
 @pytest.mark.parametrize("offload", [False, True])
-def test_segments_are_reopened_one_by_one(method: nearfield.Cells, offload: bool) -> None:
-    """Or at once, which is the same."""
+def test_segments_are_reopened_one_by_one_or_at_once(method: nearfield.Cells, offload: bool) -> None:
     _, key, value = inputs()
     stores = [CellStore(method, offload=offload) for _ in range(2)]
     for one in stores:
@@ -302,17 +302,17 @@ def test_segments_are_reopened_one_by_one(method: nearfield.Cells, offload: bool
     some, all_at_once = map(state, stores)
     most = some.bounds[1]
     while some.closed > most:
-        some.back_to(some.bounds[-2], some.length)
+        some.crop(some.length, some.bounds[-2])
     assert torch.equal(stores[0].keys, key)  # type: ignore[arg-type]
-    some.cut(150)
-    all_at_once.back_to(most, 150)
+    some.crop(150, most)
+    all_at_once.crop(150, most)
     same = [
         (one.in_order(one.keys), one.in_order(one.values), one.tables.cross, one.tables.pooled) for one in (some, all_at_once)
     ]
     assert all(torch.equal(*both) for both in zip(*same, strict=True))
 
 
-def test_padding_is_told_before_a_segment_is_closed() -> None:
+def test_padding_cannot_change_after_a_segment_is_closed() -> None:
     _, key, value = inputs()
     counts = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     counts[0, :40] = False
@@ -324,10 +324,10 @@ def test_padding_is_told_before_a_segment_is_closed() -> None:
             store.mark(counts)
 
 
-def test_a_memory_stays_where_it_is() -> None:
+def test_a_memory_cannot_be_offloaded() -> None:
     _, key, value = inputs()
     with pytest.raises(ValueError, match="make its cache without offload"):
-        Held(key, value, CellStore(GIVEN).settings, GIVEN.partition, base=16, offload=True)
+        CacheState(key, value, CellStore(GIVEN).sizes, GIVEN.partition, memory_length=16, offload=True)
 
 
 @pytest.mark.gpu
@@ -342,7 +342,7 @@ def test_on_a_gpu(method: nearfield.Cells) -> None:
     base = state(store).keys.base
     assert base is not None
     assert base.is_pinned()
-    # Cells of two stores may differ, where sums on a GPU are taken in any order: the same store, with everything brought back.
+    # On a GPU, sums are taken in any order and two stores may have different cells. So the same store, with all keys on the GPU.
     for i in range(2000, 2600):
         store.append(key[:, :, i : i + 1], value[:, :, i : i + 1])
         found = store.attend(query[:, :, i : i + 1])

@@ -1,4 +1,4 @@
-"""The sizes of a store: segments and cells that grow as the square root of the number of keys, unless they are given."""
+"""Sizes of segments and cells in a store: they grow with the square root of the number of keys, unless they are given."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 import nearfield
 from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache.store import CellStore
-from nearfield.cells.sizes import StoreSizes, default_store_probes
+from nearfield.cells.sizes import CacheSizes, default_cache_probes
 
-DEFAULT = StoreSizes.of(nearfield.Cells())
-GIVEN = StoreSizes.of(nearfield.Cells(segment=24, cell_size=5, window=30))
+DEFAULT = CellStore().sizes
+GIVEN = CellStore(nearfield.Cells(segment=24, cell_size=5, window=30)).sizes
 
 
-def token_by_token(sizes: StoreSizes, segments: int) -> list[int]:
-    """Where so many segments end, after where the first one begins."""
+def token_by_token(sizes: CacheSizes, segments: int) -> list[int]:
+    """0, and then where each of so many segments ends if keys come one by one."""
     bounds = [0]
     for _ in range(segments):
         bounds.append(sizes.next_end(bounds[-1], sizes.next_close(bounds[-1])))
@@ -30,10 +30,10 @@ def token_by_token(sizes: StoreSizes, segments: int) -> list[int]:
 
 
 @pytest.mark.parametrize("sizes", [DEFAULT, GIVEN])
-def test_segments_follow_each_other(sizes: StoreSizes) -> None:
+def test_segments_follow_each_other(sizes: CacheSizes) -> None:
     for start, end in pairwise(token_by_token(sizes, 300)):
         assert end - start == sizes.length(start) > 0
-        # The window is not rounded: a query sees a segment through cells as soon as so many keys have come after it.
+        # The window is not rounded: a segment is closed as soon as a window of keys has come after it.
         assert sizes.next_close(start) == end + sizes.window
         assert sizes.next_end(start, end + sizes.window - 1) == start
         assert sizes.most_open(start) >= sizes.length(start) + sizes.window
@@ -42,7 +42,7 @@ def test_segments_follow_each_other(sizes: StoreSizes) -> None:
 @pytest.mark.parametrize("sizes", [DEFAULT, GIVEN])
 @pytest.mark.parametrize("start", [0, 720, 8160, 8192, 131016])
 @pytest.mark.parametrize("more", [0, 1, 15, 16, 17, 5000, 10**6])
-def test_what_is_there_goes_into_one_segment(sizes: StoreSizes, start: int, more: int) -> None:
+def test_what_is_there_goes_into_one_segment(sizes: CacheSizes, start: int, more: int) -> None:
     position = sizes.next_close(start) + more
     end = sizes.next_end(start, position)
     if sizes is GIVEN:
@@ -50,12 +50,12 @@ def test_what_is_there_goes_into_one_segment(sizes: StoreSizes, start: int, more
         return
     assert start + sizes.length(start) <= end <= position - sizes.window
     assert position - sizes.window - end < 16
-    # What is left is less than a segment, and the query's own key is in none.
+    # Fewer keys than a segment are left, and the query's own key is among them.
     assert sizes.next_end(end, position) == end
     assert position + 1 - end <= sizes.most_open(end)
 
 
-def test_what_is_given_is_constant() -> None:
+def test_given_sizes_are_constant() -> None:
     bounds = token_by_token(GIVEN, 1000)
     assert bounds[:4] == [0, 24, 48, 72]
     assert {GIVEN.cells(*ends) for ends in pairwise(bounds)} == {5}
@@ -71,20 +71,20 @@ def test_growth() -> None:
         if segment >= 8:
             assert sum(cells[:segment]) < 8 * math.sqrt(2 * start)
             assert end - start < 12 * math.sqrt(start)
-    only_cells = StoreSizes.of(nearfield.Cells(segment=1024))
+    only_cells = CellStore(nearfield.Cells(segment=1024)).sizes
     wanted = {0: 64, 7: 64, 31: 32, 127: 16, 1023: 6, 10**5: 1}
     assert {segment: only_cells.cells(1024 * segment, 1024 * segment + 1024) for segment in wanted} == wanted
-    # One large segment has cells as large as the last of many, and fewer of them.
+    # One large segment has cells as large as those of the last of many segments, and therefore fewer.
     assert DEFAULT.cells(0, 131072) == 2048 < sum(cells[:56]) == 3532
 
 
 def test_probes() -> None:
-    assert default_store_probes(0, 0) == 20
-    assert default_store_probes(7168, 448) == 20
-    assert default_store_probes(131072, 3456) == round(3.5 * math.sqrt(131072) * 3456 / 131072) == 33
+    assert default_cache_probes(0, 0) == 20
+    assert default_cache_probes(7168, 448) == 20
+    assert default_cache_probes(131072, 3456) == round(3.5 * math.sqrt(131072) * 3456 / 131072) == 33
 
 
-# Stores whose segments grow, from few keys on.
+# Stores with small sizes, so that segments grow after a few keys.
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_a_prompt_is_one_segment() -> None:
     query, key, value = inputs()
     store = filled(FEW, key, value)
     assert bounds(store) == [0, 496]
-    assert store.cells == store.settings.cells(0, 496) < 500 / 5
+    assert store.cells == store.sizes.cells(0, 496) < 500 / 5
     assert torch.equal(store.keys, key)  # type: ignore[arg-type]
-    # Its cells are those of all its keys together.
+    # All its keys are grouped together.
     other = filled(nearfield.Cells(probes=2, sinks=5, window=3, segment=496), key, value)
     assert torch.equal(store.attend(query[:, :, -1:]), other.attend(query[:, :, -1:]))
 
@@ -138,8 +138,8 @@ def test_token_by_token_segments_are_short() -> None:
         closed.append(key[:, :, row], value[:, :, row])
         closed.close()
     assert bounds(one_by_one)[:6] == [0, 16, 32, 50, 72, 98]
-    assert bounds(one_by_one) == bounds(closed) == token_by_token(closed.settings, 13)
-    # Rows that attend together are not in one segment either: each sees what it would see by itself.
+    assert bounds(one_by_one) == bounds(closed) == token_by_token(closed.sizes, 13)
+    # Rows that attend together see the same segments as rows that attend one by one.
     at_once.append(key, value)
     assert torch.allclose(at_once.attend(query), torch.cat(outputs, 2), rtol=1e-9)
     assert bounds(at_once) == bounds(one_by_one)
@@ -148,14 +148,14 @@ def test_token_by_token_segments_are_short() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("method", [FEW, ALL])
 def test_a_prompt_in_chunks(method: nearfield.Cells) -> None:
-    """Each chunk attends to what came before it, which is closed as far as it is complete."""
+    """Each chunk attends to what came before it, and segments are closed as they become complete."""
     query, key, value = inputs()
     store, outputs = filled(method, key[:, :, :130], value[:, :, :130]), []
     assert bounds(store) == [0, 124]
     for part in (slice(130, 260), slice(260, 261), slice(261, 500)):
         store.append(key[:, :, part], value[:, :, part])
         outputs.append(store.attend(query[:, :, part]))
-    assert bounds(store)[:3] == [0, 124, 124 + store.settings.length(124)]
+    assert bounds(store)[:3] == [0, 124, 124 + store.sizes.length(124)]
     assert torch.equal(store.keys, key)  # type: ignore[arg-type]
     seen = torch.ones(500, 500, dtype=torch.bool).tril()[130:]
     exact = F.scaled_dot_product_attention(query[:, :, 130:], key, value, seen)
@@ -165,7 +165,7 @@ def test_a_prompt_in_chunks(method: nearfield.Cells) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kept", [0, 3, 200, 498, 499])
-def test_going_back_into_a_prompt_opens_it_again(kept: int) -> None:
+def test_crop_into_a_prompt_opens_it_again(kept: int) -> None:
     query, key, value = inputs()
     store = filled(FEW, key, value)
     store.crop(kept)
@@ -190,14 +190,14 @@ def test_a_query_of_a_closed_prompt_is_too_late(length: int) -> None:
     query, key, value = inputs()
     store = filled(FEW, key, value)
     store.attend(query[:, :, -1:])
-    with pytest.raises(ValueError, match=f"position {500 - length} comes after the segment it belongs to was closed"):
+    with pytest.raises(ValueError, match=f"position {500 - length} comes too late"):
         store.attend(query[:, :, -length:])
 
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_appended_and_taken_back(small: None, data: st.DataObject) -> None:
-    """Keys are as they came, and with all cells opened attention is exact."""
+def test_whatever_is_appended_and_cropped(small: None, data: st.DataObject) -> None:
+    """Keys come out in the order in which they came, and with all cells opened attention is exact."""
     query, key, value = inputs(300)
     window = data.draw(st.integers(0, 20))
     store = CellStore(nearfield.Cells(probes=10**6, sinks=data.draw(st.integers(0, 6)), window=window))
@@ -217,6 +217,6 @@ def test_whatever_is_appended_and_taken_back(small: None, data: st.DataObject) -
         ends = bounds(store)
         assert torch.equal(store.keys, key[:, :, : part.stop])  # type: ignore[arg-type]
         assert torch.equal(store.values, value[:, :, : part.stop])  # type: ignore[arg-type]
-        assert store.cells == sum(store.settings.cells(*one) for one in pairwise(ends))
-        assert all(end - start >= store.settings.length(start) for start, end in pairwise(ends))
+        assert store.cells == sum(store.sizes.cells(*one) for one in pairwise(ends))
+        assert all(end - start >= store.sizes.length(start) for start, end in pairwise(ends))
         assert store.closed <= max(0, store.length - window)

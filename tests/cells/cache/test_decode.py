@@ -1,4 +1,4 @@
-"""One step of a cell store by the kernels in Triton, state to the step in torch: interpreted on a CPU, for real on a GPU."""
+"""One step of a cache by the Triton kernels, held to the step in torch: interpreted on a CPU, for real on a GPU."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.cells.cache.attention import attend, by_head
+from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.graph import StepGraph
-from nearfield.cells.cache.state import Held
+from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
 
 pytest.importorskip("triton")
 
-from nearfield.cells.cache.decode import GRAIN, STEPS, decode, serves, tiles_for
-from nearfield.cells.cache.graph import check_step, read_of
-from nearfield.cells.triton.decode import select, unite
-from nearfield.cells.triton.far_field import VOID
+from nearfield.cells.cache.decode import GRAIN, STEPS, decode, unsupported
+from nearfield.cells.cache.graph import captured_reads, check_capturable
+from nearfield.cells.triton import far_field
+from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts
+from nearfield.cells.triton.tuning import decode_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"cell_size": 4, "sinks": 5, "window": 8}
+VOID = far_field.VOID.value
 
 
 def filled(
@@ -54,13 +56,13 @@ def both(store: CellStore, group: int = 2, scale: float = 0.3) -> tuple[Tensor, 
     state = the(store)
     batch, heads, _, dim = state.keys.storage.shape
     query = 2 * torch.randn(batch, heads * group, 1, dim, generator=seeded(7)).to(DEVICE)
-    assert serves(state, query, store.probes)
-    expected = attend(state, by_head(query, heads, scale), state.length - 1, 1, store.probes)
-    most_near = store.settings.most_open(state.closed)
-    return decode(state, query.reshape(batch * heads, group, dim), scale, store.probes, most_near), expected
+    assert unsupported(state, query, store.probes) is None
+    expected = cached_attention(state, scaled_queries(query, heads, scale), state.length - 1, 1, store.probes)
+    most_open = store.sizes.most_open(state.closed)
+    return decode(state, query.reshape(batch * heads, group, dim), scale, store.probes, most_open), expected
 
 
-def the(store: CellStore) -> Held:
+def the(store: CellStore) -> CacheState:
     assert store.state is not None
     return store.state
 
@@ -109,9 +111,9 @@ def test_padding_among_the_latest_keys() -> None:
     state = the(store)
     counts = torch.ones(1, 203, dtype=torch.bool, device=DEVICE)
     counts[0, 180:195] = False
-    loud = state.keys.part(slice(180, 195))
+    loud = state.keys.view(slice(180, 195))
     found, _ = both(store, 2)
-    state.counts = counts
+    state.key_padding = counts
     loud.mul_(50.0)  # padding is zero in a store; here it is not, and may not matter either way
     assert_alike(both(store, 2))
     assert not torch.allclose(both(store, 2)[0], found)
@@ -142,7 +144,7 @@ def test_a_mask_of_any_layout() -> None:
     counts = torch.ones(120, 2, dtype=torch.bool, device=DEVICE).T
     counts[1, 110:114] = False
     for one in (store, other):
-        the(one).marked = the(one).closed
+        the(one).settled = the(one).closed
     other.mark(counts.contiguous())
     store.mark(counts)
     counts[:] = False
@@ -158,7 +160,7 @@ def test_a_graph_knows_what_it_was_captured_for() -> None:
         for start, end in zip([0, *ends], [*ends, 2057], strict=False):
             store.append(key[:, :, start:end], value[:, :, start:end])
             store.close()
-        keys.append(read_of(the(store))[0])
+        keys.append(captured_reads(the(store))[0])
     assert [the(store).closed for store in stores] == [2048, 2048]
     assert keys[0] != keys[1]
 
@@ -166,34 +168,34 @@ def test_a_graph_knows_what_it_was_captured_for() -> None:
 def test_what_a_graph_cannot_go_on_with_is_said() -> None:
     store = filled(40)
     query = torch.randn(2, 4, 1, 16, device=DEVICE)
-    assert check_step(store, query) is the(store)
+    assert check_capturable(store, query) is the(store)
     with pytest.raises(ValueError, match=r"store\.attend instead"):
-        check_step(store, query.double())
+        check_capturable(store, query.double())
     store.audit = True
     with pytest.raises(ValueError, match="without audit"):
-        check_step(store, query)
+        check_capturable(store, query)
     store.audit = False
     store.append(*torch.randn(2, 2, 2, 1, 16, device=DEVICE), torch.tensor([[True], [False]]))
     with pytest.raises(ValueError, match="without padding"):
-        check_step(store, query)
+        check_capturable(store, query)
 
 
 def test_more_than_the_kernels_have_room_for_is_not_theirs() -> None:
     store = filled(150)
     state = the(store)
-    assert serves(state, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 3)
-    assert not serves(state, torch.randn(2, 2 * 65, 1, 16, device=DEVICE), 3)
-    assert not serves(state, torch.randn(2, 4, 2, 16, device=DEVICE), 3)
-    assert not serves(state, torch.randn(2, 4, 1, 16, device=DEVICE, dtype=torch.float64), 3)
+    assert unsupported(state, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 3) is None
+    assert unsupported(state, torch.randn(2, 2 * 65, 1, 16, device=DEVICE), 3) is not None
+    assert unsupported(state, torch.randn(2, 4, 2, 16, device=DEVICE), 3) is not None
+    assert unsupported(state, torch.randn(2, 4, 1, 16, device=DEVICE, dtype=torch.float64), 3) is not None
     state.tables.size.length = 1 << 16
-    assert serves(state, torch.randn(2, 2 * 4, 1, 16, device=DEVICE), 256)
-    assert not serves(state, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 256)
+    assert unsupported(state, torch.randn(2, 2 * 4, 1, 16, device=DEVICE), 256) is None
+    assert unsupported(state, torch.randn(2, 2 * 64, 1, 16, device=DEVICE), 256) is not None
 
 
 def test_a_cell_with_something_that_is_not_finite_stays_closed() -> None:
     store = filled(150)
     tables = the(store).tables
-    tables.void.storage[:, :, 3] = -torch.inf
+    tables.log_exists.storage[:, :, 3] = -torch.inf
     tables.centroid.storage[:, :, 3] = 0.0
     tables.value.storage[:, :, 3] = 0.0
     assert_alike(both(store))
@@ -216,46 +218,67 @@ def test_the_number_of_keys_is_where_kernels_read_it() -> None:
     store = filled(100)
     state = the(store)
     for _ in range(3):
-        assert state.count.tolist() == [state.length]
+        assert state.sync_device_length().tolist() == [state.length]
         store.append(*torch.randn(2, 2, 2, 1, 16).to(DEVICE))
     store.crop(50)
-    assert state.count.tolist() == [50]
+    assert state.sync_device_length().tolist() == [50]
 
 
 def opened_by(scores: Tensor, lse: Tensor, probes: int) -> tuple[Tensor, Tensor]:
-    """What `select` opens for queries `[entries, group, cells]` and the masses that it leaves of ones."""
+    """What `choose_and_read_open_end` opens for queries `[entries, group, cells]` and the masses that it leaves of ones."""
     entries, group, cells = scores.shape
     members, most, grains = 1 << (group - 1).bit_length(), GRAIN * (-(-cells // GRAIN)), -(-cells // GRAIN)
-    masses = torch.ones(entries, most, members, device=DEVICE)
-    by_cell = torch.full_like(masses, torch.nan)
+    log2_masses = torch.ones(entries, most, members, device=DEVICE)
+    by_cell = torch.full_like(log2_masses, torch.nan)
     by_cell[..., :group] = VOID
     by_cell[:, :cells, :group] = scores.transpose(1, 2)
-    grain_top = by_cell[..., :group].unflatten(1, (grains, GRAIN)).amax(2).transpose(1, 2).contiguous()
-    late_lse, nothing = lse.to(DEVICE), torch.full((entries * group, 1), -torch.inf, device=DEVICE)
+    grain_best = by_cell[..., :group].unflatten(1, (grains, GRAIN)).amax(2).transpose(1, 2).contiguous()
+    nothing = torch.full((entries * group, 1), -torch.inf, device=DEVICE)
     opened, grain_list = torch.full((2, entries, probes), -7, dtype=torch.int32, device=DEVICE)
-    looked_at = 1 << (min(probes, grains) - 1).bit_length()
-    blocks = {"BG": members, "BT": 1, "BN": 1 << (grains - 1).bit_length(), "BP": looked_at, "GRAIN": GRAIN}
-    unused = {"PER": 1, "BK": 16, "BR": 16, "BD": 16, "BV": 16, "HAS_COUNTS": False, "IP": "tf32x3", "EARLY": False}
-    select[(entries, 1)](
-        by_cell,
-        masses,
-        late_lse,
-        nothing,
-        grain_top,
-        grain_list,
-        opened,
-        *[nothing] * 6,
-        nothing,
-        *(1, group, 16, 16, 0, 0, 0, 0, 0),
-        *(most, 1, 0, 1, probes, 1.0),
+    unread = dict.fromkeys(("queries", "keys", "values", "key_padding", "device_length", "parts"), nothing)
+    choose_and_read_open_end[(entries, 1)](
+        scores=by_cell,
+        log2_masses=log2_masses,
+        recent_lse=lse.to(DEVICE),
+        cell_lse=nothing,
+        grain_best=grain_best,
+        grain_list=grain_list,
+        opened=opened,
+        **unread,
+        part_lse=nothing,
+        heads=1,
+        group=group,
+        dim=16,
+        value_dim=16,
+        key_entry=0,
+        value_entry=0,
+        offset=0,
+        closed=0,
+        padding_entry=0,
+        padded_cells=most,
+        cell_tiles=1,
+        probes=probes,
+        part_count=1,
+        open_end_parts=0,
+        scale=1.0,
+        PER=1,
+        BK=16,
+        BR=16,
+        BD=16,
+        BV=16,
         STEPS=STEPS,
-        VOID=VOID,
+        GRAIN=GRAIN,
+        BG=members,
+        BT=1,
+        BN=1 << (grains - 1).bit_length(),
+        BP=1 << (min(probes, grains) - 1).bit_length(),
         HAS_CELLS=True,
-        **blocks,
-        **unused,
+        HAS_PADDING=False,
+        IP="tf32x3",
+        PDL=False,
         num_warps=4,
     )
-    return opened.cpu().long(), masses[:, :cells, :group].transpose(1, 2).cpu()
+    return opened.cpu().long(), log2_masses[:, :cells, :group].transpose(1, 2).cpu()
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -296,8 +319,8 @@ def test_cells_that_are_all_alike_are_opened_in_order() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 64, 96, 128, 160, 192, 224, 256])
 def test_tiles_are_blocks_that_triton_multiplies(dim: int, dtype: torch.dtype) -> None:
-    tiles = tiles_for(dim, dtype)
-    for size in (tiles.near, tiles.cells, tiles.far, tiles.opened):
+    tiles = decode_tiles(dim, dtype, DEVICE)
+    for size in (tiles.open_end, tiles.cells, tiles.far, tiles.opened):
         assert size >= 16
         assert size & (size - 1) == 0
 
@@ -319,9 +342,27 @@ def test_nobody_reads_a_part_without_weight(count: int) -> None:
     parts[:, empty], lse[:, empty] = torch.nan, -torch.inf
     parts, lse, zeros = parts.to(DEVICE), lse.to(DEVICE), torch.zeros(2, 16, 16, device=DEVICE)
     output = torch.empty(2, 16, device=DEVICE)
-    blocks = {"PARTS": 1 << (count - 1).bit_length(), "BP": min(8, 1 << (count - 1).bit_length()), "BD": 16, "BV": 16}
-    numbers = (1, 16, 16, count, count, 0, 1.0)
-    unite[(2, 1)](parts, lse, zeros[:, 0], zeros, zeros[:, 0, 0], output, *numbers, **blocks, EARLY=False, num_warps=4)
+    merge_parts[(2, 1)](
+        parts=parts,
+        part_lse=lse,
+        queries=zeros[:, 0],
+        cross=zeros,
+        pooled=zeros[:, 0, 0],
+        output=output,
+        group=1,
+        dim=16,
+        value_dim=16,
+        part_count=count,
+        first_far=count,
+        far_parts=0,
+        scale=1.0,
+        PARTS=1 << (count - 1).bit_length(),
+        BP=min(8, 1 << (count - 1).bit_length()),
+        BD=16,
+        BV=16,
+        PDL=False,
+        num_warps=4,
+    )
     torch.testing.assert_close(output.cpu(), expected)
 
 
@@ -335,13 +376,13 @@ def test_real_sizes_on_a_card(dim: int, dtype: torch.dtype) -> None:
     query = 2 * torch.randn(1, 8, 1, dim, device="cuda").to(dtype)
     found = store.attend(query)
     state = the(store)
-    expected = attend(state, by_head(query, 2, dim**-0.5), 4999, 1, store.probes).view(found.shape)
+    expected = cached_attention(state, scaled_queries(query, 2, dim**-0.5), 4999, 1, store.probes).view(found.shape)
     off = (found.double() - expected.double()).norm() / expected.double().norm()
     assert float(off) < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
 
 @pytest.mark.gpu
-def test_kernels_that_start_early_read_nothing_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependent_launches_read_nothing_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps in a row, each with other queries, and memory that is used again."""
     from nearfield.cells.cache import decode as cache_decode
 
@@ -349,10 +390,10 @@ def test_kernels_that_start_early_read_nothing_too_early(monkeypatch: pytest.Mon
     store.append(*torch.randn(2, 1, 2, 20_000, 128, device="cuda").bfloat16())
     queries = torch.randn(300, 1, 8, 1, 128, device="cuda").bfloat16()
     found = []
-    for early in (False, cache_decode.HAS_EARLY):
-        monkeypatch.setattr(cache_decode, "HAS_EARLY", early)
+    for pdl in (False, cache_decode.HAS_PDL):
+        monkeypatch.setattr(cache_decode, "HAS_PDL", pdl)
         found.append(torch.stack([store.attend(query) for query in queries]))
-    assert cache_decode.HAS_EARLY
+    assert cache_decode.HAS_PDL
     assert torch.equal(*found)
 
 
@@ -370,7 +411,7 @@ def test_a_captured_step_goes_on_being_right() -> None:
         for place, x in zip(inputs, (key, value, query), strict=True):
             place.copy_(x[:, :, at : at + 1])
         found = step()
-        expected = attend(the(store), by_head(inputs[2], 2, 0.125), at, 1, store.probes)
+        expected = cached_attention(the(store), scaled_queries(inputs[2], 2, 0.125), at, 1, store.probes)
         torch.testing.assert_close(found, expected.view(found.shape), atol=2e-5, rtol=2e-5)
     assert store.length == 700
     assert store.closed > 512

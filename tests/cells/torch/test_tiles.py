@@ -86,23 +86,6 @@ def test_every_pair_once(name: str, rows: int, slots: int, options: dict[str, An
     assert_well_formed(found, chosen, edges)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_pairs_name_row_and_slot(name: str) -> None:
-    edges, rows, slots = edges_of(SIZES[name]), 50, 4
-    chosen = choices(rows, slots, len(edges) - 1)
-    seen: Counter[int] = Counter()
-    for stack in stacks(chosen, edges, 8, page_size=max(1, int(edges[-1])), with_pairs=True):
-        assert stack.pairs is not None
-        filler = stack.rows == rows
-        assert torch.equal(stack.pairs == rows * slots, filler)
-        assert torch.equal((stack.pairs // slots)[~filler], stack.rows[~filler])
-        first = edges[chosen.view(-1)[stack.pairs.clamp(max=rows * slots - 1)]]
-        assert bool(((first == stack.members[:, :1]) | filler).all()), "a page is a cell here, and starts where it does"
-        seen.update(stack.pairs[~filler].tolist())
-    size = edges.diff()
-    assert seen == Counter(pair for pair, cell in enumerate(chosen.view(-1).tolist()) if cell >= 0 and size[cell] > 0)
-
-
 def test_sums_over_tiles_are_sums_over_cells() -> None:
     """What the engine does with a stack, fillers included: a row more, which is thrown away, and -inf."""
     edges, rows = edges_of([5, 0, 300, 1, 30]), 70

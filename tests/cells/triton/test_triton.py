@@ -13,7 +13,7 @@ from torch import Tensor
 from nearfield.cells import reference as cells_reference
 from nearfield.cells.far_field import ROUTE_SPREADS
 from nearfield.cells.reference import CellPlan
-from nearfield.cells.sizes import CellSettings
+from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import closed_keys
 
 pytest.importorskip("triton")
@@ -36,13 +36,13 @@ class Case:
     sinks: int = 3
     cell_size: int = 4
     probes: int = 3
-    heights: int = 1
+    span_levels: int = 1
     padding: int = 0
     """keys at the end that no row sees; with a mask the first rows see nothing"""
 
     @property
-    def settings(self) -> CellSettings:
-        return CellSettings(self.group, self.segment, self.window, self.sinks, self.cell_size, 0, self.probes, 0, 0, self.heights)
+    def sizes(self) -> CellSizes:
+        return CellSizes(self.group, self.segment, self.window, self.sinks, self.cell_size, self.probes, 0, self.span_levels)
 
     def visible(self) -> Tensor:
         if not self.segment:
@@ -62,12 +62,12 @@ CASES = {
     "one-key": Case(length=5, keys=1),
     "only-sinks": Case(length=5, keys=9, sinks=50),
     "nothing-visible": Case(length=5, keys=9, padding=9),
-    "causal": Case(length=70, keys=70, segment=16, heights=3),
+    "causal": Case(length=70, keys=70, segment=16, span_levels=3),
     "causal-groups-window-padding": Case(
-        entries=2, group=2, length=60, keys=60, value_dim=32, segment=8, window=1, cell_size=2, heights=3, padding=11
+        entries=2, group=2, length=60, keys=60, value_dim=32, segment=8, window=1, cell_size=2, span_levels=3, padding=11
     ),
-    "causal-capped-heights": Case(group=2, length=30, keys=90, segment=8, heights=2),
-    "causal-short": Case(length=10, keys=10, segment=16, heights=1),
+    "causal-capped-span_levels": Case(group=2, length=30, keys=90, segment=8, span_levels=2),
+    "causal-short": Case(length=10, keys=10, segment=16, span_levels=1),
 }
 
 
@@ -93,24 +93,24 @@ class Run:
         from nearfield.cells.triton.backward import backward
 
         inputs = (self.upstream, self.queries, self.keys, self.values, self.case.visible(), self.output, self.lse)
-        return backward(*inputs, self.cell_of, self.opened, self.case.settings, self.scale)
+        return backward(*inputs, self.cell_of, self.opened, self.case.sizes, self.scale)
 
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Output, log-normaliser and gradients by the reference, computed in `dtype`."""
         from nearfield.cells.triton.layout import layout_of
 
         case, visible = self.case, self.case.visible()
-        cells = layout_of(case.keys, case.settings, DEVICE).cells
+        cells = layout_of(case.keys, case.sizes, DEVICE).cells
         outputs, ends, grads = [], [], []
         for entry in range(case.entries):
             rows = len(visible[entry])
             none = torch.empty(rows, 0, device=DEVICE)
             cell_of, opened = self.cell_of[entry].long(), self.opened[entry].long()
-            plan = CellPlan(cell_of, cell_of[:, :0], opened, none.long(), none.long(), none.to(dtype))
+            plan = CellPlan(cell_of, opened, none.long(), none.to(dtype))
             inputs = [x[entry].to(dtype).requires_grad_() for x in (self.queries, self.keys, self.values)]
-            closed = closed_keys(visible[entry], case.settings)
+            closed = closed_keys(visible[entry], case.sizes)
             output, lse = cells_reference.reference_attention(
-                inputs[0] * self.scale, *inputs[1:], visible[entry], closed, case.segment, plan, (cells, 0)
+                inputs[0] * self.scale, *inputs[1:], visible[entry], closed, case.segment, plan, cells
             )
             outputs.append(output.detach())
             ends.append(lse.detach())
@@ -120,10 +120,9 @@ class Run:
 
 def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: float = 1.5, alike: bool = False) -> Run:
     from nearfield.cells.triton import forward as triton_forward
-    from nearfield.cells.triton import memory as triton_memory
 
     generator = seeded(seed)
-    rows, settings = case.group * case.length, case.settings
+    rows, sizes = case.group * case.length, case.sizes
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
@@ -135,10 +134,10 @@ def run(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch: 
     # Poisoned: every entry has to be written.
     output = torch.full((case.entries, rows, case.value_dim), torch.nan, device=DEVICE, dtype=dtype)
     lse = torch.full((case.entries, rows), torch.nan, device=DEVICE)
-    cell_of = torch.full((case.entries, case.heights, case.keys), -77, dtype=torch.int32, device=DEVICE)
-    opened = torch.full((case.entries, rows, settings.probes), -77, dtype=torch.int32, device=DEVICE)
-    plan = settings, case.dim**-0.5, 3, 0
-    triton_forward.forward(queries, keys, values, case.visible(), *plan, output, lse, cell_of, opened, triton_memory.BEYOND)
+    cell_of = torch.full((case.entries, case.span_levels, case.keys), -77, dtype=torch.int32, device=DEVICE)
+    opened = torch.full((case.entries, rows, sizes.probes), -77, dtype=torch.int32, device=DEVICE)
+    plan = sizes, case.dim**-0.5, 3, 0
+    triton_forward.forward(queries, keys, values, case.visible(), *plan, output, lse, cell_of, opened, MemoryPolicy().beyond)
     return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
 
 
@@ -161,10 +160,10 @@ def routing_scores(found: Run) -> list[dict[int, float]]:
     from nearfield.cells.triton.layout import layout_of
 
     case, visible = found.case, found.case.visible()
-    layout = layout_of(case.keys, case.settings, DEVICE)
+    layout = layout_of(case.keys, case.sizes, DEVICE)
     cell_of = found.cell_of[0].flatten().long()
-    every = found.keys[0].double().repeat(case.heights, 1)
-    closed = (closed_keys(visible, case.settings)[0] // case.segment) if case.segment else torch.ones_like(visible[0])
+    every = found.keys[0].double().repeat(case.span_levels, 1)
+    closed = (closed_keys(visible, case.sizes)[0] // case.segment) if case.segment else torch.ones_like(visible[0])
     members = [every[cell_of == cell] for cell in range(layout.cells)]
     scores: list[dict[int, float]] = []
     for row in range(case.length):
@@ -172,7 +171,7 @@ def routing_scores(found: Run) -> list[dict[int, float]]:
         query = found.queries[0, row].double() * found.scale
         scores.append({})
         for cell, own in enumerate(members):
-            if len(own) and int(layout.span_of[cell]) in seen:
+            if len(own) and int(layout.span_of_cell[cell]) in seen:
                 spread = (query.square() * own.var(0, correction=0)).sum().sqrt()
                 scores[row][cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
     return scores
@@ -194,7 +193,7 @@ def test_the_best_cells_are_opened(name: str) -> None:
 @pytest.mark.parametrize("segment", [0, 48])
 def test_of_many_cells_nearly_all_of_the_best_are_opened(segment: int, probes: int) -> None:
     """Several tiles of cells. One of the best is missed only where two (for many probes four) better ones share its column."""
-    found = run(Case(length=60, keys=330, segment=segment, cell_size=2, probes=probes, heights=3 if segment else 1))
+    found = run(Case(length=60, keys=330, segment=segment, cell_size=2, probes=probes, span_levels=3 if segment else 1))
     scores = routing_scores(found)
     wanted = hit = 0
     for row in range(60):
@@ -211,7 +210,7 @@ def test_of_equal_scores_some_are_opened(name: str) -> None:
     """A zero query has equal scores everywhere, and every key weighs the same."""
     found = run(replace(CASES[name], cell_size=2, probes=2), stretch=0.0)
     output, lse, grads = found.expected()
-    assert int((found.opened >= 0).sum(-1).max()) == found.case.settings.probes
+    assert int((found.opened >= 0).sum(-1).max()) == found.case.sizes.probes
     torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(output[0, -1], found.values[0].double().mean(0), atol=1e-9, rtol=1e-9)
@@ -258,10 +257,10 @@ def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
     from nearfield.cells.partition.kmeans import KMeans
     from nearfield.cells.triton.layout import layout_of
 
-    case = Case(length=256, keys=256, segment=segment, sinks=0, cell_size=8, heights=3 if segment else 1)
+    case = Case(length=256, keys=256, segment=segment, sinks=0, cell_size=8, span_levels=3 if segment else 1)
     found = run(case)
-    layout = layout_of(case.keys, case.settings, DEVICE)
-    edges = layout.spans.edges(layout.per_segment)
+    layout = layout_of(case.keys, case.sizes, DEVICE)
+    edges = layout.spans.edges(layout.cells_per_segment)
 
     def inside(keys: Tensor, cell_of: Tensor) -> float:
         return sum(float((own - own.mean(0)).square().sum()) for own in (keys[cell_of == cell] for cell in cell_of.unique()))
@@ -270,7 +269,7 @@ def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
     for span in layout.spans.all:
         where = slice(span.first * layout.segment, (span.first + span.segments) * layout.segment)
         own = found.keys[0, where]
-        mine += inside(own, found.cell_of[0, span.height, where])
+        mine += inside(own, found.cell_of[0, span.level, where])
         reference += inside(own, KMeans(iterations=3).build(own[None], edges[span.number + 1] - edges[span.number])[0])
     assert mine <= 1.04 * reference
 
@@ -281,9 +280,9 @@ def test_keys_that_are_alike_do_not_share_one_cell(name: str) -> None:
 
     case = replace(CASES[name], length=300, keys=300, cell_size=4, sinks=0, segment=64 if CASES[name].segment else 0)
     found = run(case, alike=True)
-    layout = layout_of(case.keys, case.settings, DEVICE)
-    sizes = torch.bincount(found.cell_of[found.cell_of >= 0].flatten().long(), minlength=layout.cells)
-    assert int(sizes.max()) <= 9 * case.cell_size  # eight times the mean, and what the host had
+    layout = layout_of(case.keys, case.sizes, DEVICE)
+    counts = torch.bincount(found.cell_of[found.cell_of >= 0].flatten().long(), minlength=layout.cells)
+    assert int(counts.max()) <= 9 * case.cell_size  # eight times the mean, and what the host had
     output, lse, _ = found.expected()
     torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)

@@ -11,14 +11,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from nearfield.kernels.launch import IS_NEW
+from nearfield import _compat
 
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may take on such a card."""
-FORWARD = {"_local", "_nearest", "_means", "_moments", "_products", "_route", "_far", "_near", "_merge"}
-BACKWARD = {"_local_queries", "_near_queries", "_far_queries", "_far_cells", "_tilt", "_spread", "_local_keys", "_near_keys"}
-STEP = {"look", "select", "gather", "unite"}
-CHOSEN_KEYS = {"_scores", "_sums", "_scatter"}
+FORWARD = {"_local_fwd", "_nearest", "_means", "_moments", "_cross", "_route", "_far_fwd", "_near_fwd", "_merge"}
+BACKWARD = {"_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv", "_local_dkv", "_near_dkv"}
+STEP = {"score_cells", "choose_and_read_open_end", "read_cells", "merge_parts"}
+CHOSEN_KEYS = {"_pair_scores", "_pair_sums", "_pair_scatter"}
 
 
 @pytest.mark.slow
@@ -42,19 +42,22 @@ def test_kernels_compile_and_fit(dim: int, dtype: str, kind: str, probes: int, t
     kernels = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in kernels} >= FORWARD | BACKWARD | STEP | CHOSEN_KEYS
     assert {name: size for name, size, _ in kernels if int(size) > SHARED} == {}
-    assert {name for name, _, waits in kernels if waits == "True"} == (STEP - {"look"} if IS_NEW else set())
+    assert {name for name, _, waits in kernels if waits == "True"} == (
+        STEP - {"score_cells"} if _compat.has_dependent_launch() else set()
+    )
 
 
-def test_versions_without_early_starts_never_see_the_name() -> None:
+def test_versions_without_dependent_launch_never_see_the_name() -> None:
     """They look up every name in a kernel, also those in branches that are not compiled."""
     script = """
 import triton.language.extra.cuda as cuda
 del cuda.gdc_wait, cuda.gdc_launch_dependents
-from nearfield.kernels.triton import decode, early
-assert not early.HAS_EARLY
-for function in (early.wait_for_last, early.let_next_start):
+from nearfield.cells.triton import decode
+from nearfield.kernels import launch
+assert not launch.HAS_PDL
+for function in (launch.wait_for_previous, launch.launch_dependents):
     assert "cuda" not in function.src.partition(":")[2], function.src
-for kernel in (decode.look, decode.select, decode.gather, decode.unite):
+for kernel in (decode.score_cells, decode.choose_and_read_open_end, decode.read_cells, decode.merge_parts):
     assert "cuda" not in kernel.jitted.src and kernel.jitted.cache_key
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,10 +1,10 @@
-"""Paths through the engine in Triton that shapes of everyday do not take, under the interpreter or on a GPU."""
+"""Paths through the Triton engine that everyday shapes do not take, interpreted or on a GPU, and how kernels are launched."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,16 +13,21 @@ from test_triton import DEVICE, Case, run
 from torch import Tensor
 
 import nearfield as nf
+from nearfield import _compat
+from nearfield.cells.sizes import MemoryPolicy
 
 pytest.importorskip("triton")
 
 from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
 from nearfield.cells.triton import memory as triton_memory
+from nearfield.cells.triton import tuning
+from nearfield.kernels import launch
+from nearfield.kernels.launch import Kernel
 
 SMALL = {
     "plain": Case(entries=2, length=20, keys=24, cell_size=6, probes=2),
-    "causal": Case(entries=2, group=2, length=20, keys=20, segment=8, heights=2, probes=2),
+    "causal": Case(entries=2, group=2, length=20, keys=20, segment=8, span_levels=2, probes=2),
 }
 
 
@@ -37,11 +42,11 @@ def assert_right(case: Case) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room for partial results."""
+    """No memory for partial results."""
     monkeypatch.setattr(triton_memory, "LEAST_BYTES", 1)
-    for module in (triton_memory, triton_backward):
-        monkeypatch.setattr(module, "BEYOND", 0.0)
-    monkeypatch.setattr(triton_memory, "LEAST", 0.0)
+    monkeypatch.setattr(triton_memory, "LEAST_SHARE", 0.0)
+    for module in (triton_forward, triton_backward):
+        monkeypatch.setattr(module, "memory_budget", lambda inputs, held, _: triton_memory.memory_budget(inputs, held, 0.0))
     monkeypatch.setattr(triton_memory, "LEAST_ROWS", 16)
     monkeypatch.setattr(triton_backward, "LEAST_BACKWARD_BYTES", 1)
     monkeypatch.setattr(triton_backward, "_bytes", lambda tensors: 0)
@@ -50,14 +55,13 @@ def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", SMALL)
 def test_heads_grouped_together_and_computed_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for the partial results of one head, and for the pairs of all."""
-
+    """Memory for the partial results of one head, and for the pairs of all."""
     case = SMALL[name]
-    room = triton_memory.Room(case.group * case.length * case.probes * (4 * case.dim + 4), 1 << 30)
+    budget = triton_memory.MemoryBudget(case.group * case.length * case.probes * (4 * case.dim + 4), 1 << 30)
     for module in (triton_forward, triton_backward):
-        monkeypatch.setattr(module, "room_for", lambda *_: room)
+        monkeypatch.setattr(module, "memory_budget", lambda *_: budget)
     slabs = list(
-        triton_memory.slabs_of(case.entries, case.group * case.length, case.probes, case.probes * (4 * case.dim + 4), room)
+        triton_memory.slabs_of(case.entries, case.group * case.length, case.probes, case.probes * (4 * case.dim + 4), budget)
     )
     assert [slab.parts for slab in slabs] == [[slice(0, 1), slice(1, 2)]]
     assert_right(case)
@@ -67,29 +71,26 @@ def test_heads_grouped_together_and_computed_in_turn(name: str, monkeypatch: pyt
 def test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass(
     needed: bool, recorded: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     asked: list[float] = []
-    room_for = triton_memory.room_for
 
-    def watched(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> triton_memory.Room:
+    def watched(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> triton_memory.MemoryBudget:
         asked.append(beyond)
-        return room_for(inputs, held, beyond)
+        return triton_memory.memory_budget(inputs, held, beyond)
 
-    monkeypatch.setattr(triton_forward, "room_for", watched)
+    monkeypatch.setattr(triton_forward, "memory_budget", watched)
     query, key, value = torch.randn(3, 1, 1, 48, 16, generator=seeded(0)).to(DEVICE).unbind(0)
     with torch.set_grad_enabled(recorded):
         nf.attention(query, key.requires_grad_(needed), value, method=nf.Cells(8, 2), backend="triton")
     assert asked == [share]
 
 
-def test_more_room_means_fewer_parts() -> None:
-
+def test_more_memory_means_fewer_parts() -> None:
     inputs, held = (torch.empty(4, 1 << 20, 64),), (torch.empty(1 << 20, 80),)
-    few, more = (triton_memory.room_for(inputs, held, share) for share in (triton_memory.BEYOND, triton_memory.BEYOND_TRAINED))
+    few, more = (triton_memory.memory_budget(inputs, held, share) for share in (0.48, 1.0))
     total, ours = inputs[0].nbytes, held[0].nbytes
     assert few.parts + few.pairs + ours == pytest.approx(0.48 * total, rel=1e-6)
     assert more.parts + more.pairs + ours == pytest.approx(total, rel=1e-6)
-    parts = [len(list(triton_memory.parts_of(4, 1 << 20, 2048, room.parts))) for room in (few, more)]
+    parts = [len(list(triton_memory.parts_of(4, 1 << 20, 2048, budget.parts))) for budget in (few, more)]
     assert parts[1] < parts[0]
 
 
@@ -126,7 +127,7 @@ def test_scales_that_are_not_positive(scale: float, causal: bool) -> None:
     ],
 )
 def test_limits_name_the_remedy(monkeypatch: pytest.MonkeyPatch, limit: str, method: nf.Cells, causal: bool, remedy: str) -> None:
-    monkeypatch.setattr(f"nearfield.cells.method.{limit}", 2)
+    monkeypatch.setattr(f"nearfield.cells.triton.limits.{limit}", 2)
     with pytest.raises(ValueError, match=remedy):
         nf.attention(*inputs(), is_causal=causal, method=method, backend="triton")
 
@@ -134,7 +135,7 @@ def test_limits_name_the_remedy(monkeypatch: pytest.MonkeyPatch, limit: str, met
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
     """A block of rows that do not all see the same segments: what is not finite in a later one stays there."""
-    case = Case(length=24, keys=24, segment=8, heights=1, sinks=2, probes=1)
+    case = Case(length=24, keys=24, segment=8, span_levels=1, sinks=2, probes=1)
     clean = run(case)
     spoilt = run(case)
     (clean.keys, clean.values)[which - 1][:, 20:] = torch.inf
@@ -149,22 +150,21 @@ def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
 
 
 def forward_again(found: Any) -> None:
-
-    plan = found.case.settings, found.scale, 3, 0
+    plan = found.case.sizes, found.scale, 3, 0
     results = found.output, found.lse, found.cell_of, found.opened
-    triton_forward.forward(found.queries, found.keys, found.values, found.case.visible(), *plan, *results, triton_memory.BEYOND)
+    triton_forward.forward(found.queries, found.keys, found.values, found.case.visible(), *plan, *results, MemoryPolicy().beyond)
 
 
 def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:
     """Half of all keys are one and the same, every other one: a cut by odd and even would move all of them, or none."""
-    from nearfield.cells.triton.cluster import limit_sizes
+    from nearfield.cells.triton.cluster import limit_cell_sizes_
     from nearfield.cells.triton.layout import layout_of
 
     case = Case(length=1, keys=512, cell_size=4, sinks=0)
-    layout = layout_of(case.keys, case.settings, DEVICE)
+    layout = layout_of(case.keys, case.sizes, DEVICE)
     cell_of = torch.arange(512, dtype=torch.int32, device=DEVICE)[None, None] % layout.cells
     cell_of[..., ::2] = 0
-    limit_sizes(cell_of, layout)
+    limit_cell_sizes_(cell_of, layout)
     sizes = torch.bincount(cell_of.flatten().long(), minlength=layout.cells)
     assert int(sizes.sum()) == 512
     assert int(sizes.max()) <= 12 * 4
@@ -175,81 +175,144 @@ def test_blocks_of_rows_belong_to_one_head() -> None:
     assert_right(replace(SMALL["causal"], entries=1, group=3, length=70, keys=70, segment=32, cell_size=8))
 
 
+class Compiler:
+    """In place of Triton, for one kernel: notes what is compiled, and what is then launched without asking it again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
+        self.compiled: list[Any] = []
+        self.launched: list[Any] = []
+        monkeypatch.setattr(kernel, "jitted", self)
+        monkeypatch.setattr(_compat, "launcher", lambda function, compiled, grid: compiled)
+        monkeypatch.setattr(_compat, "raw_stream", lambda device: 77)
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_launch(**arguments: Any) -> Any:
+            self.compiled.append((grid, arguments))
+            return lambda *values, stream: self.launched.append((grid, values, stream))
+
+        return compile_and_launch
+
+
 def test_tensors_of_another_dtype_or_alignment_are_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.jit import JITFunction
-
-    from nearfield.kernels.launch import Kernel
-
     @Kernel
-    def kernel(x):
+    def kernel(x, y):
         pass
 
-    compiled: list[Any] = []
-
-    def compile_and_start(self: Any, grid: tuple[int, ...]) -> Any:
-        return lambda x: compiled.append(x) or {(1, 1, 1): lambda *_, stream: None}
-
-    jitted = MagicMock(spec=JITFunction, arg_names=["x"])
-    jitted.__getitem__ = compile_and_start
-    monkeypatch.setattr(kernel, "jitted", jitted)
-    monkeypatch.setattr("nearfield.kernels.launch.KNOWN", True)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    compiler = Compiler(monkeypatch, kernel)
     aligned = torch.zeros(64)
-    subclass = torch.nn.Parameter(aligned)
-    different = [aligned, aligned[1:], aligned.double(), aligned.int()]
+    pairs = [
+        (aligned, aligned),
+        (aligned[1:], aligned),
+        (aligned, aligned[1:]),
+        (aligned.double(), aligned),
+        (aligned, aligned.int()),
+    ]
     for _ in range(3):
-        for x in (*different, subclass):
-            kernel[(1,)](x)
-    assert [id(x) for x in compiled[:4]] == [id(x) for x in different]
-    assert all(x is subclass for x in compiled[4:])
-    assert len(compiled) == 4 + 3  # what is no plain tensor is compiled by Triton's own rules, every time
-
-
-class OnACard:
-    """Stands in for a tensor."""
-
-    def get_device(self) -> int:
-        return 0
+        for x, y in pairs:
+            kernel[(1,)](x=x, y=y)
+    assert [tuple(map(id, arguments.values())) for _, arguments in compiler.compiled] == [(id(x), id(y)) for x, y in pairs]
+    assert len(compiler.launched) == 2 * len(pairs)
 
 
 def test_a_call_that_was_made_before_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled is started with all arguments in the order of the signature, on the stream of the moment."""
-    from triton.runtime.jit import JITFunction
-
-    from nearfield.kernels.launch import Kernel
+    """What was compiled is launched with all arguments in the order of the signature, on the stream of the moment."""
 
     @Kernel
     def kernel(x, size, FIRST, SECOND):
         pass
 
-    compiled: list[Any] = []
-    started: list[Any] = []
-
-    def compile_and_start(grid: tuple[int, ...]) -> Any:
-        def start(*arguments: Any, **constants: Any) -> Any:
-            compiled.append((grid, arguments, constants))
-            return {(*grid, 1, 1)[:3]: lambda *arguments, stream: started.append((grid, arguments, stream))}
-
-        return start
-
-    jitted = MagicMock(spec=JITFunction, arg_names=["x", "size", "FIRST", "SECOND"])
-    jitted.__getitem__ = lambda self, grid: compile_and_start(grid)
-    monkeypatch.setattr(kernel, "jitted", jitted)
-    monkeypatch.setattr("nearfield.kernels.launch.KNOWN", True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    x = OnACard()
+    compiler, x = Compiler(monkeypatch, kernel), torch.zeros(4)
     for size in (5, 5, 6, 6, 5):
-        kernel[(3,)](x, size, SECOND=2, FIRST=1, num_warps=4)
-    kernel[(4, 2)](x, 5, SECOND=2, FIRST=1, num_warps=4)
-    kernel[(3,)](x, 5, SECOND=2, FIRST=1, num_warps=8)
-    assert [(grid, arguments[1], constants["num_warps"]) for grid, arguments, constants in compiled] == [
-        ((3,), 5, 4),
-        ((3,), 6, 4),
-        ((4, 2), 5, 4),
-        ((3,), 5, 8),
+        kernel[(3,)](x=x, size=size, FIRST=1, SECOND=2, num_warps=4)
+    kernel[(4, 2)](x=x, size=5, FIRST=1, SECOND=2, num_warps=4)
+    kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2, num_warps=8)
+    kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2, num_stages=4)
+    kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2)
+    assert [(grid, arguments["size"], *list(arguments.items())[4:]) for grid, arguments in compiler.compiled] == [
+        ((3,), 5, ("num_warps", 4)),
+        ((3,), 6, ("num_warps", 4)),
+        ((4, 2), 5, ("num_warps", 4)),
+        ((3,), 5, ("num_warps", 8)),
+        ((3,), 5, ("num_stages", 4)),
+        ((3,), 5),
     ]
-    assert started == [((3,), (x, size, 1, 2), 77) for size in (5, 6, 5)]
+    assert compiler.launched == [((3,), (x, size, 1, 2), 77) for size in (5, 6, 5)]
+
+
+def test_a_kernel_forgets_calls_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    @Kernel
+    def kernel(x, size):
+        pass
+
+    compiler, x = Compiler(monkeypatch, kernel), torch.zeros(4)
+    monkeypatch.setattr(launch, "MOST_REMEMBERED", 3)
+    for size in range(4):
+        kernel[(1,)](x=x, size=size)
+    assert len(kernel.remembered) == 1
+    kernel[(1,)](x=x, size=0)
+    assert len(compiler.compiled) == 5
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
+def test_keywords_go_in_the_order_of_the_signature(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not remembered is checked, and says which name is out of place."""
+
+    @Kernel
+    def kernel(x, size, BLOCK):
+        pass
+
+    compiler, x = Compiler(monkeypatch, kernel), torch.zeros(4)
+    if known:
+        kernel[(1,)](x=x, size=3, BLOCK=4, num_warps=4)
+    for arguments, expected, given in (
+        ({"x": x, "BLOCK": 5, "size": 3, "num_warps": 4}, "size", "BLOCK"),
+        ({"x": x, "size": 5, "num_warps": 4, "BLOCK": 4}, "BLOCK", "num_warps"),
+        ({"x": x, "size": 5}, "BLOCK", None),
+        ({"x": x, "length": 5, "BLOCK": 4}, "size", "length"),
+    ):
+        with pytest.raises(TypeError, match=f"kernel takes {expected!r} where it got {given!r}"):
+            kernel[(1,)](**arguments)
+    with pytest.raises(TypeError, match="takes them first"):
+        kernel[(1,)](x=x, size=5, BLOCK=x)
+    assert len(compiler.compiled) == known
+    assert not compiler.launched
+
+
+def test_every_kernel_has_sizes_of_the_card() -> None:
+    """Those of its own card, and of the first one in the file for a card that is not there."""
+    kernels = {"route", "nearest", "moments_dkv", "far_dmoments"} | {
+        f"{name}_{kind}" for name, kinds in KINDS.items() for kind in kinds
+    }
+    for table in tuning._tables()["cards"].values():
+        assert set(table["blocks"]) == kernels
+        assert table["fields"] == list(tuning.TileSizes._fields)
+        for sizes in table["blocks"].values():
+            assert set(sizes) == {f"{kind}, {dim}" for kind in ("half", "float32") for dim in (64, 128, 256)}
+
+
+KINDS = {"local": ("fwd", "dq", "dkv"), "near": ("fwd", "dq", "dkv"), "far": ("fwd", "dq")}
+
+
+def test_block_sizes_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tuning._tables()["cards"]["NVIDIA H200"]
+    other = json.loads(json.dumps(plain))
+    other["blocks"]["near_fwd"]["half, 64"] = {"64": [1, 2, 3, 4], "256": [5, 6, 7, 8]}
+    other["decode"]["cells"] = 64
+    monkeypatch.setattr(tuning, "_tables", lambda: {"cards": {"NVIDIA H200": plain, "Other": other}})
+    names = {0: "NVIDIA H200", 1: "Other", 2: "Unknown"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    for cached in (tuning._measured, tuning.decode_tiles):
+        cached.cache_clear()
+    first, second, third = (torch.device("cuda", index) for index in range(3))
+    sizes = ("near_fwd", 64, torch.bfloat16)
+    assert tuning.blocks_for(*sizes, second, 100) == (1, 2, 3, 4)
+    assert tuning.blocks_for(*sizes, second, 200) == (5, 6, 7, 8)
+    assert tuning.blocks_for(*sizes, third, 64) == tuning.blocks_for(*sizes, first, 64)
+    assert tuning.blocks_for(*sizes, torch.device("cpu"), 64) == tuning.blocks_for(*sizes, first, 64) != (1, 2, 3, 4)
+    assert [tuning.decode_tiles(64, torch.bfloat16, device).cells for device in (first, second, third)] == [32, 64, 32]
+    for cached in (tuning._measured, tuning.decode_tiles):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])

@@ -33,8 +33,7 @@ from experiments.settings import HERE, RESULTS, Settings, place
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key
 from experiments.words import change, finite, fixed, number, percent
-from nearfield.paper.gradients import estimate, exact
-from nearfield.paper.printed import PrintedWalk
+from nearfield.paper.gradients import PrintedWalk, estimate, exact
 
 QUIET = Console(quiet=True)
 

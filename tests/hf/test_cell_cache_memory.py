@@ -1,4 +1,4 @@
-"""`hf.Memory`: a text is read once, and every later question gets the answer that it would get with the text before it."""
+"""`hf.Memory`: a text is read once, and later questions get the answers that they would get after the text itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import nearfield
 from nearfield import hf
 from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache.buffers import Buffer
-from nearfield.cells.cache.segments import CellTables
+from nearfield.cells.cache.segments import CacheTables
 from nearfield.hf.memory_file import fingerprint
 
 # Fixtures.
@@ -33,7 +33,7 @@ nets, saved, text = memories.nets, memories.saved, memories.text
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Knows the words w1, w2, ..."""
+    """Its words are w1, w2, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,7 @@ def spoken(ids: Tensor) -> str:
 
 @pytest.mark.parametrize("chunk", [None, 10])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_answers_are_those_with_the_text_before_them(
+def test_answers_are_those_after_the_text_itself(
     nets: tuple[Any, Any], text: Tensor, tmp_path: Path, chunk: int | None, options: dict[str, Any]
 ) -> None:
     plain, ours = nets
@@ -69,15 +69,15 @@ def test_few_probes_are_those_of_a_cache(nets: tuple[Any, Any], text: Tensor, sa
     _, ours = nets
     loaded = hf.Memory.load(saved, ours, verify=False)
     assert loaded.method == FEW
-    remembered, fresh = loaded.cache(audit=True), hf.CellCache(FEW, audit=True)
+    from_memory, fresh = loaded.cache(audit=True), hf.CellCache(FEW, audit=True)
     with torch.no_grad():
         ours(text, past_key_values=fresh)
-    assert torch.equal(answer(ours, text, remembered), answer(ours, text, fresh))
+    assert torch.equal(answer(ours, text, from_memory), answer(ours, text, fresh))
     for layer in range(2):
-        for one, other in zip(remembered.errors[layer], fresh.errors[layer], strict=True):
+        for one, other in zip(from_memory.errors[layer], fresh.errors[layer], strict=True):
             assert torch.allclose(one.relative, other.relative, rtol=1e-3, atol=1e-6)
-        assert max(float(error.relative.max()) for error in remembered.errors[layer]) > 0.01
-        assert torch.equal(remembered.layers[layer].keys, fresh.layers[layer].keys)
+        assert max(float(error.relative.max()) for error in from_memory.errors[layer]) > 0.01
+        assert torch.equal(from_memory.layers[layer].keys, fresh.layers[layer].keys)
 
 
 def test_closed_segments_stay_in_the_file(nets: tuple[Any, Any], text: Tensor, saved: Path) -> None:
@@ -98,9 +98,9 @@ def test_closed_segments_stay_in_the_file(nets: tuple[Any, Any], text: Tensor, s
 
 
 def mapped_at(address: int) -> str:
-    """What is mapped into memory there."""
+    """The file that is mapped to this address."""
     if sys.platform != "linux":
-        pytest.skip("only Linux tells what is mapped")
+        pytest.skip("only Linux lists mapped files")
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(end, 16) for end in line.split()[0].split("-"))
         if start <= address < stop:
@@ -112,7 +112,7 @@ def mapped_at(address: int) -> str:
 def test_a_text_is_one_segment(
     nets: tuple[Any, Any], text: Tensor, tmp_path: Path, chunk: int | None, positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless its chunks attend to each other."""
+    """Unless it is read in chunks that attend to each other."""
     for name, size in {"SEGMENT": 8, "CONSTANT": 2, "CELL_SIZE": 4, "ROUND": 4}.items():
         monkeypatch.setattr(cells_sizes, name, size)
     _, ours = nets
@@ -125,15 +125,15 @@ def test_a_text_is_one_segment(
     assert all(torch.equal(*both) for both in zip(everything(memory), everything(loaded), strict=True))
     assert torch.equal(answer(ours, text, caches[0]), answer(ours, text, caches[1]))
     assert torch.equal(caches[0].layers[1].keys, caches[1].layers[1].keys)
-    assert caches[1].layers[0].store.closed > 40  # the answer is in segments of its own
+    assert caches[1].layers[0].store.closed > 40  # The answer is in segments of its own.
     caches[1].crop(LENGTH)
     assert caches[1].layers[0].store.state.bounds == wanted
     with pytest.raises(ValueError, match=f"the first {wanted[-1]} belong to a memory"):
         caches[1].crop(wanted[-1])
 
 
-class ShortTables(CellTables):
-    """What is kept in bfloat16 on a GPU is so here."""
+class Bfloat16Tables(CacheTables):
+    """In bfloat16 as on a GPU."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         super().__init__(key, value)
@@ -144,7 +144,7 @@ class ShortTables(CellTables):
 def test_tables_in_bfloat16(text: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf.register(NAME, nearfield.Exact())
     ours = pair("llama", NAME, torch.bfloat16)[1]
-    monkeypatch.setattr("nearfield.cells.cache.state.CellTables", ShortTables)
+    monkeypatch.setattr("nearfield.cells.cache.state.CacheTables", Bfloat16Tables)
     memory = hf.Memory.read(ours, text, FEW)
     memory.save(tmp_path / "memory")
     loaded = hf.Memory.load(tmp_path / "memory", ours)
@@ -203,13 +203,13 @@ def test_ask_of_another_model(nets: tuple[Any, Any], text: Tensor, tokenizer: An
     for one in (memory, memory.to("cpu"), pickle.loads(pickle.dumps(memory))):
         with pytest.raises(ValueError, match="this memory was made with another model"):
             one.ask(other, tokenizer, "w3")
-        with pytest.raises(ValueError, match="in float32, and this one is in bfloat16; load it in float32"):
+        with pytest.raises(ValueError, match="in float32, but this one is in bfloat16; load it in float32"):
             one.ask(pair("llama", NAME, torch.bfloat16)[1], tokenizer, "w3")
     same = pair("llama", NAME)[1]
     said = memory.ask(same, tokenizer, "w3")
 
     def never(model: Any) -> str:
-        raise AssertionError("a model that is known is looked at again")
+        raise AssertionError("a model that has passed is checked again")
 
     monkeypatch.setattr("nearfield.hf.memory_file.fingerprint", never)
     assert memory.ask(same, tokenizer, "w3") == said
@@ -220,7 +220,7 @@ def test_other_models_are_refused(nets: tuple[Any, Any], saved: Path) -> None:
     for other in (model("llama", rms_norm_eps=1e-3), model("llama", torch.bfloat16, rms_norm_eps=1e-3), model("qwen2")):
         with pytest.raises(ValueError, match="another model"):
             hf.Memory.load(saved, other)
-    with pytest.raises(ValueError, match=r"memory\.safetensors .* float32, and this one is in bfloat16; load it in float32"):
+    with pytest.raises(ValueError, match=r"memory\.safetensors .* float32, but this one is in bfloat16; load it in float32"):
         hf.Memory.load(saved, model("llama", torch.bfloat16))
     changed = pair("llama", NAME)[1]
     with torch.no_grad():
@@ -230,7 +230,7 @@ def test_other_models_are_refused(nets: tuple[Any, Any], saved: Path) -> None:
     assert hf.Memory.load(saved, ours).tokens.shape == (1, LENGTH)
 
 
-def test_what_is_not_of_the_model() -> None:
+def test_what_makes_no_difference_to_the_fingerprint() -> None:
     net = model("llama")
     net.config.inner = {"pad_token_id": 6, "layers": 2}
     before = fingerprint(net)
@@ -271,7 +271,7 @@ def test_what_cannot_be_remembered(nets: tuple[Any, Any], tmp_path: Path) -> Non
             hf.Memory.read(ours, tokens(1, 5).to(wrong))
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
         hf.Memory.read(pair("llama", NAME)[1].train(), tokens(1, 5))
-    with pytest.raises(ValueError, match="full attention in all layers, and this model has a DynamicSlidingWindowLayer"):
+    with pytest.raises(ValueError, match="full attention in all layers, but this model has a DynamicSlidingWindowLayer"):
         hf.Memory.read(pair("gemma3", NAME)[1], tokens(1, 5))
     with pytest.raises(ValueError, match="set_attn_implementation"):
         hf.Memory.read(nets[0], tokens(1, 5))

@@ -1,0 +1,67 @@
+"""Import paths of version 0.1: they work until version 0.3, with a DeprecationWarning that names the new one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "budgets": "paper.budgets",
+    "cache": "cells.cache",
+    "cache.store": "cells.cache.store",
+    "calibrate": "app.calibrate",
+    "cli": "app.cli",
+    "demo": "app.demo",
+    "environment": "app.environment",
+    "evaluate": "app.evaluate",
+    "evaluate.models": "app.evaluate.models",
+    "gradients": "paper.gradients",
+    "index": "knn.index",
+    "index.base": "knn.index.base",
+    "index.exact": "knn.index.exact",
+    "index.faiss": "knn.index.faiss",
+    "index.kmeans": "knn.index.kmeans",
+    "index.lsh": "knn.index.lsh",
+    "index.mips": "knn.index.base",
+    "index.prefixes": "knn.index.prefixes",
+    "methods": "problem",
+    "methods.auto": "auto",
+    "methods.base": "problem",
+    "methods.cells": "cells.method",
+    "methods.exact": "exact",
+    "methods.gumbel": "paper.gumbel",
+    "methods.topk": "knn.topk",
+    "partition": "cells.partition",
+    "partition.base": "cells.partition",
+    "partition.blocks": "cells.partition.equal",
+    "partition.hashing": "cells.partition.equal",
+    "partition.kmeans": "cells.partition.kmeans",
+    "remember": "app.remember",
+}
+"""Old and new names of modules, below `nearfield`."""
+
+
+class _Redirect(MetaPathFinder, Loader):
+    """Finds a module under its old name: an empty one that asks the new one for everything."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, old = name.partition(".")
+        return ModuleSpec(name, self, is_package=True) if package == "nearfield" and old in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = f"nearfield.{MOVED[module.__name__.partition('.')[2]]}"
+        warnings.warn(f"{module.__name__} is now {new}; the old name goes with version 0.3", DeprecationWarning, stacklevel=2)
+        home = importlib.import_module(new)
+        module.__doc__ = home.__doc__
+        module.__dict__["__getattr__"] = lambda name: getattr(home, name)
+
+
+def redirect() -> None:
+    """Have Python look here for modules of nearfield that it does not find."""
+    if not any(type(finder).__name__ == _Redirect.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(_Redirect())
