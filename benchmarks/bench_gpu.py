@@ -13,9 +13,9 @@ floor       bytes and operations of near and far field, next to what the card ca
 accuracy    131,072 keys: error next to exact top-k with as many keys, clustered and real inputs    30 seconds
 model       4 layers of 512 on 65,536 bytes: time and memory of a step, losses over 200 steps       2 minutes
 
-Estimates; compiling the kernels of Triton is part of them, and is done once. Every section is written as soon as it is measured;
-one that fails is told at the end, after the others. `accuracy` looks at real inputs where gpu_capture.py has saved some
-(--captured); `model` reads --text. `floor` takes the times of kernels from `parts` where that is in the file.
+These estimates include compiling the Triton kernels, which is done once. Every section is written as soon as it is measured;
+those that fail are named at the end. `accuracy` looks at real inputs where gpu_capture.py has saved some (--captured); `model`
+reads --text. `floor` takes the times of kernels from `parts` where that is in the file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
         print("skipped: there is no CUDA device (--quick runs small sizes on the CPU)")
         return
     saves = options.plot_only or options.out is not None or not options.quick
-    # An absolute path, so that it does not matter where record.py would put it.
+    # Absolute: record.py would put a relative path below its own folder.
     path = (options.out or RESULTS).absolute() / "gpu"
     path.parent.mkdir(parents=True, exist_ok=True)
     failed = [] if options.plot_only else [section for section in options.only if not _measure(section, options, path, saves)]
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _measure(section: str, options: argparse.Namespace, path: Path, saves: bool) -> bool:
-    """Measure, show and save one section. Returns whether that went well: time on a card is dear, so the others go on."""
+    """Measure, show and save one section. Returns whether it succeeded; the others run anyway: time on a card is expensive."""
     measure, tabulate = SECTIONS[section]
     more = {"accuracy": {"captured": options.captured}, "model": {"text": options.text}, "floor": {"known": _parts(path, saves)}}
     try:

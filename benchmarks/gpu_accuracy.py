@@ -134,9 +134,11 @@ def per_head(inputs: QKV, causal: bool, rows: int) -> dict[str, list[dict[str, A
 
 
 def keys_read(own: QKV, causal: bool, method: nf.Cells, whole: nf.Estimate) -> list[tuple[int, float]]:
-    """(up to this position, keys that a row chose to read there); causal: of the past, in an eighth, a quarter, ... of the rows.
+    """How many keys a row chose to read, as (up to this position, keys).
 
-    The library tells the mean over the rows it is given, so that of a part is a difference. Rows without a past do not count.
+    Causal: of the past, for the first eighth of the rows, the second eighth, the second quarter, and the second half.
+
+    The library tells the mean over all rows of a call, so that of a part is a difference. Rows without a past do not count.
     """
     n = own[1].shape[2]
     if not causal:

@@ -73,7 +73,7 @@ def lengthen(model: Any, count: int) -> float:
             rope["rope_theta"] = base
         else:
             config.rope_theta = base
-    # Made anew in any case: its frequencies have been rounded to bfloat16 with all the rest.
+    # Made anew in any case: its frequencies have been rounded to bfloat16 like everything else.
     inner = model.base_model
     inner.rotary_emb = type(inner.rotary_emb)(config=config).to(model.device)
     return base

@@ -1,4 +1,4 @@
-"""Which keys a row of Cells sees in which way, on average, from what `Estimate.info` says."""
+"""How many keys a row of Cells sees in which way, on average, by what `Estimate.info` says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Keys(NamedTuple):
     closed: float
     """those in closed segments; all keys without a mask"""
     share: float
-    """of the rows, that have a closed segment"""
+    """how many of the rows have a closed segment"""
     opened: float
     """in opened cells, averaged over the rows that have a closed segment"""
 

@@ -29,10 +29,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """Attention and a layer four times as wide, each after a norm and added to what came in; before both, a short convolution.
+    """A short convolution, attention, and an MLP four times as wide; each is added to its input, the last two after a norm.
 
-    That one learns what the last few bytes tell. Attention over 65,536 bytes alone is still flat after 200 steps, and there would
-    be nothing to compare.
+    The convolution learns what the last few bytes tell. Without it, attention over 65,536 bytes would still be flat after 200
+    steps, and there would be nothing to compare.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Trainer:
         self.steps = 0
 
     def step(self) -> Tensor:
-        """One step of training; returns its loss, which nobody has waited for."""
+        """One step of training. Returns its loss without waiting for the device."""
         start = int(torch.randint(len(self.text) - self.length, (), generator=self.order))
         window = self.text[start : start + self.length + 1].long()[None]
         self.steps += 1
@@ -161,10 +161,10 @@ def model(quick: bool, text: Path | None = None) -> dict[str, Any]:
 
 
 def exactly(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """SDPA, which is given gradients in one layout only.
+    """SDPA, whose incoming gradients are made contiguous.
 
-    cuDNN keeps its plans by the layout of inputs, and not by that of the incoming gradient: after a call with a contiguous one, a
-    gradient with heads next to columns gives wrong results, and the other way round.
+    cuDNN stores its plans by the layout of inputs, and not by that of the incoming gradient: after a call with a contiguous one,
+    a gradient with heads next to columns gives wrong results, and the other way round.
     """
     output = sdpa(backend, query, key, value, causal=True)
     if output.requires_grad:

@@ -29,25 +29,25 @@ GROUPS = {
         "_sizes",
         "_hosts",
         "_move",
-        "_number",
+        "_pack_cells",
         "_members",
         "_moments",
-        "_products",
+        "_cross",
     ),
     "route": ("_route",),
-    "near": ("_count", "_scan", "_scatter", "_blocks", "_near", "_merge"),
-    "far": ("_far",),
-    "own segment": ("_local",),
-    "backward: near": ("_near_keys", "_near_queries"),
-    "backward: far": ("_far_queries", "_far_cells", "_tilt", "_spread"),
-    "backward: own segment": ("_local_keys", "_local_queries"),
+    "near": ("_count_pairs", "_scan_counts", "_place_pairs", "_block_ranges", "_near_fwd", "_merge"),
+    "far": ("_far_fwd",),
+    "own segment": ("_local_fwd",),
+    "backward: near": ("_near_dkv", "_near_dq"),
+    "backward: far": ("_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv"),
+    "backward: own segment": ("_local_dkv", "_local_dq"),
     "backward: rest": ("_delta", "_mark"),
 }
 GROUP_OF = {kernel: group for group, kernels in GROUPS.items() for kernel in kernels}
 REST = "rest"
 PROFILED, TIMED, LISTED = 3, 10, 30
 SPECIAL_PER_CLOCK = 16
-"""exp2, sqrt and the like that a multiprocessor does in a clock, by the vendor's tables."""
+"""exp2, sqrt and the like that a multiprocessor computes in a clock, by the vendor's tables."""
 
 Kernels = list[tuple[str, float]]
 
@@ -88,9 +88,9 @@ def kernels_of(call: Call) -> Kernels:
 def by_group(runs: list[Kernels]) -> dict[str, Any]:
     """Means over runs of a call: milliseconds in all, of each group, and of the kernels that take most.
 
-    A kernel that no group names is counted to the group of the next one that has a group, because it prepares it: torch's
-    sorts before `_moments` belong to the partition, those before `_near` to the near field. What comes last of all is the rest.
-    `torch_ms` is how much of a group's time is in kernels of torch, `ms` is all of it.
+    A kernel that is in no group counts with the next one that is, because it prepares it: torch's sorts before `_moments` belong
+    to the partition, those before `_near_fwd` to the near field. Kernels with no such successor are the rest. `torch_ms` is how
+    much of a group's time is spent in torch's kernels, `ms` is all of it.
     """
     groups: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "torch_ms": 0.0})
     kernels: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "calls": 0.0})
@@ -150,8 +150,8 @@ def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
         info = nf.estimate(*inputs, is_causal=causal, method=FAST).info
         measured = _measured(known, n, dim, causal, functools.partial(attend, inputs, causal, FAST)) if CUDA else {}
         for kernel, count in (
-            ("_near", near_work(n, dim, info)),
-            ("_far", far_work(n, dim, info)),
+            ("_near_fwd", near_work(n, dim, info)),
+            ("_far_fwd", far_work(n, dim, info)),
             ("_route", route_work(n, dim, info)),
         ):
             least = {"bytes_ms": 1e3 * count["bytes"] / bandwidth, "flops_ms": 1e3 * count["flops"] / rate}
@@ -171,7 +171,7 @@ def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def near_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
-    """What `_near` has to do for R = heads * n rows that open P cells with K keys each in all, in bfloat16.
+    """What `_near_fwd` has to do for R = heads * n rows that open P cells with K keys each in all, in bfloat16.
 
     flops: 2 d for a logit and 2 d for its value: 4 d K R
     bytes: queries, keys and values once, 6 d R; for every opened cell of a row the number of the pair, a normaliser (4 each)
@@ -189,7 +189,7 @@ def near_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
 
 
 def far_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
-    """What `_far` has to do for R = heads * n rows that see C cells, in bfloat16.
+    """What `_far_fwd` has to do for R = heads * n rows that see C cells, in bfloat16.
 
     flops: 2 d each for the mean logit of a cell, its spread and its value, 2 d^2 for the covariance: (6 d C + 2 d^2) R
     bytes: queries, and results and normalisers read and written, (6 d + 8) R; a bit for each cell, C R / 8; once the tables of

@@ -94,7 +94,7 @@ def _draw_lines(axis: Any, rows: list[Row], line: Any, fill: bool) -> None:
 
 
 def _told(trend: dict[str, Any]) -> str:
-    """From where on Cells are faster, and how their time grows."""
+    """The length from which Cells are faster, and how their time grows."""
     where = f"faster from {trend['faster_from'] // 1024}k on" if trend["faster_from"] else "not faster yet"
     grows = f"; $n^{{{trend['exponent']:.2f}}}$ from 64k on" if trend["exponent"] else ""
     return f"d = {trend['dim']}: {where}{grows}"

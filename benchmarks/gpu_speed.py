@@ -98,7 +98,7 @@ def mask_name(causal: bool) -> str:
 
 
 def with_grad(inputs: QKV) -> QKV:
-    """The same tensors, from now on with gradients."""
+    """The same tensors, which require gradients from now on."""
     query, key, value = (x.requires_grad_() for x in inputs)
     return query, key, value
 
@@ -144,7 +144,7 @@ def compared(
 
 
 def extrapolate(row: Row, last: Row) -> None:
-    """Puts in what SDPA would take, by what it took at the longest inputs that it was given."""
+    """Fills in what SDPA would take, by what it took at the longest inputs that it was given."""
     times = row["n"] / last["n"]
     memory = last["exact"]["peak_megabytes"]
     row["exact"] = {
@@ -164,7 +164,7 @@ def _ratios(row: Row) -> None:
 
 
 def _trend(rows: list[Row]) -> dict[str, Any]:
-    """From where on Cells are faster and stay so, and how their time grows over long inputs; None where there is no telling."""
+    """The length from which Cells stay faster, and how their time grows over long inputs; None where it cannot be told."""
     faster_from = None
     for row in reversed(rows):
         if row["ours"]["fast"]["exact_over_ours"] <= 1:

@@ -1,4 +1,4 @@
-"""What the sections of bench_gpu.py share: inputs made on the card, SDPA's backends, CUDA events, peak memory, what card it is.
+"""What the sections of bench_gpu.py share: inputs made on the card, SDPA's backends, CUDA events, peak memory, the card.
 
 Without a card everything runs on the CPU, timed by the clock and without memory: enough to try the benchmark out.
 """
@@ -68,7 +68,7 @@ def methods(causal: bool) -> dict[str, nf.Cells]:
 
 
 def backends() -> tuple[str, ...]:
-    """Names of what SDPA may be made to use here."""
+    """The backends that SDPA can be made to use here."""
     return tuple(BACKENDS) if CUDA else ("cpu",)
 
 
@@ -80,8 +80,9 @@ def sdpa(backend: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) 
 
 
 def fastest(calls: dict[str, Call]) -> tuple[str, dict[str, float]]:
-    """The quickest of several ways to the same end, and the milliseconds of each: the best of five calls, or of one if that is
-    long, after a first one that does not count. Those that refuse are left out.
+    """The fastest of several ways to compute the same thing, and the milliseconds of each; those that raise are left out.
+
+    Of each way the best of five calls counts (of a long one a single call), after a first one that is not timed.
     """
     found: dict[str, float] = {}
     refused: list[str] = []
@@ -136,8 +137,8 @@ def wall(call: Call) -> float:
 def interleaved(calls: dict[str, Call], budget_ms: float = BUDGET_MS) -> dict[str, list[float]]:
     """Milliseconds of each call, one after the other in every round: 3 to 20 rounds, as many as fit. Each was called before.
 
-    Every timed call follows one of its own kind that does not count: how fast a card runs depends on what it has just done
-    (power, caches), and a user calls the same thing again and again.
+    Every timed call follows an untimed one of the same kind: how fast a card runs depends on what it has just done (power,
+    caches), and users make the same call again and again.
     """
 
     def timed(call: Call) -> float:
@@ -153,7 +154,7 @@ def interleaved(calls: dict[str, Call], budget_ms: float = BUDGET_MS) -> dict[st
 
 
 def captured(call: Callable[[], T]) -> Callable[[], T]:
-    """A function that replays the call from a CUDA graph, and returns what the call returned, as it is by then."""
+    """A function that replays the call from a CUDA graph. It returns the same tensors each time, with new contents."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -191,7 +192,7 @@ def peak_megabytes(call: Call, inputs: Collection[Tensor]) -> dict[str, float] |
 
 
 def card() -> dict[str, Any]:
-    """What the environment of other benchmarks does not say."""
+    """What `record.environment` does not say."""
     if not CUDA:
         return {"gpu": None}
     return {

@@ -1,11 +1,13 @@
-"""Block sizes of the kernels in Triton: tries them all on this card and writes the fastest to kernels/triton/tuning.json.
+"""Block sizes of the Triton kernels: tries them all on this card and writes the fastest to cells/triton/tuning.json.
 
-python benchmarks/tune_gpu.py                                   # everything, about ten minutes
-python benchmarks/tune_gpu.py --kernels near far --dims 64      # these only; the others stay in the file as they are
-python benchmarks/tune_gpu.py --out FILE                        # write another file
+python benchmarks/tune_gpu.py                                           # everything, about ten minutes
+python benchmarks/tune_gpu.py --kernels near_fwd far_fwd --dims 64      # these only; the others stay in the file as they are
+python benchmarks/tune_gpu.py --out FILE                                # write another file
 
 Kernels are compiled by several processes at a time; only then are they timed, one after the other, inside whole forward and
-backward passes (device time by the profiler), with and without a causal mask.
+backward passes (device time by the profiler), with and without a causal mask. The file has an entry for each card; those of other
+cards stay as they are. A card that is not in it yet starts with the sizes of the first one, also for the steps of a cache
+("decode"), which this script does not measure.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from torch.profiler import ProfilerActivity, profile
 
 import nearfield as nf
 from nearfield.cells.triton import tuning as triton_tuning
-from nearfield.cells.triton.tuning import Blocks, trying
+from nearfield.cells.triton.tuning import TileSizes, card_table, trying
 
 TABLE = Path(triton_tuning.__file__).with_name("tuning.json")
 LENGTH, HEADS, SEGMENT = 65536, 8, 2048
 PROBES = 8
 WORKERS = 14
-FORWARD = ("route", "near", "far", "local", "nearest")
-BACKWARD = ("near_keys", "near_queries", "far_queries", "far_cells", "local_keys", "local_queries", "spread")
+FORWARD = ("route", "near_fwd", "far_fwd", "local_fwd", "nearest")
+BACKWARD = ("near_dkv", "near_dq", "far_dq", "far_dmoments", "local_dkv", "local_dq", "moments_dkv")
 SYMBOL = {name: f"_{name}" for name in (*FORWARD, *BACKWARD)}
-BY_CELL_SIZE = ("near", "near_keys", "near_queries")
+BY_CELL_SIZE = ("near_fwd", "near_dkv", "near_dq")
 """Kernels to which the size of cells matters; the others are measured with cells of 128."""
 
 
@@ -44,7 +46,7 @@ class Case(NamedTuple):
     dtype: str
     dim: int
     cell_size: int
-    blocks: Blocks
+    blocks: TileSizes
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -63,17 +65,17 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (128, 8, 2, 64),
         (128, 8, 3, 64),
     ),
-    "near": (
+    "near_fwd": (
         *((64, 4, stages, keys) for stages in (1, 2) for keys in (64, 128)),
         *((128, 8, stages, keys) for stages in (1, 2) for keys in (64, 128)),
         *((128, 4, stages, keys) for stages in (1, 2) for keys in (64, 128)),
         (64, 8, 1, 128),
     ),
-    "far": (
+    "far_fwd": (
         *((64, warps, stages, keys) for warps in (4, 8) for stages in (1, 2, 3) for keys in (32, 64)),
         *((128, 8, stages, keys) for stages in (2, 3) for keys in (32, 64)),
     ),
-    "local": (
+    "local_fwd": (
         *((64, 4, stages, keys) for stages in (2, 3) for keys in (64, 128)),
         *((128, 8, stages, keys) for stages in (2, 3) for keys in (64, 128)),
     ),
@@ -82,8 +84,8 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         *((128, 8, stages, keys) for stages in (2, 3) for keys in (64, 128)),
         *((64, 4, stages, 64) for stages in (2, 3)),
     ),
-    "spread": ((32, 4, 1, 64), (32, 8, 1, 64), (64, 4, 1, 64), (64, 8, 1, 64)),
-    "near_keys": (
+    "moments_dkv": ((32, 4, 1, 64), (32, 8, 1, 64), (64, 4, 1, 64), (64, 8, 1, 64)),
+    "near_dkv": (
         (64, 4, 1, 64),
         (64, 4, 2, 64),
         (64, 4, 3, 64),
@@ -96,7 +98,7 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (32, 4, 3, 64),
         (32, 8, 2, 128),
     ),
-    "near_queries": (
+    "near_dq": (
         (64, 4, 1, 64),
         (64, 4, 2, 64),
         (64, 8, 1, 64),
@@ -108,17 +110,17 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (128, 8, 1, 32),
         (64, 8, 1, 128),
     ),
-    "far_queries": (
+    "far_dq": (
         *((64, warps, stages, keys) for warps in (4, 8) for stages in (1, 2) for keys in (32, 64)),
         *((32, 4, stages, keys) for stages in (1, 2) for keys in (32, 64)),
         (128, 8, 1, 32),
     ),
-    "local_queries": (
+    "local_dq": (
         *((64, 4, stages, keys) for stages in (1, 2) for keys in (32, 64)),
         *((64, 8, stages, 64) for stages in (1, 2)),
         *((128, 8, stages, 64) for stages in (1, 2)),
     ),
-    "far_cells": (
+    "far_dmoments": (
         (64, 4, 1, 64),
         (64, 4, 2, 64),
         (64, 8, 1, 64),
@@ -131,7 +133,7 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         (64, 8, 1, 128),
         (32, 8, 1, 128),
     ),
-    "local_keys": (
+    "local_dkv": (
         (64, 4, 1, 64),
         (64, 4, 2, 64),
         (64, 4, 3, 64),
@@ -160,12 +162,12 @@ SMALL = (
 """For head dimensions beyond 128, and for float32."""
 
 
-def candidates(kernel: str, dtype: str, dim: int) -> Iterator[Blocks]:
+def candidates(kernel: str, dtype: str, dim: int) -> Iterator[TileSizes]:
     small = dim > 128 or dtype == "float32"
     yield from {
-        Blocks(*sizes)._replace(**({"keys": 64} if kernel == "route" else {})): None
+        TileSizes(*sizes)._replace(**({"keys": 64} if kernel == "route" else {})): None
         for sizes in (SMALL if small else CANDIDATES[kernel])
-        if sizes[3] >= 32 or kernel == "far_cells"  # the others read the marks of 32 cells or more
+        if sizes[3] >= 32 or kernel == "far_dmoments"  # the others read the marks of 32 cells or more
     }
 
 
@@ -203,7 +205,7 @@ def passes(case: Case) -> list[Callable[[], Any]]:
 
 
 def compile_some(mine: list[Case]) -> None:
-    """Run each once, whatever comes of it: what compiles is on disk afterwards."""
+    """Run each case once, so that what compiles is on disk afterwards."""
     prepared: dict[tuple[str, str, int, int], list[Callable[[], Any]]] = {}
     for case in mine:
         same = case[:4]
@@ -219,7 +221,7 @@ def compile_some(mine: list[Case]) -> None:
 
 
 def triton_errors() -> type[Exception]:
-    """What Triton raises when a block does not fit."""
+    """What Triton raises where a block does not fit."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources
@@ -257,7 +259,9 @@ def main() -> None:
     for worker in track(workers, description=f"compiling {len(todo)} variants"):
         worker.join()
 
-    table = json.loads(TABLE.read_text())["blocks"]
+    cards = json.loads(TABLE.read_text())["cards"]
+    known = card_table(torch.device("cuda", torch.cuda.current_device()))
+    table = json.loads(json.dumps(known["blocks"]))
     best: dict[tuple[str, str, str], tuple[float, Case]] = {}
     before: tuple[Any, ...] = ()
     runs: list[Callable[[], Any]] = []
@@ -270,9 +274,9 @@ def main() -> None:
             best[case.place] = took, case
     for (kernel, kind, size), (_, case) in best.items():
         table.setdefault(kernel, {}).setdefault(kind, {})[size] = list(case.blocks)
-    card = {"card": torch.cuda.get_device_name(), **environment()}
-    lines = {"environment": card, "fields": list(Blocks._fields), "blocks": table}
-    arguments.out.write_text(json.dumps(lines, indent=1) + "\n")
+    measured = {"environment": environment(), "fields": list(TileSizes._fields), "blocks": table, "decode": known["decode"]}
+    cards[torch.cuda.get_device_name()] = measured
+    arguments.out.write_text(json.dumps({"cards": cards}, indent=1) + "\n")
     for place, (took, case) in best.items():
         print(*place, *case.blocks, f"{took / 1e3:.3f} ms")
 

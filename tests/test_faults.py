@@ -203,7 +203,7 @@ def test_missing_faiss_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     index = nf.FaissIndex("Flat")
     before = surroundings()
-    with pytest.raises(ImportError, match=r"pip install nearfield\[faiss\]"):
+    with pytest.raises(ImportError, match=r"pip install 'nearfield\[faiss\]'"):
         nf.attention(*inputs(1, 2, queries=30), method=TopK(3, index=index))
     assert surroundings() == before
 

@@ -17,7 +17,7 @@ PACKAGE = Path(nearfield.__file__).parent
 
 # From the user's call down to plain arithmetic. A module imports only what stands on a later line, or its own part.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("app", "__main__"),
+    ("app",),
     ("",),  # the package itself: the public names
     ("nn", "hf"),
     ("attention",),
@@ -43,8 +43,8 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def part(module: str) -> str:
-    """The module or subpackage of nearfield that `module` belongs to."""
-    return module.split(".")[0]
+    """The module or subpackage of nearfield that `module` belongs to; `python -m nearfield` is the app."""
+    return "app" if module == "__main__" else module.split(".")[0]
 
 
 def imports(module: str) -> set[str]:

@@ -21,14 +21,26 @@ NO_TESTS = 5
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes")
     parser.add_argument("options", nargs="*", help="for pytest")
     arguments = parser.parse_args()
     start = time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     running = []
     for number in range(1, arguments.jobs + 1):
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=10"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--durations=5",
+            "-o",
+            "faulthandler_timeout=240",
+        ]
         command += [f"--shard={number}/{arguments.jobs}", *arguments.options]
         running.append(
             subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

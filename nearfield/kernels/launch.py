@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,16 +29,20 @@ LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 MOST_REMEMBERED = 4096
 """calls, of one kernel"""
 
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+"""What launches tell Triton itself."""
+
 Grid = tuple[int, ...]
+_dtype_of = attrgetter("dtype")
 
 
 class Kernel:
     """A function in Triton's language, launched by keyword: `kernel[grid](queries=queries, ..., BM=64, num_warps=4)`.
 
-    Keywords come in the order of the signature, tensors first, and Triton's own options (`num_warps`, `num_stages`, `launch_pdl`)
-    last. Two calls are the same if they have the same numbers and options, and tensors of the same dtypes that are equally
-    aligned: all that Triton looks at, and more. Numbers that differ from launch to launch are named in `do_not_specialize`, or
-    Triton would compile a version for some of their values.
+    Keywords come in the order of the signature, tensors first; then `OPTIONS`, in their order, from `num_warps` on. This is
+    checked when a call is seen for the first time. Two calls are the same if they have the same numbers and options, and tensors
+    of the same dtypes that are equally aligned: all that Triton looks at, and more. Numbers that differ from launch to launch are
+    named in `do_not_specialize`, or Triton would compile a version of its own for some of their values.
     """
 
     def __init__(self, function: Callable[..., Any], do_not_specialize: tuple[str, ...] = ()) -> None:
@@ -45,7 +50,7 @@ class Kernel:
         self.jitted = triton.jit(function, do_not_specialize=do_not_specialize)
         self.parameters = tuple(inspect.signature(function).parameters)
         self.tensors = 0
-        """how many of them are tensors; known from the first call on"""
+        """how many of these are tensors; known from the first call on"""
         self.remembered: dict[Any, Callable[..., None]] = {}
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
@@ -54,14 +59,15 @@ class Kernel:
     def launch(self, grid: Grid, /, **arguments: Any) -> None:
         if not self.tensors:
             self.tensors = self.check(arguments)
-        values, first_number, first_option = tuple(arguments.values()), self.tensors, len(self.parameters)
-        tensors = values[:first_number]
+        values = tuple(arguments.values())
+        tensors = values[: self.tensors]
         device = tensors[0].get_device()
-        dtypes, alignments = [x.dtype for x in tensors], [x.data_ptr() & 15 for x in tensors]
-        key = (device, grid, *dtypes, *alignments, *values[first_number:], *tuple(arguments)[first_option:])
+        # Of the options only the last name: with their number and order it tells the others.
+        alignments, last_name = [x.data_ptr() & 15 for x in tensors], next(reversed(arguments))
+        key = (device, grid, last_name, *map(_dtype_of, tensors), *alignments, *values[self.tensors :])
         run = self.remembered.get(key)
         if run is not None:
-            run(*values[:first_option], stream=_compat.raw_stream(device))
+            run(*values[: len(self.parameters)], stream=_compat.raw_stream(device))
             return
         self.check(arguments)
         compiled = self.jitted[grid](**arguments)
@@ -72,12 +78,14 @@ class Kernel:
             self.remembered[key] = run
 
     def check(self, arguments: dict[str, Any]) -> int:
-        """Raises where keywords are not in the order of the signature. Returns how many of them are tensors."""
-        for given, expected in zip_longest(list(arguments)[: len(self.parameters)], self.parameters):
-            if given != expected:
-                raise TypeError(
-                    f"{self.__name__} takes {expected!r} where it got {given!r}: keywords go in the signature's order"
-                )
+        """Raises where keywords are not in their order. Returns how many of them are tensors."""
+        given, parameters = list(arguments), len(self.parameters)
+        options = [name for name in OPTIONS if name in arguments]
+        for name, expected in zip_longest(given, (*self.parameters, *options)):
+            if name != expected:
+                raise TypeError(f"{self.__name__} takes {expected!r} where it got {name!r}: keywords go in the signature's order")
+        if options and options[0] != OPTIONS[0]:
+            raise TypeError(f"{self.__name__} takes {OPTIONS[0]!r} where it got {given[parameters]!r}")
         is_tensor = [isinstance(x, Tensor) for x in arguments.values()]
         tensors = sum(is_tensor)
         if not tensors or not all(is_tensor[:tensors]):
@@ -86,11 +94,17 @@ class Kernel:
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """Those of entries and rows, named for a launch: `strides(query=queries)` has `query_entry` and `query_row`."""
+    """The strides of entries and rows, as a launch names them: `strides(query=queries)` has `query_entry` and `query_row`."""
     found = {}
     for name, x in tensors.items():
-        found[f"{name}_entry"], found[f"{name}_row"] = x.stride()[:2]
+        entry, row = _stride_names(name)
+        found[entry], found[row] = x.stride()[:2]
     return found
+
+
+@functools.cache
+def _stride_names(name: str) -> tuple[str, str]:
+    return f"{name}_entry", f"{name}_row"
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -284,7 +284,8 @@ def test_copies_with_own_partitions(name: str, clone: Any) -> None:
 
 def test_own_partitions_of_one_class_are_told_apart() -> None:
     inputs = tensors()
-    first, second = (attend(*inputs, method=nf.Cells(cell_size=4, probes=2, partition=Hashed(seed))) for seed in (3, 4))
+    methods = [nf.Cells(cell_size=4, probes=2, partition=Hashed(seed)) for seed in (3, 4)]
+    first, second = (attend(*inputs, method=method) for method in methods)
     assert not torch.equal(first, second)
 
 

@@ -302,7 +302,7 @@ def test_recipes_are_checked(recipe: Any, name: str, value: object) -> None:
 
 def test_faiss_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"pip install nearfield\[faiss\]"):
+    with pytest.raises(ImportError, match=r"pip install 'nearfield\[faiss\]'"):
         FaissIndex("Flat").build(random(1, 10, 4))
 
 

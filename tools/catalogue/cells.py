@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from catalogue.mutant import Mutant
 
-FUTURE = "test_the_future_has_no_influence_on_any_bit"
+FUTURE = "test_cells_future.py::test_the_future_has_no_influence_on_any_bit"
 PARITY = "test_the_engine_computes_what_the_reference_says"
 
 MUTANTS = (
@@ -246,14 +246,14 @@ MUTANTS = (
     ),
     Mutant(
         "cells: derivative of e^(u/2) for that of (1 + u/4)^2",
-        "boost_backward",
+        "cells.far_field:boost_backward",
         "grad = logit_grad.div_((0.5 * spread).add_(2.0))",
         "grad = logit_grad.mul_(0.5)",
         ("test_cells_gradients.py", "test_gradient_of_the_boost"),
     ),
     Mutant(
         "cells: gradient of spreads that were cut off",
-        "boost_backward",
+        "cells.far_field:boost_backward",
         "return grad.masked_fill_(spread >= MOST_SPREAD, 0.0) if bool(spread.amax() >= MOST_SPREAD) else grad",
         "return grad",
         ("test_spreads_that_were_cut_off_have_no_gradient",),
@@ -272,7 +272,7 @@ MUTANTS = (
         "return 1.0 - 0.0 * used[:, :-1]",
         (
             "test_a_shift_of_all_keys_has_no_gradient",
-            "test_gradcheck_with_the_plan_frozen",
+            "test_cells_gradients.py::test_gradcheck_with_the_plan_frozen",
         ),
     ),
     Mutant(
@@ -315,14 +315,14 @@ MUTANTS = (
         "Draws.correct",
         "log_factor = (log_mass[:, None] - log_key - math.log(samples))",
         "log_factor = (log_mass[:, None] - log_key)",
-        ("test_both_sums_are_unbiased",),
+        ("test_cells_estimate.py::test_both_sums_are_unbiased",),
     ),
     Mutant(
         "cells: keys drawn evenly over cells of one size only",
         "Draws.correct",
         "log_key = (weight.gather(1, column) / size.clamp(min=1)).log() + top[:, None]",
         "log_key = (weight.gather(1, column) / head.sizes.cell_size).log() + top[:, None]",
-        ("test_both_sums_are_unbiased",),
+        ("test_cells_estimate.py::test_both_sums_are_unbiased",),
     ),
     Mutant(
         "cells: standard error of one draw",

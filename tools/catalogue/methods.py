@@ -80,14 +80,14 @@ MUTANTS = (
         "Problem.rows",
         "Rows(queries * self.scale, keys",
         "Rows(queries, keys",
-        ("test_scale", "test_topk.py"),
+        ("test_attention.py::test_scale", "test_topk.py"),
     ),
     Mutant(
         "scale applied twice",
         "Problem.rows",
         "Rows(queries * self.scale, keys",
         "Rows(queries * self.scale * self.scale, keys",
-        ("test_scale", "test_topk.py"),
+        ("test_attention.py::test_scale", "test_topk.py"),
     ),
     Mutant(
         "scale missing from the gradient of the queries",
@@ -465,7 +465,7 @@ MUTANTS = (
         "to_autocast_dtype",
         "if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:",
         "if not torch.is_autocast_enabled(device):",
-        ("test_autocast",),
+        ("test_attention.py::test_autocast",),
     ),
     Mutant(
         "an audit as sure as if it were the only one",
@@ -500,6 +500,6 @@ MUTANTS = (
         "refuse_double_backward",
         "    if torch.is_grad_enabled():\n        raise",
         "    if False:\n        raise",
-        ("test_double_backward_is_refused",),
+        ("test_bad_inputs.py::test_double_backward_is_refused",),
     ),
 )

@@ -68,7 +68,7 @@ class Mutant:
     """must occur exactly once there"""
     new: str
     tests: tuple[str, ...]
-    """what should notice: names of tests or of files of tests, wherever they are; `test_file.py::test_name` where that takes it"""
+    """what should notice: names of tests or of files of tests, wherever they are; `test_file.py::test_name` if need be"""
 
     def where(self) -> Place:
         module, _, name = self.place.rpartition(":")

@@ -31,7 +31,7 @@ def unsupported(
     if plain is not None:
         return plain
     if partition is not None and type(partition) is not KMeans:
-        return f"{partition!r}"
+        return f"the partition {type(partition).__name__}"
     if dropout:
         return "dropout"
     if samples:

@@ -130,7 +130,7 @@ def _faiss() -> Iterator[Any]:
     try:
         import faiss
     except ImportError as error:
-        raise ImportError("FaissIndex needs Faiss: pip install nearfield[faiss]") from error
+        raise ImportError("FaissIndex needs Faiss: pip install 'nearfield[faiss]'") from error
     try:
         yield faiss
     finally:

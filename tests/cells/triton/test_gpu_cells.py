@@ -99,7 +99,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=["bfloat16", "float16", "float32"])
-def test_kernels_in_triton_are_chosen(dtype: torch.dtype) -> None:
+def test_the_triton_kernels_are_chosen(dtype: torch.dtype) -> None:
     q, k, v = tensors(dtype=dtype)
     est = nf.estimate(q, k, v, method=ALL)
     assert est.info["backend"] == "triton"
@@ -126,7 +126,7 @@ def test_other_kernels_serve_the_rest(dtype: torch.dtype, method: Any, bound: fl
     assert est.info["backend"] == "reference"
     assert est.output.dtype == dtype
     assert off(est.output, exact(q, k, v, is_causal=causal)) <= bound
-    with pytest.raises(ValueError, match="the kernels in Triton do not serve"):
+    with pytest.raises(ValueError, match="the Triton kernels do not serve"):
         nf.attention(q, k, v, is_causal=causal, method=method, backend="triton")
 
 

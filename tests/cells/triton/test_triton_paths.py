@@ -227,17 +227,20 @@ def test_a_call_that_was_made_before_is_not_compiled_again(monkeypatch: pytest.M
         kernel[(3,)](x=x, size=size, FIRST=1, SECOND=2, num_warps=4)
     kernel[(4, 2)](x=x, size=5, FIRST=1, SECOND=2, num_warps=4)
     kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2, num_warps=8)
-    kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2, num_stages=4)
     kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2)
+    for _ in range(2):
+        kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2, num_warps=4, num_stages=1)
+        kernel[(3,)](x=x, size=5, FIRST=1, SECOND=2, num_warps=4, launch_pdl=True)
     assert [(grid, arguments["size"], *list(arguments.items())[4:]) for grid, arguments in compiler.compiled] == [
         ((3,), 5, ("num_warps", 4)),
         ((3,), 6, ("num_warps", 4)),
         ((4, 2), 5, ("num_warps", 4)),
         ((3,), 5, ("num_warps", 8)),
-        ((3,), 5, ("num_stages", 4)),
         ((3,), 5),
+        ((3,), 5, ("num_warps", 4), ("num_stages", 1)),
+        ((3,), 5, ("num_warps", 4), ("launch_pdl", True)),
     ]
-    assert compiler.launched == [((3,), (x, size, 1, 2), 77) for size in (5, 6, 5)]
+    assert compiler.launched == [((3,), (x, size, 1, 2), 77) for size in (5, 6, 5, 5, 5)]
 
 
 def test_a_kernel_forgets_calls_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +271,9 @@ def test_keywords_go_in_the_order_of_the_signature(known: bool, monkeypatch: pyt
     for arguments, expected, given in (
         ({"x": x, "BLOCK": 5, "size": 3, "num_warps": 4}, "size", "BLOCK"),
         ({"x": x, "size": 5, "num_warps": 4, "BLOCK": 4}, "BLOCK", "num_warps"),
+        ({"x": x, "size": 5, "BLOCK": 4, "num_stages": 4}, "num_warps", "num_stages"),
+        ({"x": x, "size": 5, "BLOCK": 4, "num_stages": 4, "num_warps": 4}, "num_warps", "num_stages"),
+        ({"x": x, "size": 5, "BLOCK": 4, "warps": 4}, None, "warps"),
         ({"x": x, "size": 5}, "BLOCK", None),
         ({"x": x, "length": 5, "BLOCK": 4}, "size", "length"),
     ):
@@ -279,19 +285,15 @@ def test_keywords_go_in_the_order_of_the_signature(known: bool, monkeypatch: pyt
     assert not compiler.launched
 
 
-def test_every_kernel_has_sizes_of_the_card() -> None:
-    """Those of its own card, and of the first one in the file for a card that is not there."""
-    kernels = {"route", "nearest", "moments_dkv", "far_dmoments"} | {
-        f"{name}_{kind}" for name, kinds in KINDS.items() for kind in kinds
-    }
+def test_every_kernel_has_block_sizes() -> None:
+    """Every card of the file has all of them, for all head dimensions."""
+    kernels = {f"{name}_{kind}" for name in ("local", "near", "far") for kind in ("fwd", "dq", "dkv")} - {"far_dkv"}
+    kernels |= {"route", "nearest", "moments_dkv", "far_dmoments"}
     for table in tuning._tables()["cards"].values():
         assert set(table["blocks"]) == kernels
         assert table["fields"] == list(tuning.TileSizes._fields)
         for sizes in table["blocks"].values():
             assert set(sizes) == {f"{kind}, {dim}" for kind in ("half", "float32") for dim in (64, 128, 256)}
-
-
-KINDS = {"local": ("fwd", "dq", "dkv"), "near": ("fwd", "dq", "dkv"), "far": ("fwd", "dq")}
 
 
 def test_block_sizes_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
