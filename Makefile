@@ -40,8 +40,8 @@ plan: $(STAMP) ## the sizes that the theorems of the paper ask for
 test: $(STAMP) ## all tests but those marked slow
 	$(PYTEST) -m "not slow"
 
-test-fast: $(STAMP) ## the library alone, for the inner loop: no experiments, benchmarks, examples or documentation; fewer random examples
-	HYPOTHESIS_PROFILE=fast $(PYTEST) -m "not slow" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \
+test-fast: $(STAMP) ## the library alone, for the inner loop, without tests of more than two seconds and with fewer random examples
+	HYPOTHESIS_PROFILE=fast $(PYTEST) -m "not slow and not long" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \
 		--ignore tests/test_docs.py
 
 test-all: $(STAMP) ## all tests

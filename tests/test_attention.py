@@ -78,6 +78,7 @@ def test_exact_mode(length: int, dim: int, causal: bool, group: int, dtype: torc
     assert_as_good_as_torch(tensors, everything_near(length), causal)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
 @pytest.mark.parametrize(("dim", "causal", "group"), [(64, True, 2), (80, False, 1)])
 def test_exact_mode_of_long_inputs(dim: int, causal: bool, group: int, dtype: torch.dtype) -> None:

@@ -178,6 +178,7 @@ def in_worker(connection: Any) -> None:
     connection.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers(start: str) -> None:
     if start not in multiprocessing.get_all_start_methods():

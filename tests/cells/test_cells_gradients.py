@@ -144,6 +144,7 @@ def test_gradcheck_of_the_engine(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: cells_attention(*x, frozen.visible, SEED, frozen.recipe).output, inputs)
 
 
+@pytest.mark.long
 def test_gradcheck_from_outside() -> None:
     """The same through `nf.attention`: batch, heads, scale, groups, dropout and padding on the way in."""
     method = nf.Cells(cell_size=2, segment=2, probes=1, sinks=1)

@@ -126,6 +126,7 @@ def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
     assert torch.equal(function(states()), model(states()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "scale"), [(METHOD, None), (METHOD, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)])
 def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> None:
     eager = partial(attend, is_causal=True, scale=scale, method=method)

@@ -541,6 +541,7 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "padding"), [("llama", "none"), ("llama", "left"), ("mistral", "none"), ("gemma3", "left"), ("bert", "left")]
 )
@@ -566,6 +567,7 @@ def test_compiled_training(compiled: Callable[..., Any]) -> None:
     assert_same_gradients(ours, plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("gemma3", 2)])
 def test_compiled_generation(family: str, layers: int) -> None:
     plain, ours = pair(family, "nearfield-near", num_hidden_layers=layers)

@@ -407,6 +407,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_is_bounded() -> None:
     """20,000 keys: the logits alone would be 1,600 MB, and so would the weights."""

@@ -127,6 +127,7 @@ def test_extreme_logits_and_one_key() -> None:
 CASES = {case.name: case for case in guarantees.cases()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_promise_fails_less_often_than_delta(name: str) -> None:
     measured = guarantees.measure(CASES[name], 1000)

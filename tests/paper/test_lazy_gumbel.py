@@ -106,6 +106,7 @@ def test_draws_with_a_true_top_k(k: int) -> None:
     assert_exact_draws(rows, lazy, seed=k)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "dtype"), [(3, torch.float64), (4, torch.float64), (3, torch.float32)])
 def test_draws_with_a_bad_index_and_certified_bounds(seed: int, dtype: torch.dtype) -> None:
     sampled = drawn_with_a_bad_index(seed, dtype=dtype)
@@ -115,6 +116,7 @@ def test_draws_with_a_bad_index_and_certified_bounds(seed: int, dtype: torch.dty
     assert_softmax(sampled)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [3, 4])
 def test_the_printed_cutoff_is_wrong_with_a_bad_index(seed: int) -> None:
     printed, certified = drawn_with_a_bad_index(seed, certify=False), drawn_with_a_bad_index(seed)
@@ -202,6 +204,7 @@ def test_expected_evaluations_of_a_true_top_k(k: int, length: int) -> None:
         assert int(drawn.evaluated[segment == row].max()) <= length - k
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [3, 4])
 def test_expected_evaluations_of_cells(seed: int) -> None:
     rows, lazy, drawn, segment = drawn_with_a_bad_index(seed)

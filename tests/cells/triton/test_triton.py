@@ -137,13 +137,13 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch
     return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
 
 
-def run(case: Case, dtype: torch.dtype = torch.float32, **options: Any) -> Run:
-    """The same after a forward pass."""
+def run(case: Case, dtype: torch.dtype = torch.float32, iterations: int = 1, **options: Any) -> Run:
+    """The same after a forward pass, whose cells are made in so many iterations of k-means."""
     from nearfield.cells.triton.forward import forward
 
     found = drawn(case, dtype, **options)
     results = found.output, found.lse, found.cell_of, found.opened
-    plan = case.sizes, found.scale, 3, 0
+    plan = case.sizes, found.scale, iterations, 0
     forward(found.queries, found.keys, found.values, case.visible(), *plan, *results, MemoryPolicy().beyond)
     return found
 
@@ -196,6 +196,7 @@ def test_the_best_cells_are_opened(name: str) -> None:
         assert not opened or min(scores[cell] for cell in opened) >= scores[best[len(opened) - 1]] - 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("probes", [6, 40])
 @pytest.mark.parametrize("segment", [0, 48])
 def test_of_many_cells_nearly_all_of_the_best_are_opened(segment: int, probes: int) -> None:
@@ -213,6 +214,7 @@ def test_of_many_cells_nearly_all_of_the_best_are_opened(segment: int, probes: i
     assert hit >= 0.97 * wanted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "causal"])
 def test_of_equal_scores_some_are_opened(name: str) -> None:
     """A zero query has equal scores everywhere, and every key weighs the same."""
@@ -266,7 +268,7 @@ def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
     from nearfield.cells.triton.layout import layout_of
 
     case = Case(length=8, keys=256, segment=segment, sinks=0, cell_size=8, span_levels=3 if segment else 1)
-    found = run(case)
+    found = run(case, iterations=3)
     layout = layout_of(case.keys, case.sizes, DEVICE)
     edges = layout.spans.edges(layout.cells_per_segment)
 
@@ -282,6 +284,7 @@ def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
     assert mine <= 1.04 * reference
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "causal"])
 def test_keys_that_are_alike_do_not_share_one_cell(name: str) -> None:
     from nearfield.cells.triton.layout import layout_of
@@ -313,6 +316,7 @@ def test_exact_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(rows.double(), expected.flatten(0, 1), atol=5e-6, rtol=5e-6)
 
 
+@pytest.mark.long
 def test_more_heads_than_a_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     from nearfield.cells.triton import backward as triton_backward
     from nearfield.cells.triton import forward as triton_forward

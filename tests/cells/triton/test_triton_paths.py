@@ -40,6 +40,7 @@ def assert_right(case: Case) -> None:
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory for partial results."""
@@ -53,6 +54,7 @@ def test_heads_and_rows_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert_right(SMALL[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_heads_grouped_together_and_computed_in_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for the partial results of one head, and for the pairs of all."""
@@ -80,7 +82,9 @@ def test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass(
     monkeypatch.setattr(triton_forward, "memory_budget", watched)
     query, key, value = torch.randn(3, 1, 1, 48, 16, generator=seeded(0)).to(DEVICE).unbind(0)
     with torch.set_grad_enabled(recorded):
-        nf.attention(query, key.requires_grad_(needed), value, method=nf.Cells(8, 2), backend="triton")
+        nf.attention(
+            query, key.requires_grad_(needed), value, method=nf.Cells(8, 2, partition=nf.KMeans(iterations=1)), backend="triton"
+        )
     assert asked == [share]
 
 
@@ -107,7 +111,7 @@ def inputs(length: int = 32, dim: int = 16) -> list[Tensor]:
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive(scale: float, causal: bool) -> None:
     """With all cells opened it is exact attention, whatever the scale."""
-    method = nf.Cells(cell_size=4, probes=40, segment=8 if causal else None)
+    method = nf.Cells(cell_size=4, probes=40, segment=8 if causal else None, partition=nf.KMeans(iterations=1))
     upstream = torch.randn(1, 1, 32, 16, generator=seeded(9)).to(DEVICE)
     found = []
     for way, backend in ((method, "triton"), (nf.Exact(), "auto")):
@@ -132,6 +136,7 @@ def test_limits_name_the_remedy(monkeypatch: pytest.MonkeyPatch, limit: str, met
         nf.attention(*inputs(), is_causal=causal, method=method, backend="triton")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
     """A block of rows that do not all see the same segments: what is not finite in a later one stays there."""
@@ -150,7 +155,7 @@ def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
 
 
 def forward_again(found: Any) -> None:
-    plan = found.case.sizes, found.scale, 3, 0
+    plan = found.case.sizes, found.scale, 1, 0
     results = found.output, found.lse, found.cell_of, found.opened
     triton_forward.forward(found.queries, found.keys, found.values, found.case.visible(), *plan, *results, MemoryPolicy().beyond)
 
@@ -317,6 +322,7 @@ def test_block_sizes_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> N
         cached.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_output_as_models_want_it_is_kept_once(causal: bool, fused: bool) -> None:
