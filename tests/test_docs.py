@@ -76,3 +76,14 @@ def test_examples_of_a_module(name: str) -> None:
     for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=given):
         runner.run(example)
     assert runner.failures == 0
+
+
+def test_the_passes_name_kernels_that_exist() -> None:
+    pytest.importorskip("triton")
+    table = (ROOT / "docs" / "gpu.md").read_text().partition("## The passes")[2].partition("## ")[0]
+    named = set(re.findall(r"`(_\w+)`", table))
+    folders = (ROOT / "nearfield" / "cells" / "triton", ROOT / "nearfield" / "kernels")
+    sources = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    there = set(re.findall(r"Kernel\b[^\n]*\ndef (_\w+)\(", sources))
+    assert len(named) > 20
+    assert named <= there, named - there

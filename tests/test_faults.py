@@ -147,6 +147,7 @@ def assert_same(found: tuple[Tensor, QKV], expected: tuple[Tensor, QKV]) -> None
         assert torch.equal(x, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", METHODS)
 def test_concurrent_calls(name: str) -> None:
     jobs = list(range(12))

@@ -197,6 +197,7 @@ def inputs_like(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(1, 2, 70, 8, generator=generator, dtype=dtype) for _ in range(3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["exact", "cells"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_a_compiled_call_honours_its_generator_or_refuses_it(name: str, dropout_p: float) -> None:

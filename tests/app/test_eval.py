@@ -333,6 +333,7 @@ def invoke(*arguments: object) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
+@pytest.mark.long
 def test_the_command_hands_over_a_config_that_does_what_it_says(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

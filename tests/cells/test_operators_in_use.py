@@ -181,6 +181,7 @@ def test_the_default_method_is_compiled(options: dict[str, Any]) -> None:
     torch.testing.assert_close(grads(function, *tensors()), grads(partial(nf.attention, **options), *tensors()))
 
 
+@pytest.mark.long
 def test_transforms_are_compiled() -> None:
     def loss(*inputs: Tensor) -> Tensor:
         return attend(*inputs, is_causal=True).square().sum()

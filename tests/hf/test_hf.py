@@ -559,6 +559,7 @@ def test_compiled_packed_sequences(compiled: Callable[..., Any]) -> None:
     assert_close(logits(compiled(ours), **given), logits(plain, **given))
 
 
+@pytest.mark.long
 def test_compiled_training(compiled: Callable[..., Any]) -> None:
     plain, ours = pair("llama", "nearfield-near", num_hidden_layers=1)
     ids, mask = tokens(2, LENGTH), padded("right")

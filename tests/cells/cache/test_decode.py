@@ -89,6 +89,7 @@ def test_columns_that_fill_no_block() -> None:
     assert_alike(both(filled(150, dim=24, value_dim=40), 5))
 
 
+@pytest.mark.long
 def test_all_cells_opened_is_exact_attention() -> None:
     store = filled(150, probes=10**6)
     found, expected = both(store)
@@ -119,6 +120,7 @@ def test_padding_among_the_latest_keys() -> None:
     assert not torch.allclose(both(store, 2)[0], found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [{"length": 150, "group": 17}, {"length": 150, "padding": 149}, {"length": 64, "probes": 8}, {"length": 203, "probes": 200}],

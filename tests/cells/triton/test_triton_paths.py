@@ -98,6 +98,7 @@ def test_more_memory_means_fewer_parts() -> None:
     assert parts[1] < parts[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_sums_in_a_fixed_order_are_the_same_sums(deterministic: None, name: str) -> None:
     assert_right(SMALL[name])
@@ -175,6 +176,7 @@ def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:
     assert int(sizes.max()) <= 12 * 4
 
 
+@pytest.mark.long
 def test_blocks_of_rows_belong_to_one_head() -> None:
     """Grouped heads whose length is no multiple of a block."""
     assert_right(replace(SMALL["causal"], entries=1, group=3, length=70, keys=70, segment=32, cell_size=8))
