@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
 # versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-fast test-all lint format bench report reproduce smollm2 mutants same clean
+.PHONY: help install demo plan test test-fast test-gpu test-all lint format bench report reproduce smollm2 mutants same clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -43,6 +43,9 @@ test: $(STAMP) ## all tests but those marked slow
 test-fast: $(STAMP) ## the library alone, for the inner loop, without tests of more than two seconds and with fewer random examples
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -m "not slow and not long" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \
 		--ignore tests/test_docs.py
+
+test-gpu: $(STAMP) ## the tests that need a GPU, several processes side by side
+	$(BIN)/python tools/gpu_tests.py
 
 test-all: $(STAMP) ## all tests
 	$(PYTEST)

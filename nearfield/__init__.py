@@ -55,3 +55,4 @@ __all__ = [
 ]
 
 _moved.redirect()
+__getattr__ = _moved.attribute

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_functorch_transform() -> bool:
-    """Whether this runs inside a transform of torch.func (vmap, grad). Seen in torch 2.6 to 2.13.
+    """Whether this runs inside a transform of torch.func (vmap, grad). Seen in torch 2.11 and 2.13.
 
     There is no public way to ask. Where the private one is gone, vmap itself raises when a value is looked at.
     """
@@ -25,33 +25,33 @@ def in_functorch_transform() -> bool:
 
 
 def constant_for_compile(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, without importing the compiler (and Triton with it). Seen in torch 2.6 to 2.13."""
+    """`torch.compiler.assume_constant_result`, without importing the compiler and Triton. Seen in torch 2.11 and 2.13."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 def version_of(x: Tensor) -> int | None:
-    """How often a tensor was changed in place; None for inference tensors, which have no version. Seen in torch 2.6 to 2.13."""
+    """How often a tensor was changed in place; None for inference tensors, which have no version. Seen in torch 2.11 and 2.13."""
     return None if x.is_inference() else x._version
 
 
-# Torch's CPU flash attention returns the log-normaliser, and its backward pass takes a global one. Seen in torch 2.6 to 2.13.
+# Torch's CPU flash attention returns the log-normaliser, and its backward pass takes a global one. Seen in torch 2.11 and 2.13.
 cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def wrapper_tensor(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of a subclass with a shape and no numbers. Seen in torch 2.6 to 2.13."""
+    """A tensor of a subclass with a shape and no numbers. Seen in torch 2.11 and 2.13."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Calls on tensor subclasses reach torch itself. Seen in torch 2.6 to 2.13."""
+    """Calls on tensor subclasses reach torch itself. Seen in torch 2.11 and 2.13."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def raw_stream(device: int) -> int:
-    """The current CUDA stream as Triton wants it. Seen in torch 2.6 to 2.13."""
+    """The current CUDA stream as Triton wants it. Seen in torch 2.11 and 2.13."""
     return torch._C._cuda_getCurrentRawStream(device)
 
 
@@ -62,7 +62,7 @@ def triton_version() -> tuple[int, ...]:
 
 
 def is_compiled_by_triton(function: Any) -> bool:
-    """False in Triton's interpreter. Seen in Triton 3.3 to 3.9."""
+    """False in Triton's interpreter. Seen in Triton 3.6 and 3.9."""
     from triton.runtime.jit import JITFunction
 
     return isinstance(function, JITFunction)
@@ -71,7 +71,7 @@ def is_compiled_by_triton(function: Any) -> bool:
 def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..., None] | None:
     """Starts what Triton has compiled, called with all arguments and `stream=`; None where this version has no such way.
 
-    Seen in Triton 3.4 to 3.9; older versions start what they compiled with other arguments.
+    Seen in Triton 3.6 and 3.9; older versions start what they compiled with other arguments.
     """
     if compiled is None or triton_version() < (3, 4) or not is_compiled_by_triton(function):
         return None
@@ -79,7 +79,7 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
 
 
 def has_dependent_launch() -> bool:
-    """Whether Triton knows programmatic dependent launch. Seen in Triton 3.6 to 3.9.
+    """Whether Triton knows programmatic dependent launch. Seen in Triton 3.6 and 3.9.
 
     Older versions look up every name in a kernel, also in a branch that is not compiled: there must be none.
     """
@@ -89,14 +89,14 @@ def has_dependent_launch() -> bool:
 
 
 def masking_utils() -> Any:
-    """The module that makes masks in Transformers. Seen in Transformers 5.5 to 5.22."""
+    """The module that makes masks in Transformers. Seen in Transformers 5.17 and 5.22."""
     from transformers import masking_utils
 
     return masking_utils
 
 
 def attention_name(model: Any) -> str:
-    """What `model.set_attn_implementation` has set. Seen in Transformers 5.5 to 5.22."""
+    """What `model.set_attn_implementation` has set. Seen in Transformers 5.17 and 5.22."""
     return model.config.get_text_config()._attn_implementation
 
 
@@ -104,8 +104,8 @@ def mask_function_parts(function: Callable[..., Any]) -> tuple[str, Any] | None:
     """The kind of a mask function that Transformers has made, and what it was made of; None for functions it does not know.
 
     Kinds are "and" (functions), "window" (its width), "both sides" (the reach), "chunks" (their size) and "packed" (which
-    sequence each position belongs to). They are told by the names of functions and of the variables these close over. Seen in
-    Transformers 5.5 to 5.22.
+    sequence each position belongs to). They are told by the names of functions and of the variables these close over.
+    Seen in Transformers 5.17 and 5.22.
     """
     if getattr(function, "__module__", None) != masking_utils().__name__:
         return None
@@ -126,7 +126,7 @@ def mask_function_parts(function: Callable[..., Any]) -> tuple[str, Any] | None:
 
 
 class _NoPackedWeight:
-    """An operand that torch's functions do not take: None would be asked for `requires_grad`."""
+    """An operand that torch's functions do not take: None would be asked for `requires_grad`. Seen in torch 2.11 and 2.13."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -134,7 +134,7 @@ class _NoPackedWeight:
 
 
 class NoFusedEncoder:
-    """A base of modules that stand where `nn.MultiheadAttention` stood in torch's encoder. Seen in torch 2.6 to 2.13.
+    """A base of modules that stand where `nn.MultiheadAttention` stood in torch's encoder. Seen in torch 2.11 and 2.13.
 
     The encoder reads these attributes of its `self_attn` to decide whether it may go around the module, with a fused kernel, or
     hand it nested tensors. With these it does neither.

@@ -13,6 +13,7 @@ from types import ModuleType
 MOVED = {
     "budgets": "paper.budgets",
     "cache": "cells.cache",
+    "cache.graph": "cells.cache.graph",
     "cache.store": "cells.cache.store",
     "calibrate": "app.calibrate",
     "cli": "app.cli",
@@ -21,14 +22,18 @@ MOVED = {
     "evaluate": "app.evaluate",
     "evaluate.models": "app.evaluate.models",
     "gradients": "paper.gradients",
+    "gradients.walks": "paper.walks",
+    "gradients.printed": "paper.walks",
     "index": "knn.index",
     "index.base": "knn.index.base",
+    "index.candidates": "knn.index.candidates",
     "index.exact": "knn.index.exact",
     "index.faiss": "knn.index.faiss",
     "index.kmeans": "knn.index.kmeans",
     "index.lsh": "knn.index.lsh",
     "index.mips": "knn.index.base",
     "index.prefixes": "knn.index.prefixes",
+    "lazy_gumbel": "paper.lazy",
     "methods": "problem",
     "methods.auto": "auto",
     "methods.base": "problem",
@@ -59,6 +64,13 @@ class _Redirect(MetaPathFinder, Loader):
         home = importlib.import_module(new)
         module.__doc__ = home.__doc__
         module.__dict__["__getattr__"] = lambda name: getattr(home, name)
+
+
+def attribute(name: str) -> ModuleType:
+    """`nearfield.index` and other modules that used to be there once the package was imported."""
+    if name in MOVED:
+        return importlib.import_module(f"nearfield.{name}")
+    raise AttributeError(f"module 'nearfield' has no attribute {name!r}")
 
 
 def redirect() -> None:

@@ -207,6 +207,8 @@ def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
     wanted = {"output": (*rows, problem.value.shape[3]), "lse": rows, "stderr": rows}
     for name, shape in wanted.items():
         found = getattr(outcome, name)
+        if name == "output" and not isinstance(found, Tensor):
+            raise TypeError(f"{method!r}.run must return an Outcome with a tensor as output, got {type(found).__name__}")
         if found is not None and found.shape != shape:
             raise ValueError(
                 f"{method!r}.run must return an Outcome whose {name} has shape {tuple(shape)}, got {tuple(found.shape)}; "

@@ -65,7 +65,8 @@ def _rows_at_a_time(problem: Problem) -> int:
 
 def _read_in_place(problem: Problem) -> bool:
     """Whether a kernel recomputes the rows, and reads keys and values where they lie."""
-    return not problem.has_general_mask and backends.choose_triton("auto", problem.key.device, unsupported(problem.query))
+    missing = unsupported(problem.query, problem.value)
+    return not problem.has_general_mask and backends.choose_triton("auto", problem.key.device, missing)
 
 
 def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:

@@ -396,3 +396,19 @@ def test_bench_refuses_a_dtype_that_it_does_not_know() -> None:
 def test_auto_is_a_value() -> None:
     assert nf.Auto(eps=0.1) == nf.Auto(eps=0.1)
     assert replace(nf.Auto(), eps=0.2).eps == 0.2
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float64, {}), (torch.float32, {"dropout_p": 0.1})])
+def test_being_asked_whether_cells_wait_refuses_nothing(
+    dtype: torch.dtype, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short inputs get exact attention, whatever the Triton kernels would say of them."""
+    from nearfield.kernels import backends
+
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    query, key, value = torch.randn(3, 1, 1, 40, 8, dtype=dtype).unbind(0)
+    problem = check(query, key, value, dropout_p=options.get("dropout_p", 0.0))
+    assert not nf.Auto().is_async(problem, "triton")
+    assert nf.attention(query, key, value, backend="triton", **options).shape == query.shape
+    with pytest.raises(ValueError, match="the Triton kernels do not serve"):
+        nf.attention(query, key, value, backend="triton", method=nf.Cells(), **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -112,3 +113,20 @@ def test_plan_runs_as_a_module() -> None:
     assert "thm:simpler_expectation" in run(
         "-m", "nearfield.app.cli", "plan", "--n", "131072", "--eps", "0.05", "--delta", "0.01"
     )
+
+
+PRIVATE = r"torch\._[a-zA-Z]|aten\._|_dynamo|triton\.runtime|\._attn_implementation|keys\._version|\._make_wrapper"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "_compat"], ids=lambda name: name or "nearfield")
+def test_private_parts_of_other_libraries_are_touched_in_one_file(module: str) -> None:
+    found = re.findall(PRIVATE, MODULES[module].read_text())
+    assert not found, f"nearfield.{module} uses {found}; a hook belongs into nearfield/_compat.py, with its versions"
+
+
+def test_the_one_file_names_a_version_for_every_hook() -> None:
+    tree = ast.parse(MODULES["_compat"].read_text())
+    hooks = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert len(hooks) > 8
+    seen = re.compile(r"[Ss]een in (torch|Triton|Transformers)")
+    assert [node.name for node in hooks if not seen.search(ast.get_docstring(node) or "")] == ["triton_version"]

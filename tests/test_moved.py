@@ -35,6 +35,16 @@ def test_the_documented_names() -> None:
         importlib.import_module("nearfield.nothing")
 
 
+def test_modules_are_still_attributes_of_the_package() -> None:
+    for name in ("index", "partition", "methods", "budgets"):
+        sys.modules.pop(f"nearfield.{name}", None)
+        vars(nearfield).pop(name, None)
+        with pytest.warns(DeprecationWarning, match=f"nearfield.{name} is now"):
+            assert getattr(nearfield, name).__name__ == f"nearfield.{name}"
+    with pytest.raises(AttributeError, match="nothing"):
+        nearfield.nothing  # noqa: B018
+
+
 def test_new_paths_warn_of_nothing() -> None:
     code = "import nearfield, nearfield.cells.cache, nearfield.hf, nearfield.paper.gradients, nearfield.knn.index"
     environment = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(nearfield.__file__))}

@@ -112,14 +112,21 @@ class Cells:
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         """True where the Triton kernels run: they keep NaN and inf to the rows that see them, and nothing waits for them."""
-        return backends.runs_triton(problem.query.device) and self._engine(problem, self.sizes(problem), backend) == "triton"
+        device = problem.query.device
+        if not backends.runs_triton(device) or not backends.prefers_triton(backend, device):
+            return False
+        return self._unsupported(problem, self.sizes(problem)) is None
 
     def _engine(self, problem: Problem, sizes: CellSizes, backend: str) -> str:
         """Which engine runs: see `Recipe.engine`."""
-        device, length = problem.query.device, problem.key.shape[2]
+        device = problem.query.device
         if not backends.prefers_triton(backend, device):
             return "reference" if backend == "reference" else "torch"
-        missing = unsupported(
+        return "triton" if backends.choose_triton(backend, device, self._unsupported(problem, sizes)) else "torch"
+
+    def _unsupported(self, problem: Problem, sizes: CellSizes) -> str | None:
+        length = problem.key.shape[2]
+        return unsupported(
             problem.query,
             problem.value,
             partition=self.partition,
@@ -129,7 +136,6 @@ class Cells:
             probes=sizes.probes,
             cells=length // sizes.cell_size,
         )
-        return "triton" if backends.choose_triton(backend, device, missing) else "torch"
 
     def sizes(self, problem: Problem) -> CellSizes:
         """The sizes of a call: those given, and defaults for its shape."""

@@ -31,10 +31,7 @@ from nearfield.cells.method import Cells
 from nearfield.cells.partition import BUILT_IN
 from nearfield.checks import check_positive
 from nearfield.exact import Exact
-from nearfield.knn.index.exact import ExactIndex
-from nearfield.knn.index.faiss import FaissIndex
-from nearfield.knn.index.kmeans import KMeansIndex
-from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn import index as indices
 from nearfield.knn.topk import TopK
 from nearfield.paper.gumbel import LazyGumbel
 from nearfield.problem import Method
@@ -47,7 +44,7 @@ METHODS: dict[str, type] = {one.__name__: one for one in (Exact, TopK, LazyGumbe
 
 PARTS: dict[str, dict[str, type]] = {
     "partition": {**BUILT_IN},
-    "index": {one.__name__: one for one in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)},
+    "index": {**indices.BUILT_IN},
 }
 """Arguments of methods that are objects themselves, and the classes they may have."""
 
@@ -125,6 +122,9 @@ def _arguments(strategy: Any) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(strategy):
         value = getattr(strategy, field.name)
+        known = PARTS.get(field.name)
+        if known is not None and type(value) not in known.values():
+            raise TypeError(f"as {field.name} only {', '.join(known)} can be written to a file, got {value!r}")
         if dataclasses.is_dataclass(value):
             default = field.default_factory() if callable(field.default_factory) else field.default
             if value == default:

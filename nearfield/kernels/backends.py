@@ -55,12 +55,12 @@ def prefers_triton(backend: str, device: torch.device) -> bool:
     return backend == "triton" or (backend == "auto" and runs_triton(device))
 
 
-def choose_triton(backend: str, device: torch.device, unsupported: str | None) -> bool:
-    """Whether Triton serves a call. `unsupported`: what it cannot serve, in words; then asking for it by name is an error."""
+def choose_triton(backend: str, device: torch.device, missing: str | None) -> bool:
+    """Whether Triton serves a call. `missing`: what it cannot serve, in words; then asking for it by name is an error."""
     check_backend(backend, device)
-    if backend == "triton" and unsupported is not None:
-        raise ValueError(f"the Triton kernels do not serve {unsupported}; use backend='auto'")
-    return unsupported is None and prefers_triton(backend, device)
+    if backend == "triton" and missing is not None:
+        raise ValueError(f"the Triton kernels do not serve {missing}; use backend='auto'")
+    return missing is None and prefers_triton(backend, device)
 
 
 def pair_kernels(backend: str, device: torch.device) -> ModuleType:

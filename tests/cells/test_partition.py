@@ -299,7 +299,7 @@ def test_own_partitions_are_freed() -> None:
     del partition
     gc.collect()
     assert seen() is None
-    with pytest.raises(RuntimeError, match="traced with a partition that no longer exists"):
+    with pytest.raises(RuntimeError, match="this partition is unknown or gone"):
         from_plain(name, options)
 
 

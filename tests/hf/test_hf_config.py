@@ -142,3 +142,14 @@ def test_a_config_is_for_one_model() -> None:
     net.set_attn_implementation("nearfield-three")
     with pytest.raises(ValueError, match="for a model of 3 layers, but this one has 2; make one for it"):
         net(tokens(1, 20))
+
+
+def test_parts_of_your_own_cannot_be_written() -> None:
+    class Own:
+        def build(self, keys: Any, cells: int) -> Any:
+            return keys
+
+    with pytest.raises(TypeError, match="as partition only KMeans, Blocks, HashBuckets can be written"):
+        describe(nf.Cells(partition=Own()))
+    with pytest.raises(TypeError, match="as index only ExactIndex"):
+        describe(nf.TopK(index=Own()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from nearfield.cells.cache.attention import RECENT
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts, read_cells, score_cells
-from nearfield.cells.triton.limits import unsupported_step
+from nearfield.cells.triton.limits import MOST_PROGRAMS, unsupported_step
 from nearfield.cells.triton.tuning import decode_tiles
 from nearfield.kernels.launch import HAS_PDL, cdiv, next_power_of_2, padded, precision
 
@@ -20,13 +20,7 @@ STEPS = 8
 GRAIN = 16
 """Cells in a row. Cells are chosen among the grains whose best cells are best."""
 
-MOST_COMPARED = 1 << 16
-"""Scores that one program compares."""
-
 COMPARED_PER_WARP = 2048
-
-MOST_PROGRAMS, LEAST_TILE = 65_000, 16
-"""On the second axis of a grid, and the least that each reads."""
 
 MERGED_AT_A_TIME = 128
 """parts of a row"""
@@ -35,10 +29,9 @@ MERGED_AT_A_TIME = 128
 def unsupported(state: CacheState, query: Tensor, probes: int) -> str | None:
     """What the kernels cannot serve of a query `[batch, heads, rows, dim]` to these keys; None: they serve it."""
     cells, group = len(state.tables), query.shape[1] // state.heads
-    if state.sizes.most_open(state.closed) > MOST_PROGRAMS * LEAST_TILE:
-        return f"segments of more than {MOST_PROGRAMS * LEAST_TILE} keys"
     compared = next_power_of_2(group) * max(_candidates(cells, probes), cells // GRAIN)
-    return unsupported_step(query, state.keys.storage, state.values.storage, cells, compared, MOST_COMPARED)
+    most_open = state.sizes.most_open(state.closed)
+    return unsupported_step(query, state.keys.storage, state.values.storage, cells, compared, most_open)
 
 
 def _candidates(cells: int, probes: int) -> int:

@@ -71,6 +71,8 @@ def check_capturable(store: CellStore, query: Tensor) -> CacheState:
     if state is None or state.key_padding is not None or store.audit:
         raise ValueError("a graph needs a store with keys, without padding and without audit")
     missing = decode.unsupported(state, query, store.probes)
+    if not backends.runs_triton(query.device):
+        missing = f"{query.device}"
     if missing is not None:
         raise ValueError(f"the Triton kernels do not serve {missing}; call store.append and store.attend instead")
     return state

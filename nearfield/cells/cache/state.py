@@ -136,25 +136,26 @@ class CacheState:
         segment = slice(self.closed, end)
         keys, values = (x.view(segment).flatten(0, 1) for x in (self.keys, self.values))
         padding = None if self.key_padding is None else self.key_padding[:, segment].repeat_interleave(self.heads, 0)
-        outside = self._find_sinks(segment).repeat_interleave(self.heads, 0)
-        found = close_segment(keys, values, padding, outside, self._cells_in(segment), self.partition)
+        outside, sinks = self._find_sinks(segment)
+        # Whatever fails here leaves the state as it was.
+        found = close_segment(
+            keys, values, padding, outside.repeat_interleave(self.heads, 0), self._cells_in(segment), self.partition
+        )
         order = found.order.unflatten(0, (-1, self.heads))
         for buffer in (self.keys, self.values):
             rows = buffer.view(segment)
             rows.copy_(rows.gather(2, order[..., None].expand_as(rows)))
         self.order.append(order)
         self.tables.append(found, segment.start)
+        self.sinks, self._sink_rows = sinks, None
         self.bounds.append(end)
         self.settled = max(self.settled, end)
 
     def _cells_in(self, segment: slice) -> int:
         return self.sizes.cells(segment.start, segment.stop)
 
-    def _find_sinks(self, segment: slice) -> Tensor:
-        """Note the places of the first keys of each batch entry that are in this segment.
-
-        Returns `[batch, segment]`: True for keys that belong to no cell, which are these and padding.
-        """
+    def _find_sinks(self, segment: slice) -> tuple[Tensor, Tensor]:
+        """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the sinks afterwards."""
         is_real = (self.no_padding if self.key_padding is None else self.key_padding)[:, segment]
         number = (self.sinks >= 0).sum(1, keepdim=True) + is_real.cumsum(1)
         is_sink = is_real & (number <= self.sizes.sinks)
@@ -162,9 +163,9 @@ class CacheState:
         # Sorting puts all of these first, in the order in which they came.
         place = segment.start + outside.cumsum(1) - 1
         entry, column = is_sink.nonzero(as_tuple=True)
-        self.sinks[entry, number[entry, column] - 1] = place[entry, column]
-        self._sink_rows = None
-        return outside
+        sinks = self.sinks.clone()
+        sinks[entry, number[entry, column] - 1] = place[entry, column]
+        return outside, sinks
 
     def offload_closed(self) -> None:
         """With `offload`: move keys and values of closed segments to the CPU, if they are not there yet."""

@@ -98,6 +98,6 @@ def from_plain(name: str, options: Sequence[int]) -> Partition:
     found = _OWN[options[0]]() if options[0] in _OWN else None
     if found is None:
         raise RuntimeError(
-            "a program was traced with a partition that no longer exists; keep the Cells(partition=...) that it was traced with"
+            "this partition is unknown or gone: make Cells(partition=...) outside of the compiled function, and keep it"
         )
     return found

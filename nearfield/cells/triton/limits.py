@@ -12,6 +12,10 @@ MOST_SEGMENTS, MOST_PROBES, MOST_CELLS = 4096, 160, 32768
 """of a whole sequence"""
 MOST_STEP_CELLS, MOST_GROUP = 1 << 16, 64
 """of one step of a cache"""
+MOST_COMPARED = 1 << 16
+"""Scores that one program of a step compares."""
+MOST_PROGRAMS, LEAST_TILE = 65_000, 16
+"""On the second axis of a grid, and the fewest keys that each reads."""
 
 
 def unsupported(
@@ -25,7 +29,7 @@ def unsupported(
 ) -> str | None:
     """What the kernels of whole sequences cannot serve, in words for an error; None: they serve it all.
 
-    Asked for calls, for audits and benchmarks of calls, and for caches that group keys; what does not matter is left out.
+    Asked for calls, for benchmarks of calls, and for caches that group keys; what does not matter is left out.
     """
     plain = limits.unsupported(*tensors)
     if plain is not None:
@@ -43,10 +47,10 @@ def unsupported(
     return f"more than {MOST_CELLS} cells; use larger ones" if cells > MOST_CELLS else None
 
 
-def unsupported_step(query: Tensor, keys: Tensor, values: Tensor, cells: int, compared: int, most_compared: int) -> str | None:
+def unsupported_step(query: Tensor, keys: Tensor, values: Tensor, cells: int, compared: int, most_open: int) -> str | None:
     """The same for one step of a cache: a query `[batch, heads, rows, dim]` and its stored keys and values.
 
-    `compared`: how many scores one program compares, of which `most_compared` fit.
+    `compared`: how many scores one program compares. `most_open`: how many keys may be in no closed segment.
     """
     plain = limits.unsupported(query, keys, values)
     if plain is not None:
@@ -57,4 +61,6 @@ def unsupported_step(query: Tensor, keys: Tensor, values: Tensor, cells: int, co
         return f"queries of {query.dtype} with keys of {keys.dtype}"
     if query.shape[1] // keys.shape[1] > MOST_GROUP:
         return f"more than {MOST_GROUP} query heads per key-value head"
-    return f"{cells} cells" if cells > MOST_STEP_CELLS or compared > most_compared else None
+    if most_open > MOST_PROGRAMS * LEAST_TILE:
+        return f"segments of more than {MOST_PROGRAMS * LEAST_TILE} keys"
+    return f"{cells} cells" if cells > MOST_STEP_CELLS or compared > MOST_COMPARED else None

@@ -10,7 +10,10 @@ from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
 from nearfield.knn.index.lsh import ConcentricLSH
 
+BUILT_IN: dict[str, type] = {kind.__name__: kind for kind in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)}
+
 __all__ = [
+    "BUILT_IN",
     "PADDING",
     "BuiltIndex",
     "ConcentricLSH",

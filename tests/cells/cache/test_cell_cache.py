@@ -292,6 +292,27 @@ def test_a_partition_of_the_user(inner: Partition, padded: bool) -> None:
     assert ((13, 3) in own.calls) == padded
 
 
+def test_a_segment_that_could_not_be_closed_is_closed_by_the_next_step() -> None:
+    """A partition that fails once, as one may that runs out of memory: nothing of the failed attempt is left."""
+
+    class FailsOnce:
+        failed = False
+
+        def build(self, keys: Tensor, cells: int) -> Tensor:
+            if not self.failed:
+                self.failed = True
+                raise MemoryError("once")
+            return nearfield.KMeans().build(keys, cells)
+
+    query, key, value = inputs()
+    store = CellStore(nearfield.Cells(segment=32, cell_size=4, probes=10**6, sinks=5, window=0, partition=FailsOnce()))
+    store.append(key, value)
+    with pytest.raises(MemoryError, match="once"):
+        store.attend(query[:, :, -1:])
+    found = store.attend(query[:, :, -1:])
+    torch.testing.assert_close(found, exact(query, key, value)[:, :, -1:], atol=1e-5, rtol=1e-5)
+
+
 def test_default_sizes() -> None:
     store = CellStore()
     _, key, value = inputs(length=3100)
