@@ -1,5 +1,5 @@
-"""The far-field formula in torch. `triton/far_field.py` is the same in Triton. Score, boost and derivative are written nowhere else; the reference
-uses them too, and a test says them once more, independently.
+"""The far-field formula in torch; `triton/far_field.py` is the same in Triton. Score, boost and derivative are written nowhere
+else: the reference uses them too, and tests say them once more, independently.
 
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 

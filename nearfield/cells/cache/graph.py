@@ -24,8 +24,10 @@ class StepGraph:
     """
 
     def __init__(self, store: CellStore, key: Tensor, value: Tensor, query: Tensor, scale: float | None = None) -> None:
-        if not key.is_cuda or key.shape[2] != 1 or query.shape[2] != 1:
-            raise ValueError(f"a graph takes one key at a time, on a GPU; got {tuple(key.shape)} on {key.device}")
+        if not backends.runs_triton(key.device) or key.shape[2] != 1 or query.shape[2] != 1:
+            raise ValueError(
+                f"a graph takes one key at a time, on a GPU that runs the Triton kernels; got {tuple(key.shape)} on {key.device}"
+            )
         self.store, self.scale = store, scale
         self.inputs = key, value, query
         with backends.device_guard(key.device):
@@ -71,8 +73,6 @@ def check_capturable(store: CellStore, query: Tensor) -> CacheState:
     if state is None or state.key_padding is not None or store.audit:
         raise ValueError("a graph needs a store with keys, without padding and without audit")
     missing = decode.unsupported(state, query, store.probes)
-    if not backends.runs_triton(query.device):
-        missing = f"{query.device}"
     if missing is not None:
         raise ValueError(f"the Triton kernels do not serve {missing}; call store.append and store.attend instead")
     return state
