@@ -27,7 +27,7 @@ from nearfield.app.evaluate.models import load_model
 def random_model(positions: int) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # Larger weights than usual, which make attention nearly uniform.
+    # Larger weights than usual: the usual ones make attention nearly uniform.
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=256, **sizes, initializer_range=0.05, **ends, max_position_embeddings=positions)

@@ -30,7 +30,7 @@ LAST = 64
 def random_model(positions: int) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # Larger weights than usual, which make attention nearly uniform.
+    # Larger weights than usual: the usual ones make attention nearly uniform.
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=256, **sizes, initializer_range=0.05, max_position_embeddings=positions)
     ).eval()

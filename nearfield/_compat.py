@@ -46,7 +46,7 @@ def wrapper_tensor(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Calls on tensor subclasses reach torch itself. Seen in torch 2.11 and 2.13."""
+    """A context in which calls on tensor subclasses reach torch itself. Seen in torch 2.11 and 2.13."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -69,9 +69,9 @@ def is_compiled_by_triton(function: Any) -> bool:
 
 
 def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..., None] | None:
-    """Starts what Triton has compiled, called with all arguments and `stream=`; None where this version has no such way.
+    """A function that starts a compiled kernel, to be called with all arguments and `stream=`; None where Triton has none.
 
-    Seen in Triton 3.6 and 3.9; older versions start what they compiled with other arguments.
+    Seen in Triton 3.6 and 3.9; older versions take other arguments.
     """
     if compiled is None or triton_version() < (3, 4) or not is_compiled_by_triton(function):
         return None
@@ -81,7 +81,7 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
 def has_dependent_launch() -> bool:
     """Whether Triton knows programmatic dependent launch. Seen in Triton 3.6 and 3.9.
 
-    Older versions look up every name in a kernel, also in a branch that is not compiled: there must be none.
+    Older versions look up every name in a kernel, even in a branch that is not compiled, and fail where one is missing.
     """
     from triton.language.extra import cuda
 
@@ -104,7 +104,7 @@ def mask_function_parts(function: Callable[..., Any]) -> tuple[str, Any] | None:
     """The kind of a mask function that Transformers has made, and what it was made of; None for functions it does not know.
 
     Kinds are "and" (functions), "window" (its width), "both sides" (the reach), "chunks" (their size) and "packed" (which
-    sequence each position belongs to). They are told by the names of functions and of the variables these close over.
+    sequence each position belongs to). They are recognised by the names of functions and of the variables these close over.
     Seen in Transformers 5.17 and 5.22.
     """
     if getattr(function, "__module__", None) != masking_utils().__name__:
@@ -126,7 +126,7 @@ def mask_function_parts(function: Callable[..., Any]) -> tuple[str, Any] | None:
 
 
 class _NoPackedWeight:
-    """An operand that torch's functions do not take: None would be asked for `requires_grad`. Seen in torch 2.11 and 2.13."""
+    """Keeps torch's encoder off its fused path; None would fail at `requires_grad`. Seen in torch 2.11 and 2.13."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -134,10 +134,10 @@ class _NoPackedWeight:
 
 
 class NoFusedEncoder:
-    """A base of modules that stand where `nn.MultiheadAttention` stood in torch's encoder. Seen in torch 2.11 and 2.13.
+    """A base class of modules that replace `nn.MultiheadAttention` in torch's encoder. Seen in torch 2.11 and 2.13.
 
-    The encoder reads these attributes of its `self_attn` to decide whether it may go around the module, with a fused kernel, or
-    hand it nested tensors. With these it does neither.
+    The encoder reads these attributes of its `self_attn` to decide whether it may bypass the module with a fused kernel, or
+    hand it nested tensors. With these values it does neither.
     """
 
     _qkv_same_embed_dim = False

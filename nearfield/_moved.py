@@ -52,7 +52,7 @@ MOVED = {
 
 
 class _Redirect(MetaPathFinder, Loader):
-    """Finds a module under its old name: an empty one that asks the new one for everything."""
+    """Finds a module under its old name: an empty module that takes every attribute from the new one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, old = name.partition(".")
@@ -60,14 +60,14 @@ class _Redirect(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         new = f"nearfield.{MOVED[module.__name__.partition('.')[2]]}"
-        warnings.warn(f"{module.__name__} is now {new}; the old name goes with version 0.3", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{module.__name__} is now {new}; the old name is removed in version 0.3", DeprecationWarning, stacklevel=2)
         home = importlib.import_module(new)
         module.__doc__ = home.__doc__
         module.__dict__["__getattr__"] = lambda name: getattr(home, name)
 
 
 def attribute(name: str) -> ModuleType:
-    """`nearfield.index` and other modules that used to be there once the package was imported."""
+    """`nearfield.index` and other modules that `import nearfield` alone used to make available."""
     if name in MOVED:
         return importlib.import_module(f"nearfield.{name}")
     raise AttributeError(f"module 'nearfield' has no attribute {name!r}")

@@ -49,7 +49,7 @@ def attention(
         enable_gqa: query heads may be a multiple of the key-value heads; keys are not repeated in memory.
         method: `Auto()` (the default: SDPA where that is faster, cells beyond), `Cells(...)`, `Exact()`, `TopK(...)`,
             `LazyGumbel(...)`, or a `Method` of your own.
-        gradient: how to differentiate; None: the method's own way (the exact gradient of the estimator, where there is one).
+        gradient: how to differentiate. None: the method's own way (the exact gradient of the estimator, where there is one).
             `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper.
         generator: the source of all randomness; None: torch's default generator. One number is drawn from it, and only if the
             call is random. The same generator state gives the same result.
@@ -67,7 +67,7 @@ def attention(
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
     if method is None and attn_mask is None and gradient is None and not dropout_p and not check_finite and backend == "auto":
-        output = _short(query, key, value, is_causal, scale)
+        output = _sdpa_if_short(query, key, value, is_causal, scale)
         if output is not None:
             return output
     method = Auto() if method is None else method
@@ -132,7 +132,7 @@ SHORT = 2048
 """Up to this many keys no method beats SDPA on any device."""
 
 
-def _short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor | None:
+def _sdpa_if_short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor | None:
     """SDPA straight away for plain short inputs, which take longer to check than to attend to; None for all others."""
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or scale is not None or is_traced():
         return None
@@ -188,7 +188,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
             "Exact() takes any mask."
         )
     if problem.is_empty:
-        return _nothing(problem)
+        return _zeros(problem)
     with full_precision(problem.query):
         if call.gradient is None:
             return _checked(method.run(problem, call), problem, method)
@@ -200,7 +200,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
 
 
 def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
-    """What a method returned, if it is what the contract says."""
+    """What a method returned, if it keeps to the contract; raises otherwise."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"{method!r}.run must return a nearfield.Outcome, got {type(outcome).__name__}")
     rows = problem.query.shape[:3]
@@ -212,13 +212,13 @@ def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
         if found is not None and found.shape != shape:
             raise ValueError(
                 f"{method!r}.run must return an Outcome whose {name} has shape {tuple(shape)}, got {tuple(found.shape)}; "
-                "problem.by_head makes it of what has the layout of problem.rows"
+                "problem.by_head converts from the layout of problem.rows"
             )
     return outcome
 
 
-def _nothing(problem: Problem) -> Outcome:
-    """Zeros, where there are no rows, no keys or no columns; connected to the inputs, so that these get gradients of zero."""
+def _zeros(problem: Problem) -> Outcome:
+    """The outcome where there are no rows, no keys or no columns; connected to the inputs, so that these get zero gradients."""
     anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
     lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
     output = anchor.expand(*lse.shape, problem.value.shape[-1])

@@ -28,7 +28,7 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
 
-    `looks`: how many audits are made until one passes. Each of them then claims less, so that the promise holds for all.
+    `looks`: how many audits there may be until one passes. Each of them then claims less, so that the promise holds for all.
     """
     batch, heads, length, _ = problem.query.shape
     total = batch * heads * length
@@ -82,9 +82,9 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
     if _read_in_place(problem):
         from nearfield.kernels.exact_rows import exact_rows
 
-        own = problem.grouped
-        with backends.device_guard(own.keys.device):
-            return exact_rows(own.queries, own.keys, own.values, own.visible, group, place, problem.scale)
+        raw = problem.grouped
+        with backends.device_guard(raw.keys.device):
+            return exact_rows(raw.queries, raw.keys, raw.values, raw.visible, group, place, problem.scale)
     rows = problem.rows
     output, _ = reference.exact_attention(
         rows.queries[group, place][:, None], rows.keys[group], rows.values[group], rows.visible[group, place][:, None]

@@ -64,9 +64,9 @@ class Auto:
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         if self._prefers_exact(problem, call):
-            return _named(Exact(), problem, call)
+            return _run_chosen(Exact(), problem, call)
         if self.eps is None:
-            return _named(Cells(), problem, call)
+            return _run_chosen(Cells(), problem, call)
         if is_traced():
             raise RuntimeError(
                 f"Auto(eps={self.eps}) looks at its own error and cannot be traced; use Cells(...) under torch.compile and vmap"
@@ -100,15 +100,15 @@ class Auto:
             if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
                 method = Exact()
             outcome = method.run(problem, call)
-            seed = call.seeds.generator(-2 - len(steps))
-            audit = run_audit(problem, outcome.output.to(problem.query.dtype), rows, seed, looks=STEPS)
+            generator = call.seeds.generator(-2 - len(steps))
+            audit = run_audit(problem, outcome.output.to(problem.query.dtype), rows, generator, looks=STEPS)
             steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
             if isinstance(method, Exact) or audit.additive <= self.eps:
                 return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": steps, "audit": audit})
             method = replace(method, probes=GROWTH * method.sizes(problem).probes)
 
 
-def _named(method: Method, problem: Problem, call: Call) -> Outcome:
+def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
     outcome = method.run(problem, call)
     if not call.diagnostics:
         return outcome
@@ -120,7 +120,7 @@ def _measured(problem: Problem) -> float:
 
 
 def _near_share(method: Cells, problem: Problem) -> float:
-    """About which share of the keys a row would open."""
+    """About what share of the keys a row would open."""
     sizes = method.sizes(problem)
     seen = problem.key.shape[2] / (2 if problem.is_causal else 1)
     return sizes.probes * sizes.cell_size / max(1.0, seen)

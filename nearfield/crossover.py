@@ -85,7 +85,7 @@ def _shipped() -> dict[str, Any]:
 
 
 def _measured() -> dict[str, Any]:
-    """What was measured on the user's machine; nothing where there is no such file, no folder for it, or something else in it."""
+    """What was measured on the user's machine; empty if the file is missing, has no folder, or holds something else."""
     try:
         path = cache_file()
         text = path.read_bytes()

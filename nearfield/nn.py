@@ -36,7 +36,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         kdim, vdim: dimensions of the keys and the values; None: `embed_dim`.
         batch_first: True. It is an argument so that calls written for torch can name it.
         num_kv_heads: heads of keys and values, a divisor of `num_heads` (grouped-query attention); None: `num_heads`.
-        method: how attention is computed, as in `nearfield.attention`; None: its default. It may be set again at any time.
+        method: how attention is computed, as in `nearfield.attention`; None: its default. It may be changed at any time.
         device, dtype: of the parameters.
 
     Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised like torch's. `load_state_dict` also takes the state
@@ -53,7 +53,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         >>> output.shape
         torch.Size([2, 100, 64])
 
-        In the place of a trained module:
+        As a replacement for a trained module:
 
         >>> block = torch.nn.TransformerEncoderLayer(64, 8, batch_first=True).eval()
         >>> want = block(x)
@@ -168,7 +168,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             q,
             k,
             v,
-            self._one_mask(attn_mask, seen, is_causal, q, k),
+            self._combined_mask(attn_mask, seen, is_causal, q, k),
             self.dropout if self.training else 0.0,
             is_causal,
             enable_gqa=True,
@@ -197,7 +197,9 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             shapes = ", ".join(str(tuple(x.shape)) for _, x, _ in named)
             raise ValueError(f"query, key and value must agree in batch, key and value also in length; got {shapes}")
 
-    def _one_mask(self, mask: Tensor | None, seen: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+    def _combined_mask(
+        self, mask: Tensor | None, seen: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
+    ) -> Tensor | None:
         """The mask for `nearfield.attention`, True where a row sees a key, from torch's `attn_mask` and the seen keys."""
         if mask is None:
             return seen

@@ -161,7 +161,7 @@ class Problem:
         values = self.value.reshape(groups, length, self.value.shape[3])
         if self.key_padding is not None:
             counts = self.key_padding.reshape(groups, length)
-            # The largest number of keys that are left is a value; where it may not be looked at, all keys are an upper bound.
+            # How many keys are left depends on values. Where these may not be looked at, the number of all keys is a bound.
             kept = int(counts.sum(1).max()) if self._may_sync else length
             order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
             hidden = counts.gather(1, order).logical_not()[..., None]
@@ -178,7 +178,7 @@ class Problem:
 
 
 def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """A positive scale, and queries whose products with it are the same."""
+    """Queries and a positive scale with the same product."""
     return (query, scale) if scale > 0 else (query * (-1.0 if scale else 0.0), -scale or 1.0)
 
 
@@ -197,7 +197,7 @@ def check(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """Check the arguments of an attention call and make a `Problem` of them. Raises before any work and looks at no value."""
+    """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")

@@ -15,7 +15,7 @@ class Outcome:
     output: Tensor
     """`[batch, heads, length, value_dim]`, in any dtype: the caller casts it to that of the inputs"""
     lse: Tensor | None = None
-    """`[batch, heads, length]`: log of the softmax normaliser; must be there if `Call.diagnostics` is set"""
+    """`[batch, heads, length]`: log of the softmax normaliser; required if `Call.diagnostics` is set"""
     stderr: Tensor | None = None
     """`[batch, heads, length]`: estimated standard error of a row; None: the method estimates none"""
     info: dict[str, Any] = field(default_factory=dict)

@@ -71,7 +71,7 @@ def segmented_categorical(weights: Tensor, segment: Tensor, generator: torch.Gen
 
 
 FEW = 32
-"""Up to so many draws per row, comparing each with all before it is faster than sorting them."""
+"""Up to this many draws per row, comparing each with all earlier ones is faster than sorting."""
 
 
 def without_replacement(population: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -55,7 +55,7 @@ def gaussian(source: _Source) -> QKV:
 
 
 def sharp(source: _Source) -> QKV:
-    """Logits of standard deviation 6: a handful of keys carry a row, and to miss one of them is fatal."""
+    """Logits of standard deviation 6: a handful of keys carry a row, and missing one of them is fatal."""
     return 6.0 * source.query_rows(), source.rows(), source.rows()
 
 

@@ -111,7 +111,7 @@ def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, r
 
 
 def _title(device: torch.device, dtype: torch.dtype) -> str:
-    """Where and in what dtype, and whether a GPU has to do without the Triton kernels: its times then say little about cells."""
+    """The device and the dtype, and whether a GPU runs without the Triton kernels: its times then say little about cells."""
     title = f"{crossover.place(device)}, {crossover.dtype_name(dtype)}"
     if device.type != "cuda":
         return title

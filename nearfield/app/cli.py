@@ -37,7 +37,7 @@ DOWNLOAD = "Let Transformers look for the model on the hub."
 @app.command()
 def plan(
     n: int = typer.Option(131072, help="Keys that a query sees."),
-    eps: float = typer.Option(0.05, help="Error, in the unit that each promise names."),
+    eps: float = typer.Option(0.05, help="Error, in the unit that each promise states."),
     delta: float = typer.Option(0.01, help="Probability of failure."),
     d: int = typer.Option(64, help="Dimension of the values."),
 ) -> None:
@@ -76,7 +76,7 @@ def bench(
     ),
     length: int = typer.Option(16384, min=1, help="Queries and keys, without --calibrate."),
 ) -> None:
-    """Time cells against exact attention on this machine; with --calibrate, find the length from which they win."""
+    """Time cells against exact attention on this machine; with --calibrate, find the length from which they are faster."""
     from nearfield.app import calibrate as measurement
 
     dtypes = [_dtype(name) for name in dict.fromkeys(dtype)]
@@ -92,7 +92,7 @@ def bench(
 def evaluate(
     model: str = typer.Argument(help=MODEL),
     texts: list[Path] = typer.Argument(help="Text files in UTF-8."),
-    tokens: int = typer.Option(8192, min=1, help="Most tokens of each text."),
+    tokens: int = typer.Option(8192, min=1, help="Tokens to read of each text, at most."),
     methods: str = typer.Option("cells,topk", help="What to compare with exact attention: cells, topk, auto."),
     budgets: str = typer.Option("4,7,10", help="Shares of the past keys to read, in per cent."),
     cell_size: int = typer.Option(16, min=1, help="Keys per cell."),
@@ -146,7 +146,7 @@ def remember(
         help="Tokens to read at a time. Default: all; for texts too long for the model, a length that suits it.",
     ),
     positions: str = typer.Option(
-        "", help="running or restart (see docs/cache.md). Default: running, if the model knows so many positions."
+        "", help="running or restart (see docs/cache.md). Default: running if the model knows enough positions, else restart."
     ),
     device: str = typer.Option("", help=DEVICE),
     dtype: str = typer.Option("", help=DTYPE),
@@ -173,7 +173,7 @@ def ask(
     model: str = typer.Argument(help="The model that has read the text."),
     question: str = typer.Argument(help="What comes after the text; the model continues from there."),
     memory: Path = typer.Option(..., "--memory", "-m", help="A file that `nearfield remember` has written."),
-    tokens: int = typer.Option(64, min=1, help="Most tokens of the answer."),
+    tokens: int = typer.Option(64, min=1, help="Tokens of the answer, at most."),
     device: str = typer.Option("", help=DEVICE),
     dtype: str = typer.Option("", help=f"{DTYPE} It must be the one that the text was read in."),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),

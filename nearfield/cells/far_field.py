@@ -1,12 +1,12 @@
 """The far-field formula in torch; `triton/far_field.py` is the same in Triton. Score, boost and derivative are written nowhere
-else: the reference uses them too, and tests say them once more, independently.
+else: the reference imports its boost from here. Tests restate all of them independently.
 
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 
     spread  u_c     = sum_i q_i^2 var_{c,i}           variance of the cell's logits
     score   s_c     = q.mu_c + 1.5 sqrt(u_c)          what its best keys may reach; the cells of largest score are opened
-    boost   b(u)    = (1 + u / 4)^2                   e^{u/2} would be right for a Gaussian cell; it agrees to second order, and
-                                                      is far too large where a cell is not Gaussian
+    boost   b(u)    = (1 + u / 4)^2                   agrees to second order with e^{u/2}, which is exact for a Gaussian cell
+                                                      but far too large where a cell is not Gaussian
     mass    m_c     = n_c e^{q.mu_c} b(u_c)           what a closed cell counts for
     derivative      d log b / du = 1 / (2 + u / 2)
 """
@@ -61,20 +61,20 @@ def moments(queries: Tensor, seen: SeenCells) -> tuple[Tensor, Tensor]:
     """q.mu_c (-inf for empty cells) and u_c for the cells that rows see, `[rows, cells]` each."""
     first = torch.addmm(seen.log_exists, queries, seen.centroid.T)
     spread = squares(queries) @ seen.variance.T
-    # To look for the largest is much cheaper than to cut all of them.
+    # Finding the largest is much cheaper than clamping all of them.
     if spread.numel() and float(spread.amax()) > MOST_SPREAD:
         spread.clamp_(max=MOST_SPREAD)
     return first, spread
 
 
 def open_best(first: Tensor, spread: Tensor, count: int) -> Tensor:
-    """The columns of the `count` cells of largest score in each row; -1 where there are fewer cells that are not empty."""
+    """The columns of the `count` cells of largest score in each row; -1 where there are fewer non-empty cells."""
     best, column = best_columns(score(first, spread), count)
     return column.masked_fill_(best == -torch.inf, -1)
 
 
 def best_columns(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest numbers of each row (or all, if there are fewer), in no order, and their columns."""
+    """The `count` largest numbers of each row (or all, if there are fewer), in no particular order, and their columns."""
     cells = scores.shape[1]
     if cells // GROUP < 2 * count or scores.numel() < FEW_SCORES:
         best = scores.topk(min(count, cells), sorted=False)
@@ -89,7 +89,7 @@ def largest_first(first: Tensor, columns: Tensor) -> Tensor:
 
 def masses(first: Tensor, spread: Tensor, opened: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """m_c e^-top `[rows, cells]`, zero for cells at the columns `opened`, and top `[rows]`. Overwrites `first`."""
-    # A row with an empty slot (-1) has opened every cell there is. So the first one is opened as well, or empty.
+    # A row with an empty slot (-1) has opened every cell there is, so column 0 is opened too, or empty.
     first.scatter_(1, opened.clamp(min=0)[:, : first.shape[1]], -torch.inf)
     top = first.amax(1)
     return first.sub_(finite(top)[:, None]).exp_().mul_(boost(spread)).mul_(size), top

@@ -60,7 +60,7 @@ class Cells:
     samples: int = 0
     window: int | None = None
     sinks: int = 16
-    # torch.compile cannot trace a class as factory.
+    # torch.compile cannot trace a class as the factory.
     partition: Partition = field(default_factory=lambda: KMeans())
     segment: int | None = None
     branching: InitVar[None] = None
@@ -72,7 +72,7 @@ class Cells:
         for name, value in (("branching", branching), ("unfold", unfold)):
             if value is not None:
                 raise TypeError(
-                    f"Cells takes no {name} since version 0.2: there is one level of cells; leave out {name}={value!r}"
+                    f"Cells has taken no {name} since version 0.2: there is one level of cells; leave out {name}={value!r}"
                 )
         check_positive("cell_size", self.cell_size, optional=True)
         check_positive("probes", self.probes, optional=True)
@@ -111,7 +111,7 @@ class Cells:
         return Outcome(output, problem.by_head(result.lse), stderr, info)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
-        """True where the Triton kernels run: they keep NaN and inf to the rows that see them, and nothing waits for them."""
+        """True where the Triton kernels run: they confine NaN and inf to the rows that see them, and nothing waits for them."""
         device = problem.query.device
         if not backends.runs_triton(device) or not backends.prefers_triton(backend, device):
             return False

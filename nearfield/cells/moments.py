@@ -13,7 +13,7 @@ KEYS_PER_PASS = 1 << 12
 """How many keys are copied at a time."""
 
 MOST_VARIANCE = 1e30
-"""Variances are cut off here: an infinite one would turn a query of zero into NaN."""
+"""Variances are cut off here: an infinite one times a query of zero would be NaN."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CellTable(Moments):
         return self.starts[self.spans].diff()
 
     def passes(self) -> Iterator[tuple[int, slice]]:
-        """Pairs (span, range of `order`) that cover all members. Ranges are of bounded size, and none is across two spans."""
+        """Pairs (span, range of `order`) that cover all members. Each range is bounded in size and lies in one span."""
         for span, (first, last) in enumerate(pairwise(self.starts[self.spans].tolist())):
             for start in range(first, last, KEYS_PER_PASS):
                 yield span, slice(start, min(start + KEYS_PER_PASS, last))

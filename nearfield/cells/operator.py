@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     memory: MemoryPolicy = MemoryPolicy()
 
     def arguments(self) -> tuple[Any, ...]:
-        """As a schema takes them: see `_SETTINGS`."""
+        """As the operators' schemas take them: see `_SETTINGS`."""
         return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory
 
     @staticmethod
@@ -150,8 +150,8 @@ def _head(
 def _wide(x: Tensor) -> Tensor:
     """Rows padded with zeros to a multiple of 8 columns.
 
-    A matrix product may round a row that is not aligned differently at another place of a tile, and at which place it stands
-    depends on later queries.
+    A matrix product may round an unaligned row differently depending on its place in a tile, and that place depends on later
+    queries.
     """
     columns = x.shape[1]
     wide = max(8, -(-columns // 8) * 8)
@@ -199,8 +199,8 @@ _LIBRARY.define(
 
 def _implement(name: str, engine: Callable[..., tuple[Tensor, ...]]) -> None:
     def run(*arguments: Any) -> tuple[Tensor, ...]:
-        # Here and not around the call: a backward pass may be started under autocast, and an exported program, which has lost
-        # `_Cells`, while gradients are recorded (torch then warns that there are none).
+        # Here, not around the call: a backward pass may be started under autocast, and an exported program, which has lost
+        # `_Cells`, may run while gradients are recorded (torch would warn that there are none).
         with full_precision(arguments[0]), torch.no_grad():
             return engine(*arguments)
 
@@ -287,7 +287,7 @@ class _Cells(torch.autograd.Function):
 class _CellsBackward(torch.autograd.Function):
     """The backward pass, as a function that cannot be differentiated.
 
-    To refuse `create_graph=True`, as other backward passes here do, would refuse torch.func.grad, which always sets it.
+    Refusing `create_graph=True`, as other backward passes here do, would rule out torch.func.grad, which always sets it.
     """
 
     generate_vmap_rule = True

@@ -8,8 +8,8 @@ arithmetic. A row attends to
   values and keys inside cells, pooled over all cells that the row sees.
 
 Drawn keys correct the far field. Let F be its mass, g_c = m_c / n_c the mass of one key of cell c, and l the number of draws of
-a row. A key of cell c is drawn with probability g_c / F, and both sums get + 1/l sum_t (key_t - cell_t) F / g_c, which makes them
-unbiased. The factors F / (l g_c) are part of the plan: gradients do not run through them.
+a row. A key of cell c is drawn with probability g_c / F, and 1/l sum_t (key_t - cell_t) F / g_c is added to both sums, which
+makes them unbiased. The factors F / (l g_c) are part of the plan: gradients do not run through them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def reference_attention(
     """Output `[rows, value_dim]` and log-normaliser `[rows]` of queries (times scale) `[rows, dim]`.
 
     Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells. With s closed segments these are the
-    cells of one span for each bit of s: a key of segment g is seen through its cell at the level of the highest bit in which g
-    and s differ, or at the largest level if that is lower.
-    `cells`: how many there are. `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell)
+    cells of one span for each set bit of s: a key of segment g is seen through its cell at the level of the highest bit in which
+    g and s differ, or at the largest level if that is lower.
+    `cells`: how many cells there are. `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell)
     `[rows, cells]`.
     """
     rows, length = len(queries), len(keys)
     position = torch.arange(length, device=keys.device)
-    spans = _through(position, closed, segment, len(plan.cell_of))
+    spans = _sees_through(position, closed, segment, len(plan.cell_of))
     inside = spans & (plan.cell_of >= 0)
     opened = spans & _any_equal(plan.cell_of.reshape(-1), plan.opened).view(rows, *plan.cell_of.shape)
     near = (position < visible[:, None]) & (~inside.any(1) | opened.any(1))
@@ -65,7 +65,7 @@ def reference_attention(
     factors = [torch.ones_like(logits[0])]
     mean_value, tilt = values[:0], torch.zeros(rows, values.shape[1], dtype=values.dtype, device=values.device)
     if cells:
-        # Every key is there once for each level of spans.
+        # Every key appears once per level of spans.
         each_key, each_value = keys.repeat(len(plan.cell_of), 1), values.repeat(len(plan.cell_of), 1)
         sees = spans.flatten(1)
         cell, cell_of = torch.arange(cells, device=keys.device), plan.cell_of.reshape(-1)
@@ -83,10 +83,10 @@ def reference_attention(
             pooled = sees[closed == edge][0] & (cell_of >= 0)
             matrix = (off_value * pooled[:, None]).T @ off_key / pooled.sum().clamp(min=1)
             tilt = torch.where((closed == edge)[:, None], queries @ matrix.T, tilt)
-        # The factor of a drawn key is taken from its cell.
+        # The factor of a drawn key is subtracted from its cell.
         home = torch.where(spans, plan.cell_of, -1).amax(1).gather(1, plan.drawn.clamp(min=0))
-        stands = (plan.drawn >= 0) & (home >= 0)
-        share_of = plan.log_factor.exp() * stands / size.clamp(min=1)[home.clamp(min=0)]
+        is_drawn = (plan.drawn >= 0) & (home >= 0)
+        share_of = plan.log_factor.exp() * is_drawn / size.clamp(min=1)[home.clamp(min=0)]
         used = torch.zeros(rows, cells, dtype=keys.dtype, device=keys.device).scatter_add(1, home.clamp(min=0), share_of)
         factors.append(1 - used * mask)
     picked = torch.gather(queries @ keys.T, 1, plan.drawn.clamp(min=0)) + plan.log_factor
@@ -109,7 +109,7 @@ def reference_attention(
     return output + cell_weight @ mean_value + cell_weight.sum(1, keepdim=True) * tilt, lse
 
 
-def _through(position: Tensor, closed: Tensor, segment: int, levels: int) -> Tensor:
+def _sees_through(position: Tensor, closed: Tensor, segment: int, levels: int) -> Tensor:
     """`[rows, span_levels, n]`: whether a row sees a key through its cell at a level."""
     before = position < closed[:, None]
     if not segment:

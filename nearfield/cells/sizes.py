@@ -48,19 +48,19 @@ class MemoryPolicy(NamedTuple):
 
     @staticmethod
     def of(problem: Problem) -> MemoryPolicy:
-        """What suits a call.
+        """The policy for a call.
 
-        In training, the backward pass takes memory that the forward pass may as well use before it. A model that goes on with a
-        transposed output keeps that for its own backward pass; an output laid out in the same way is kept once for both.
+        In training, the forward pass may use the memory that the backward pass will take anyway. A model that goes on with a
+        transposed output keeps that for its own backward pass; an output already laid out that way is kept once for both.
         """
         query = problem.query
-        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (query, problem.key, problem.value))
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, problem.key, problem.value))
         transposed = query.shape[1] > 1 and query.stride(1) < query.stride(2)
-        return MemoryPolicy(1.0, query.shape[1] if transposed else 0) if trained else MemoryPolicy()
+        return MemoryPolicy(1.0, query.shape[1] if transposed else 0) if needs_grad else MemoryPolicy()
 
 
 def default_cell_size(length: int, causal: bool = False, on_gpu: bool = False) -> int:
-    """A power of two: 512 cells at first, from 16k keys on about 4 sqrt(length); causal, from 64k keys on, up to twice as many.
+    """A power of two, for 512 cells at first, about 4 sqrt(length) from 16k keys on; causal, up to twice as many from 64k on.
 
     On a GPU a power of two near sqrt(length) / 2.5: 64 at 32k, 128 at 131k, 512 at a million.
     """
@@ -92,13 +92,13 @@ def span_levels(length: int, segment: int) -> int:
 
 
 SEGMENT, WINDOW, CELL_SIZE = 1024, 16, 16
-"""Of a cache, up to 8,192 keys."""
-CONSTANT = 8
-"""A cache: after this many segments they grow."""
-ROUND = 16
+"""Defaults of a cache of up to 8,192 keys."""
+FIXED_SEGMENTS = 8
+"""A cache: after this many segments of the default length they grow."""
+END_MULTIPLE = 16
 """A cache: a segment that takes in all keys there are ends at a multiple of this."""
 FEWEST_PROBES = 20
-"""Of a cache."""
+"""A cache opens at least this many by default."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class CacheSizes:
         return CacheSizes(segment, cell_size, min(WINDOW, segment or SEGMENT) if window is None else window, sinks)
 
     def length(self, start: int) -> int:
-        """How many keys the segment that begins at key `start` has at least."""
+        """The fewest keys that the segment that begins at key `start` may have."""
         if self.segment is not None:
             return self.segment
-        if start < CONSTANT * SEGMENT:
+        if start < FIXED_SEGMENTS * SEGMENT:
             return SEGMENT
         # Segments that grow with the square root end at squares: 32 m^2, 32 (m + 1)^2, ...
-        unit = SEGMENT // (4 * CONSTANT)
+        unit = SEGMENT // (4 * FIXED_SEGMENTS)
         return unit * (2 * math.isqrt(start // unit) + 1)
 
     def next_close(self, start: int) -> int:
@@ -143,11 +143,11 @@ class CacheSizes:
         if position < self.next_close(start):
             return start
         least = start + self.length(start)
-        return least if self.segment is not None else max(least, (position - self.window) // ROUND * ROUND)
+        return least if self.segment is not None else max(least, (position - self.window) // END_MULTIPLE * END_MULTIPLE)
 
     def cells(self, start: int, end: int) -> int:
         """How many cells a segment is given."""
-        size = self.cell_size or max(CELL_SIZE, CELL_SIZE * math.sqrt(end / (CONSTANT * SEGMENT)))
+        size = self.cell_size or max(CELL_SIZE, CELL_SIZE * math.sqrt(end / (FIXED_SEGMENTS * SEGMENT)))
         return max(1, round((end - start) / size))
 
     def most_open(self, closed: int) -> int:

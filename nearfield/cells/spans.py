@@ -28,10 +28,11 @@ class Span(NamedTuple):
 class Spans:
     """The spans of a number of closed segments: the parts in which rows see the past.
 
-    s closed segments are seen as one span for each bit of s, the longest first: 13 segments are 8, 4 and 1. So most cells have
-    members from the whole past, and a segment that has just been closed is a short span by itself. Spans have 2^level segments.
-    Those of the largest level follow each other without gaps. A shorter one that would directly follow another of its length is
-    never seen, because the two are seen as one longer span; so it is not made. A key is in at most one span of each level.
+    s closed segments are seen as one span for each set bit of s, the longest first: 13 segments are 8, 4 and 1. So most cells
+    have members from the whole past, and a segment that has just been closed is a short span by itself. Spans have 2^level
+    segments. Those of the largest level follow each other without gaps. A shorter one that would directly follow another of its
+    length is never seen, because the two are seen as one longer span; so it is not made. A key is in at most one span of each
+    level.
 
     Cells are numbered level by level and span by span. A span has cells in proportion to its length.
     """
@@ -47,7 +48,7 @@ class Spans:
                 self.all.append(Span(len(self.all), level, first))
 
     def _stride(self, level: int) -> int:
-        """How many segments lie from the beginning of one span to that of the next one of its level."""
+        """How many segments lie between the starts of consecutive spans of a level."""
         return 1 << level if level == self.tallest else 2 << level
 
     def seen(self, segments: int) -> list[Span]:
@@ -80,7 +81,7 @@ class Piece(NamedTuple):
 
 
 def closed_keys(visible: Tensor, sizes: CellSizes) -> Tensor:
-    """How many keys a row that sees the first `visible` ones sees through cells: segments before its own, minus the window."""
+    """How many keys a row sees through cells if it sees the first `visible`: segments before its own, minus the window."""
     if not sizes.segment:
         return visible
     own = (visible - 1).div(sizes.segment, rounding_mode="floor")

@@ -37,7 +37,7 @@ class CellLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """`[batch, heads, length, dim]` in the order of the tokens: a copy, to look at."""
+        """`[batch, heads, length, dim]` in the order of the tokens: a copy, for inspection."""
         return self.store.keys
 
     @property

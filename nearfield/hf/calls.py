@@ -178,7 +178,7 @@ def serve(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: bool, bias
 
 
 def _serve_tensor_mask(call: LayerCall, mask: Tensor, bias: Tensor | None) -> Tensor:
-    """Key padding is for the method, any other mask is not."""
+    """Key padding goes to the method, any other mask to exact attention."""
     if mask.dim() != 4 or mask.shape[3] != call.keys:
         raise ValueError(
             f"a mask must be [batch, heads or 1, {call.rows} or 1, {call.keys}] for {call.rows} queries and {call.keys} keys, "
@@ -201,7 +201,7 @@ def _default_mask(call: LayerCall, is_causal: bool) -> LazyMask:
 def _serve_lazy_mask(call: LayerCall, mask: LazyMask) -> Tensor:
     if mask.pattern.sequence_of is not None and len(mask.pattern.others) == 0 and not is_traced():
         return _serve_packed(call, mask)
-    # For a single query no preparation of the keys pays.
+    # Preparing the keys does not pay for a single query.
     if call.rows > 1 and mask.is_full:
         return call.by_method(False, mask.key_padding)
     if call.rows > 1 and mask.is_causal and mask.shift == 0 and mask.keys == call.rows:

@@ -139,7 +139,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r} is there twice, remove one of them")
+            raise ValueError(f"{name!r} appears twice; remove one of them")
         found[name] = value
     return found
 
@@ -154,7 +154,7 @@ def _parse_config(given: object, where: str) -> LayerConfig:
         )
     _check_known(where, given, ENTRIES)
     depth = given.get("num_hidden_layers")
-    with _place_named(where):
+    with _errors_naming(where):
         check_positive("num_hidden_layers", depth, optional=True)
     layers = given.get("layers", {})
     if not isinstance(layers, Mapping):
@@ -165,7 +165,7 @@ def _parse_config(given: object, where: str) -> LayerConfig:
     for name, method in layers.items():
         layer = _parse_layer(where, name, depth)
         if layer in methods:
-            raise ValueError(f"{where}: layer {layer} is there twice, remove one of them")
+            raise ValueError(f"{where}: layer {layer} appears twice; remove one of them")
         methods[layer] = parse_method(f"{where}, layer {layer}", method)
     return LayerConfig(methods, depth)
 
@@ -191,12 +191,12 @@ def _parse(where: str, given: object, title: str, known: Mapping[str, type]) -> 
     for key, value in arguments.items():
         if key in PARTS:
             arguments[key] = _parse(f"{where}, {key}", value, "name", PARTS[key])
-    with _place_named(f"{where}, {name}"):
+    with _errors_naming(f"{where}, {name}"):
         return known[name](**arguments)
 
 
 @contextmanager
-def _place_named(where: str) -> Iterator[None]:
+def _errors_naming(where: str) -> Iterator[None]:
     """Let errors about arguments name the place in the file."""
     try:
         yield

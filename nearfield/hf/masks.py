@@ -261,8 +261,8 @@ def make_mask(
     """The function that Transformers calls for a mask, once per forward pass and kind of layer.
 
     Returns:
-        None if the layers' own `is_causal` says it all; a boolean tensor, as for SDPA, for a single query, whose mask is as small
-        as any description of it; else a `LazyMask`.
+        None if the layers' own `is_causal` says it all; for a single query a boolean tensor, as for SDPA, since its mask is as
+        small as any description of it; else a `LazyMask`.
     """
     function = mask_function or _compat.masking_utils().causal_mask_function
     if q_length == 1:

@@ -26,10 +26,10 @@ PROBES = 256
 """Cells that a token after the text opens: 4,096 keys if cells have 16 (up to 8,192 tokens), 16,384 of 131,072."""
 
 KNOWN_POSITIONS = 8192
-"""Of a model that does not say how many positions it knows."""
+"""For a model that does not say how many positions it knows."""
 
 CHUNK, GAP = 4096, 1024
-"""Sizes where positions restart, at most; half and an eighth of the positions that a model knows if that is less."""
+"""Largest sizes where positions restart; half and an eighth of the positions that a model knows if that is less."""
 
 RELATIVE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings for which only differences of positions matter, however large the positions are."""
@@ -115,7 +115,7 @@ class Memory:
         return f"Memory({self.tokens.shape[1]} tokens, {self.method}, {self.reading})"
 
     def cache(self, audit: bool = False, device: torch.device | str | None = None) -> CellCache:
-        """A cache that holds the text; pass it along with the tokens of text and question. The memory itself never changes.
+        """A cache that holds the text; pass it along with the tokens of text and question. It never changes the memory itself.
 
         `device`: of the model. None: where the memory is; a loaded one is on the CPU.
         """
@@ -182,7 +182,7 @@ def _checked_text(tokens: object) -> Tensor:
 
 
 def _check_reader(model: Any) -> None:
-    """Raises before any work if the model cannot attend to a cell cache: with "restart" only the first question would tell."""
+    """Raises before any work if the model cannot attend to a cell cache: with "restart" only the first question would fail."""
     if model.training:
         raise ValueError("the model is in training mode, where dropout may change what it reads; call model.eval() first")
     name = _compat.attention_name(model)
@@ -207,7 +207,7 @@ def _generation_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_reading(config: Any, length: int, sinks: int, positions: str | None, chunk: int | None) -> Reading:
-    """How a model of this configuration reads so many tokens; None: as suits it."""
+    """How a model of this configuration reads `length` tokens; None: what suits the model."""
     known = getattr(config, "max_position_embeddings", None) or KNOWN_POSITIONS
     usable = known - known // 8  # an eighth is for question and answer
     if positions is None:
@@ -220,7 +220,7 @@ def plan_reading(config: Any, length: int, sinks: int, positions: str | None, ch
     if not _is_relative(getattr(config, "rope_parameters", None)):
         raise ValueError(
             f"positions can only restart in models with rotary embeddings ({', '.join(RELATIVE)}), got {config.model_type} "
-            f"and a text of {length} tokens; read less of it, or pass positions='running' if the model knows so many"
+            f"and a text of {length} tokens; read less of it, or pass positions='running' if the model knows that many"
         )
     if not sinks < chunk <= usable - sinks - gap:
         raise ValueError(
@@ -260,8 +260,8 @@ def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, readin
 
     All chunks get the same positions, which end `gap` before those of a question. A question counts its positions from the length
     of the text, as always; where only differences matter, that is as good as counting from 0. The first tokens of the text come
-    before every chunk because heads rest on the first tokens they read. Otherwise each chunk would bring such tokens of its own,
-    and together they would outweigh everything else. They are stored once.
+    before every chunk, because idle heads attend to the first tokens they read. Otherwise each chunk would bring such tokens of
+    its own, and together they would outweigh everything else. They are stored once.
     """
     stores = [layer.store for layer in cache.layers if isinstance(layer, CellLayer)]
     sinks = stores[0].sizes.sinks

@@ -121,7 +121,7 @@ def write_memory(path: Path, contents: Contents) -> None:
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         partial.touch(exist_ok=False)
-        # An empty file has the mode that the umask leaves. The one that safetensors makes is for its owner only.
+        # An empty file has the mode that the umask allows. Safetensors would make a file for its owner only.
         mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
         save_file(tensors, str(partial), metadata={**about, "digest": _digest(about, tensors)})
         with partial.open("rb") as file:
@@ -206,7 +206,7 @@ def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, Reading, i
         if not 0 < layers < 10**5 or not {"fingerprint", "dtype"} <= set(about):
             raise ValueError("layers, fingerprint or dtype missing")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"memory {path} has a header that makes no sense: {error}") from error
+        raise ValueError(f"memory {path} has an invalid header: {error}") from error
     return method, reading, layers
 
 
@@ -243,12 +243,12 @@ def _damaged(layer: dict[str, Tensor], length: int, bounds: Tensor, sizes: Cache
     keys, values = layer["keys"], layer["values"]
     if keys.dim() != 4 or values.dim() != 4 or not keys.is_floating_point():
         return "keys"
-    heads, dim, wide = keys.shape[1], keys.shape[3], values.shape[3]
+    heads, dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     closed, cells = int(bounds[-1]), sum(sizes.cells(*ends) for ends in pairwise(bounds.tolist()))
     compute = torch.promote_types(keys.dtype, torch.float32)
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "keys": ((1, heads, length, dim), keys.dtype),
-        "values": ((1, heads, length, wide), keys.dtype),
+        "values": ((1, heads, length, value_dim), keys.dtype),
         "order": ((1, heads, closed), torch.int32),
         "sinks": ((1, sizes.sinks), torch.int64),
         "start": ((1, heads, cells), torch.int32),
@@ -256,8 +256,8 @@ def _damaged(layer: dict[str, Tensor], length: int, bounds: Tensor, sizes: Cache
         "void": ((1, heads, cells), compute),
         "centroid": ((1, heads, cells, dim), compute),
         "variance": ((1, heads, cells, dim), compute),
-        "value": ((1, heads, cells, wide), compute),
-        "cross": ((1, heads, wide, dim), compute),
+        "value": ((1, heads, cells, value_dim), compute),
+        "cross": ((1, heads, value_dim, dim), compute),
         "pooled": ((1, heads), compute),
     }
     for name, (shape, dtype) in expected.items():

@@ -25,7 +25,7 @@ REFUSED = {
     "cache": "the paged cache of continuous batching",
     "output_attentions": "attention weights as an output",
 }
-"""Arguments of layers that change the result, or ask for another one, and that nearfield cannot honour."""
+"""Arguments of layers that change the result, or ask for another kind of result, and that nearfield cannot honour."""
 
 REMEDY = {
     "softcap": 'attn_implementation="eager", or a config without attn_logit_softcapping if the model does well without it',
@@ -128,7 +128,7 @@ class AttentionFunction:
         position_bias: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """`[batch, rows, heads, dim]` of query, key and value `[batch, heads, length, dim]`."""
+        """The output `[batch, rows, heads, dim]` for query, key and value `[batch, heads, length, dim]`."""
         _check_options(options)
         # Under autocast, rotary embeddings leave queries and keys in another dtype than values. A cell cache has cast its own.
         stored = isinstance(key, StoredKeys)

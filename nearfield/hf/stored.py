@@ -1,4 +1,4 @@
-"""Handles that a cell cache gives to a layer in place of keys and values. Using one as numbers raises an error that explains."""
+"""Handles that a cell cache gives to a layer in place of keys and values. Computing with one raises an error that says why."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredKeys(Tensor):
 
 
 def refuse(func: Any) -> Any:
-    # Not a TypeError: Python would take it for a hint to try the other operand.
+    # Not a TypeError, which Python may take as a hint to try the other operand.
     raise RuntimeError(
         f"{getattr(func, '__name__', func)} was called on the keys or values of a CellCache, which only attention registered by "
         'nearfield can read: hf.register(); model.set_attn_implementation("nearfield"). If the model itself changes them before '

@@ -18,7 +18,7 @@ BACKENDS = ("auto", "reference", "cpu", "triton")
 """`reference` is the specification in plain torch, on any device. `cpu` uses the fused kernels of torch, `triton` our own."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 LEAST_CAPABILITY = (9, 0)
-"""The compute capability from which on GPUs run the Triton kernels."""
+"""The least compute capability of a GPU that runs the Triton kernels."""
 
 
 def check_backend(backend: str, device: torch.device) -> None:
@@ -51,7 +51,7 @@ def without_triton(backend: str, device: torch.device) -> str:
 
 
 def prefers_triton(backend: str, device: torch.device) -> bool:
-    """Whether Triton serves what it can."""
+    """Whether Triton is the first choice."""
     return backend == "triton" or (backend == "auto" and runs_triton(device))
 
 

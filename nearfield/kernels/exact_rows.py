@@ -1,4 +1,4 @@
-"""Exact attention of a few rows on a GPU, for audits: the keys of each row in several shares, read where they lie."""
+"""Exact attention of a few rows on a GPU, for audits: the keys of each row in several shares, read in place."""
 
 from __future__ import annotations
 

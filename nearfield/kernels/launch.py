@@ -1,8 +1,8 @@
 """How kernels are launched, and what all of them share.
 
-Triton binds and describes every argument anew at each launch, which takes longer than many of our kernels run. The engine
-launches dozens of them, so that at moderate lengths the card would wait for Python. A `Kernel` finds what was compiled for a call
-by the call's values, and launches that directly.
+Triton binds and describes every argument anew at each launch, which takes longer than many of our kernels do. The engine
+launches dozens of them, so that at moderate lengths the card would wait for Python. A `Kernel` looks up what was compiled for
+a call by the call's values, and launches that directly.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 """Kernels take powers and logarithms to base 2. On the host: `LOG2E.value`."""
 
 MOST_REMEMBERED = 4096
-"""calls, of one kernel"""
+"""Calls remembered per kernel."""
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
-"""What launches tell Triton itself."""
+"""The options of a launch that are for Triton itself."""
 
 Grid = tuple[int, ...]
 _dtype_of = attrgetter("dtype")
@@ -39,10 +39,10 @@ _dtype_of = attrgetter("dtype")
 class Kernel:
     """A function in Triton's language, launched by keyword: `kernel[grid](queries=queries, ..., BM=64, num_warps=4)`.
 
-    Keywords come in the order of the signature, tensors first; then `OPTIONS`, in their order, from `num_warps` on. This is
+    Keywords come in the order of the signature, tensors first; then `OPTIONS`, in their order, starting with `num_warps`. This is
     checked when a call is seen for the first time. Two calls are the same if they have the same numbers and options, and tensors
     of the same dtypes that are equally aligned: all that Triton looks at, and more. Numbers that differ from launch to launch are
-    named in `do_not_specialize`, or Triton would compile a version of its own for some of their values.
+    named in `do_not_specialize`, or Triton would compile a separate version for some of their values.
     """
 
     def __init__(self, function: Callable[..., Any], do_not_specialize: tuple[str, ...] = ()) -> None:
@@ -62,7 +62,7 @@ class Kernel:
         values = tuple(arguments.values())
         tensors = values[: self.tensors]
         device = tensors[0].get_device()
-        # Of the options only the last name: with their number and order it tells the others.
+        # Of the options, only the last name: with their number and order it determines the others.
         alignments, last_name = [x.data_ptr() & 15 for x in tensors], next(reversed(arguments))
         key = (device, grid, last_name, *map(_dtype_of, tensors), *alignments, *values[self.tensors :])
         run = self.remembered.get(key)
@@ -113,22 +113,22 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def dot_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what is computed from inputs and goes into a matrix product: a wide range matters more than many digits."""
+    """The dtype of intermediate results that go into a matrix product: range matters more than precision."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """The same, as Triton calls it."""
+    """The same as a Triton dtype."""
     return tl.float32 if dtype == torch.float32 else tl.bfloat16
 
 
 def dense(x: Tensor) -> Tensor:
-    """With its columns side by side, which is all that the kernels ask for."""
+    """`x` with contiguous columns, which is all that the kernels ask for."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def cdiv(number: int, size: int) -> int:
-    """How many of `size` it takes. Triton's own does much more than to divide."""
+    """`number / size`, rounded up. Triton's own does much more than divide."""
     return -(-number // size)
 
 
@@ -141,7 +141,7 @@ def padded(dim: int) -> int:
     return max(16, next_power_of_2(dim))
 
 
-# Programmatic dependent launch (PDL): a kernel starts while the one before it still runs, and waits before it reads its results.
+# Programmatic dependent launch (PDL): a kernel starts while the one before still runs, and waits before it reads those results.
 if _compat.has_dependent_launch():
 
     @triton.jit
@@ -152,7 +152,7 @@ if _compat.has_dependent_launch():
 
     @triton.jit
     def wait_for_previous(PDL: tl.constexpr):
-        """Until the previous kernel has ended and its results can be read."""
+        """Wait until the previous kernel has ended and its results can be read."""
         if PDL:
             cuda.gdc_wait()
 
@@ -168,4 +168,4 @@ else:
 
 
 HAS_PDL = _compat.has_dependent_launch() and _compat.is_compiled_by_triton(wait_for_previous)
-"""The interpreter has none: it runs kernels one after the other."""
+"""The interpreter has no PDL: it runs kernels one after the other."""

@@ -11,7 +11,7 @@ MOST_COLUMNS = 256
 
 
 def unsupported(*tensors: Tensor) -> str | None:
-    """What about these tensors no Triton kernel serves, in words for an error; None: there is no such thing."""
+    """What no Triton kernel serves in these tensors, in words for an error; None: they are served."""
     for x in tensors:
         if x.dtype not in TRITON_DTYPES:
             return f"{x.dtype}"

@@ -1,4 +1,4 @@
-"""The pair kernels of `reference.py` without gathered copies of rows, which are what costs time on a CPU."""
+"""The pair kernels of `reference.py` without gathered copies of rows, which are what takes time on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @functools.cache
 def _acknowledge_sparse_csr() -> None:
-    """Torch warns once per process that its CSR layout is in beta and unchecked. Have it do so here, and not in a user's log."""
+    """Torch warns once per process that its CSR layout is in beta and unchecked. Have it do so here, silenced."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one = torch.ones(1, device="cpu")

@@ -1,4 +1,4 @@
-"""The pair kernels of `reference.py`: rows of the table are read where they lie, and never gathered into `[f, t, d]`."""
+"""The pair kernels of `reference.py`: rows of the table are read in place, and never gathered into `[f, t, d]`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nearfield.kernels.launch import Kernel, cdiv, dense, next_power_of_2
 
-NUMBERS = 4096
-"""of the table that a program holds at a time"""
+MOST_NUMBERS = 4096
+"""numbers of the table that a program holds at a time"""
 
 MOST_PAIRS, MOST_ROWS = 16, 128
 """pairs of a row, and rows, that a program holds at a time"""
@@ -72,7 +72,7 @@ def _pair_scatter(
 ):
     place, real, key_id, row, column, wide = pair_tile(rows, ids, count, width, dim, row_stride, BM, BT, BD)
     weight = tl.load(weights + place, mask=real, other=0.0).to(tl.float32)
-    # Pairs that do not count all have the same id: they would queue up there to add nothing.
+    # Pairs that do not count have weight zero and share one id: they would queue up there to add nothing.
     mask = (real & (weight != 0.0))[:, :, None] & wide
     tl.atomic_add(
         out + key_id[:, :, None] * out_stride + column,
@@ -85,7 +85,7 @@ def _pair_scatter(
 def _tile(width: int, dim: int) -> dict[str, int]:
     """The block of a program: pairs of as many rows as fit."""
     pairs, columns = min(MOST_PAIRS, next_power_of_2(width)), next_power_of_2(dim)
-    return {"BM": max(1, min(MOST_ROWS, NUMBERS // (pairs * columns))), "BT": pairs, "BD": columns}
+    return {"BM": max(1, min(MOST_ROWS, MOST_NUMBERS // (pairs * columns))), "BT": pairs, "BD": columns}
 
 
 def scores(rows: Tensor, table: Tensor, ids: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class TopK:
 
 
 def _gathers(backend: str) -> bool:
-    """Whether the kernels gather rows into memory. The reference does, and it replaces Triton for additions in a fixed order."""
+    """Whether the kernels gather rows into memory. The reference does, and replaces Triton where additions need a fixed order."""
     return torch.are_deterministic_algorithms_enabled() if backend == "triton" else backend == "reference"
 
 

@@ -27,7 +27,7 @@ from nearfield.problem import Rows
 from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, uniform
 
 POINTS_AT_A_TIME = 1 << 18
-"""Poisson points that are drawn together, about."""
+"""About how many Poisson points are drawn together."""
 
 GIVE_UP_SHARE = 0.25
 """A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
@@ -209,8 +209,8 @@ def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True, backend
         cutoffs = _printed_cutoffs(rows, logits, ids)
     flat_ids, order = ids.masked_fill(ids == PADDING, rows.length).flatten(0, 1).sort(-1)
     near_logits = logits.flatten(0, 1).gather(-1, order).double()
-    nowhere = torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device)
-    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, nowhere, backend)
+    none_dense = torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device)
+    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, none_dense, backend)
     points = lazy.log_envelope.logsumexp(-1) - lazy.log_near
     dense = points > (rows.visible.double() * GIVE_UP_SHARE).clamp(min=1.0).log().flatten()
     return replace(lazy, dense=dense)

@@ -1,9 +1,9 @@
 """Gradients by random walks of one step: from a row to a key drawn from its softmax.
 
-A product with P, the softmax matrix, is an expectation over the softmax of a row. A product with its transpose is what walks
-that start in rows leave behind in the keys they reach. `RandomWalk` draws a few walks from every row and uses them for D^Q, D^K
-and D^V in all columns at once. `PrintedWalk` follows the paper, which draws other walks for each column, and for D^K for each
-entry; it is there for the record and for small inputs. Where the printed algorithm cannot run or is wrong, it is mended, and a
+A product with P, the softmax matrix, is an expectation over the softmax of a row. A product with its transpose is estimated
+by the keys that walks from the rows reach. `RandomWalk` draws a few walks from every row and uses them for D^Q, D^K and D^V in
+all columns at once. `PrintedWalk` follows the paper, which draws separate walks for each column, and for D^K for each entry; it
+is there for the record and for small inputs. Where the printed algorithm cannot run or is wrong, it is mended, and a
 docstring says so.
 """
 
@@ -133,11 +133,11 @@ class Walker:
         entry, row = source // count, source % count
         by_row, order = row.sort(stable=True)
         reached = torch.full_like(source, PADDING)
-        leads_on = self.rows.visible[entry, row] > 0
+        sees_keys = self.rows.visible[entry, row] > 0
         for block in self.blocks(1):
             first, last = torch.searchsorted(by_row, torch.tensor([block.start, block.stop], device=source.device)).tolist()
             here = order[first:last]
-            here = here[leads_on[here]]
+            here = here[sees_keys[here]]
             if len(here) == 0:
                 continue
             local = entry[here] * (block.stop - block.start) + row[here] - block.start

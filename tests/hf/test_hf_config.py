@@ -74,7 +74,7 @@ def test_what_is_no_method_of_the_library_cannot_be_written() -> None:
         ({**HEAD, "layers": {"-1": EXACT}}, "got '-1'"),
         ({**HEAD, "num_hidden_layers": 2, "layers": {"2": EXACT}}, "a model of 2 layers has no layer 2"),
         ({**HEAD, "num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
-        ({**HEAD, "layers": {"1": EXACT, "01": EXACT}}, "layer 1 is there twice"),
+        ({**HEAD, "layers": {"1": EXACT, "01": EXACT}}, "layer 1 appears twice"),
         ({**HEAD, "layers": {"0": "Exact"}}, "config, layer 0 must be an object such as"),
         ({**HEAD, "default": {"probes": 4}}, 'config, default must be an object such as {"method": "Exact"}'),
         (one_layer(method="Cell"), "layer 0: method must be one of Exact, .*'Cell', did you mean 'Cells'"),
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_named(config: dict[str, Any], message: str) -> None:
     [
         (b"{", "cannot be read: .*line 1.*nearfield eval"),
         (b"\xff\xfe", "cannot be read: .*utf-8"),
-        (b'{"format": "nearfield-layers", "version": 1, "layers": {"0": {}, "0": {}}}', "'0' is there twice"),
+        (b'{"format": "nearfield-layers", "version": 1, "layers": {"0": {}, "0": {}}}', "'0' appears twice"),
         (b"[]", "must be an object"),
     ],
 )

@@ -48,15 +48,15 @@ MUTANTS = (
     Mutant(
         "cache: a prompt in as many segments as tokens one by one",
         "CacheSizes.next_end",
-        "return least if self.segment is not None else max(least, (position - self.window) // ROUND * ROUND)",
+        "return least if self.segment is not None else max(least, (position - self.window) // END_MULTIPLE * END_MULTIPLE)",
         "return least",
         ("test_cell_cache_sizes.py",),
     ),
     Mutant(
         "cache: a segment that the window still reads is closed",
         "CacheSizes.next_end",
-        "max(least, (position - self.window) // ROUND * ROUND)",
-        "max(least, position // ROUND * ROUND)",
+        "max(least, (position - self.window) // END_MULTIPLE * END_MULTIPLE)",
+        "max(least, position // END_MULTIPLE * END_MULTIPLE)",
         ("test_cell_cache_sizes.py",),
     ),
     Mutant(

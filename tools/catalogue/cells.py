@@ -167,7 +167,7 @@ MUTANTS = (
     ),
     Mutant(
         "cells: spans of the reference of any length",
-        "_through",
+        "_sees_through",
         ".exponent - 1).clamp(max=levels - 1)",
         ".exponent - 1)",
         (PARITY,),
@@ -360,10 +360,10 @@ MUTANTS = (
         (PARITY,),
     ),
     Mutant(
-        "cells: height of a tile by what was chosen",
+        "cells: rows of a tile by what was chosen",
         "stacks",
-        "tile_rows = height or rows_of_a_tile(rows * slots / cells)",
-        "tile_rows = height or int(count.max())",
+        "tile_rows = tile_rows or rows_of_a_tile(rows * slots / cells)",
+        "tile_rows = tile_rows or int(count.max())",
         ("test_tiles.py",),
     ),
     Mutant(

@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         "triton: sinks of a row's own segment counted twice",
         "_local_fwd",
-        "(ahead == (position[None, :] < local[:, None]))",
-        "(ahead | (position[None, :] >= local[:, None]))",
+        "(is_sink == (position[None, :] < local[:, None]))",
+        "(is_sink | (position[None, :] >= local[:, None]))",
         (PARITY,),
     ),
     Mutant(
@@ -290,8 +290,8 @@ MUTANTS = (
     Mutant(
         "budget: all forward passes use the memory of the backward pass",
         "MemoryPolicy.of",
-        "trained = torch.is_grad_enabled() and any(",
-        "trained = any(",
+        "needs_grad = torch.is_grad_enabled() and any(",
+        "needs_grad = any(",
         (TRAINED,),
     ),
 )

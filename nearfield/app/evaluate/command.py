@@ -79,14 +79,14 @@ def run(
     title = f"{name}, {found.geometry.tokens:,} tokens of {', '.join(found.texts)}; {where['device']}, {where['dtype']}"
     console.print(title, highlight=False, markup=False)
     if found.geometry.tokens < tokens:
-        console.print(f"(--tokens {tokens:,} is more than the texts or the model have)", highlight=False)
+        console.print(f"(--tokens {tokens:,} is more than the shortest text or the model allows)", highlight=False)
     console.print(tabulated(found))
     console.print(legend(found), highlight=False)
     if found.recommendation is not None:
         console.print(sentence(found.recommendation, found.exact.keys or 1.0), highlight=False, style="bold green")
     else:
         console.print(
-            "With --tolerance 0.4, it also chooses budgets by layer that cost at most 0.4% of perplexity.", highlight=False
+            "With --tolerance 0.4, it also chooses budgets by layer that raise perplexity by at most 0.4%.", highlight=False
         )
     written = save(found, {"environment": where, "model": name}, out)
     if importlib.util.find_spec("matplotlib") is None:

@@ -58,8 +58,8 @@ def token_losses(model: Any, ids: Tensor, tick: Callable[[], None] | None = None
     found = []
     for block in row_blocks((1, ids.shape[1] - 1), bytes_of_logits(model)):
         logits = head(model, states[:, block], ids)
-        following = ids[0, block.start + 1 : block.stop + 1]
-        found.append(F.cross_entropy(logits[0].float(), following, reduction="none").cpu().double())
+        next_tokens = ids[0, block.start + 1 : block.stop + 1]
+        found.append(F.cross_entropy(logits[0].float(), next_tokens, reduction="none").cpu().double())
     return torch.cat(found)
 
 
@@ -231,7 +231,7 @@ def measure_sensitivity(model: Any, ids: Tensor, layers: Collection[int]) -> Ten
 
     Noise of `NOISE` times the norm of each row is added to the attention of one layer at a time. The growth is the
     Kullback-Leibler divergence from the undisturbed predictions: the excess of the loss on text that the model itself would
-    write. On the tokens of a real text, the excess that a single layer causes would drown in chance.
+    write. On the tokens of a real text, the excess that a single layer causes would drown in noise.
     """
     ids = ids[:, :TOKENS]
     by_default: dict[int | str, Method] = {"default": Exact()}

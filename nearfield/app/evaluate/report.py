@@ -43,9 +43,9 @@ def tabulated(found: Evaluation) -> Table:
     rows = [found.exact, *found.results]
     for i, result in enumerate(rows):
         last = i + 1 == len(rows) or rows[i + 1].setting.kind != result.setting.kind
-        table.add_row(*_cells(result), end_section=last)
+        table.add_row(*_table_row(result), end_section=last)
     if found.recommendation is not None:
-        table.add_row(*_cells(found.recommendation.result), style="bold green")
+        table.add_row(*_table_row(found.recommendation.result), style="bold green")
     return table
 
 
@@ -53,7 +53,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 16 else text[:15] + "…"
 
 
-def _cells(result: SettingResult) -> list[str]:
+def _table_row(result: SettingResult) -> list[str]:
     cells = [result.setting.label, "" if result.keys is None else f"{result.keys:,.0f}"]
     for one in result.perplexities:
         plain = result.setting.kind == "exact"

@@ -233,9 +233,9 @@ def _recommend(
     for one in results:
         if one.setting.kind == "exact" or one.setting in ladder:
             rung = -1 if one.setting.kind == "exact" else ladder.index(one.setting)
-            alike = (rung,) * layers
-            done[alike] = one
-            known.append(Trial(costs.mixture(alike), one.excess))
+            same_rung = (rung,) * layers
+            done[same_rung] = one
+            known.append(Trial(costs.mixture(same_rung), one.excess))
     chosen, trials = choose_budgets(costs, tolerance, verify, known)
     rungs = chosen.mixture.rungs
     final = replace(done[rungs], setting=Setting("by layer", methods(rungs)), errors=None, keys=chosen.mixture.keys)

@@ -1,6 +1,6 @@
 """Attention to a cache, in PyTorch: exact for the open end, the first keys and the opened cells, by moments for all others.
 
-In shapes, `heads` are the heads of keys of all batch entries, and `group` are the query heads that share one.
+In shapes, `heads` counts the key heads of all batch entries, and `group` the query heads that share one.
 """
 
 from __future__ import annotations

@@ -52,13 +52,13 @@ class Buffer:
         used = self.length - self.offset
         needed = used + new.shape[2]
         if needed > self.storage.shape[2]:
-            # The first rows are often all there will be for long, such as a prompt: no room beyond them.
+            # The first rows, such as a prompt, are often all there will be for a long time: no room beyond them.
             self.reserve(new.shape[2] if not used else int(needed * GROWTH) - used)
         self.storage[:, :, used:needed] = new
         self.length += new.shape[2]
 
     def reserve(self, rows: int) -> None:
-        """Make room for so many more rows."""
+        """Make room for this many more rows."""
         used = self.length - self.offset
         if used + rows > self.storage.shape[2]:
             storage = self._new_storage(used + rows)
@@ -139,7 +139,7 @@ class Buffer:
     def gather(self, place: Tensor) -> Tensor:
         """Some rows of each head: `[batch * heads, any, ...]` for `place` `[batch * heads, any]`.
 
-        If the base is on another device, only the rows that are asked for come over.
+        If the base is on another device, only the rows that are asked for are copied over.
         """
         head = torch.arange(len(place), device=place.device)[:, None]
         if self.base is None:

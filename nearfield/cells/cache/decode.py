@@ -15,10 +15,10 @@ from nearfield.cells.triton.tuning import decode_tiles
 from nearfield.kernels.launch import HAS_PDL, cdiv, next_power_of_2, padded, precision
 
 STEPS = 8
-"""Cuts into four: cells whose scores differ by less than a 65,536th of the range of all are as good as each other."""
+"""Cuts of the range of scores into four: cells whose scores differ by less than a 65,536th of it count as equally good."""
 
 GRAIN = 16
-"""Cells in a row. Cells are chosen among the grains whose best cells are best."""
+"""Consecutive cells in a grain. Cells are chosen from the grains whose best cells are best."""
 
 COMPARED_PER_WARP = 2048
 
@@ -51,7 +51,7 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
     if keys.offset != values.offset:
         raise RuntimeError(f"keys from {keys.offset} on are stored, and values from {values.offset} on: the cache is broken")
     if open_end > most_open:
-        raise ValueError(f"{open_end} keys are in no closed segment, and there may be {most_open}")
+        raise ValueError(f"{open_end} keys are in no closed segment, and there may be at most {most_open}")
     is_captured = queries.is_cuda and torch.cuda.is_current_stream_capturing()
     tiles = decode_tiles(max(dim, value_dim), queries.dtype, queries.device)
     members, probes = next_power_of_2(group), min(probes, cells)

@@ -173,7 +173,7 @@ def _group_in_torch(keys: Tensor, cells: int, partition: Partition) -> Tensor:
 def cross_of(keys: Tensor, values: Tensor, start: Tensor, centroid: Tensor, value: Tensor) -> Tensor:
     """`ClosedSegment.cross`, computed again from the sorted keys and values of a segment and from its cells."""
     place = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1).contiguous()
-    # Empty cells start where the next one does, and the search finds the last of them, which has the keys.
+    # An empty cell starts where the next one does. The search finds the last cell that starts there, which has the keys.
     cell = torch.searchsorted(start.contiguous(), place, right=True) - 1
     outside = (cell < 0)[..., None]
     cell = cell.clamp_(min=0)[..., None]

@@ -44,7 +44,7 @@ class CacheState:
         self.key_padding: Tensor | None = None
         """`[batch, length]`: False for padding; None: there is none"""
         self.settled = 0
-        """so many keys can no longer change from padding to real, or back"""
+        """how many keys can no longer change from padding to real, or back"""
         self.bounds = [0]
         """0, and then where each closed segment ends"""
         self._sink_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -83,7 +83,7 @@ class CacheState:
             self.key_padding = torch.cat([before, new], 1)
 
     def _append_in_graph(self, key: Tensor, value: Tensor) -> None:
-        """Add one key where the device says that the end is, so that a replay of the graph adds the next one after it."""
+        """Add one key at the length that the device holds, so that each replay of the graph adds the next one."""
         if key.shape[2] != 1 or self._synced_length != self.length or self.key_padding is not None:
             raise RuntimeError("a graph appends one key at a time, without padding, to a store that has already attended once")
         row = self._device_length.long() - self.keys.offset
@@ -155,7 +155,7 @@ class CacheState:
         return self.sizes.cells(segment.start, segment.stop)
 
     def _find_sinks(self, segment: slice) -> tuple[Tensor, Tensor]:
-        """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the sinks afterwards."""
+        """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the new `sinks`."""
         is_real = (self.no_padding if self.key_padding is None else self.key_padding)[:, segment]
         number = (self.sinks >= 0).sum(1, keepdim=True) + is_real.cumsum(1)
         is_sink = is_real & (number <= self.sizes.sinks)
@@ -173,7 +173,7 @@ class CacheState:
             self.split(self.closed)
 
     def split(self, place: int) -> None:
-        """Have rows before `place` on the CPU and the others on the device.
+        """Put rows before `place` on the CPU and the others on the device.
 
         Keys and values move together: if memory runs out, neither has moved.
         """
@@ -218,7 +218,7 @@ class CacheState:
         self._sink_rows = None
 
     def _cross_without(self, segments: list[slice]) -> Tensor:
-        """`tables.cross` without these segments, the last ones. Those on the CPU come over, one by one."""
+        """`tables.cross` without these segments, the last ones. Those on the CPU are copied over one by one."""
         tables, last = self.tables, len(self.tables)
         if segments[0].start == 0:
             return torch.zeros_like(tables.cross)
@@ -235,7 +235,7 @@ class CacheState:
     def sink_rows(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """The keys and values `[batch * heads, sinks, dim]` at `sinks`, and `[batch * heads, 1, sinks]`: True if there is none.
 
-        They are a copy, made once. None in place of the mask: all of them are there.
+        They are a copy, made once. The mask is None if all of them are there.
         """
         if self._sink_rows is None or self._sink_rows[0].dtype != dtype:
             place = self.sinks.repeat_interleave(self.heads, 0)

@@ -26,15 +26,15 @@ class CellStore:
     a segment takes in all keys that have left the window when it is closed, such as those of a prompt.
 
     Args:
-        method: `Cells(...)`. What counts is segment (None: all keys that are there, at least 1,024, from 8,192 keys on 11
+        method: `Cells(...)`. The cache uses its segment (None: all keys that are there, at least 1,024, from 8,192 keys on 11
             sqrt(n)), cell_size (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: cells of 3.5 sqrt(n) keys, at least
             20 cells), window (None: 16; a number of keys, which is not rounded to whole segments), sinks and partition. There are
             no samples.
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
         offload: keep keys and values of closed segments in CPU memory, pinned if the others are on a GPU. The moments of cells
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
-            first ones. Results are the same. Reordering batch entries copies all that is on the CPU; looking at `keys` and
-            `values`, or an audit, brings all of it over.
+            first ones. Results are the same. Reordering batch entries copies all that is on the CPU; reading `keys` or
+            `values`, or an audit, copies all of it to the device.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -115,7 +115,7 @@ class CellStore:
             self.mark(self.state.key_padding)
 
     def reserve(self, keys: int) -> None:
-        """Make room for so many more keys, so that appending them moves nothing."""
+        """Make room for this many more keys, so that appending them moves nothing."""
         state = self._require_state()
         state.keys.reserve(keys)
         state.values.reserve(keys)
@@ -123,7 +123,7 @@ class CellStore:
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys are padding: False in `counts` `[batch, length]`. None: none of them.
 
-        It may not change for keys that a query has attended to.
+        This may not change for keys that a query has attended to.
         """
         state = self._require_state()
         # A copy: the kernels need contiguous rows, and the caller may change the mask later.
@@ -200,7 +200,7 @@ class CellStore:
             self._close_before(state, first + start)
             stop = min(rows, self.sizes.next_close(state.closed) - first)
             step = self._rows_at_a_time(state, query.shape[0] * query.shape[1])
-            # A value that is not finite, with a weight of zero, would make NaN of rows that do not see it: take single rows.
+            # A value that is not finite, times a weight of zero, would be NaN in rows that do not see it: take single rows.
             if stop - start > 1 and not bool(state.values.view(slice(state.closed, first + stop)).isfinite().all()):
                 step = 1
             for row in range(start, stop, step):

@@ -16,7 +16,7 @@ from nearfield.checks import check_has
 
 
 class Partition(Protocol):
-    """A way to group keys into cells. Any object with this function is one. It must not change once it is in use.
+    """A way to group keys into cells. Any object with this method is one. It must not change once it is in use.
 
     Example:
         >>> class EveryOther:
@@ -38,7 +38,7 @@ class Partition(Protocol):
 BUILT_IN: dict[str, type[Any]] = {kind.__name__: kind for kind in (KMeans, Blocks, HashBuckets)}
 
 _OWN: dict[int, Callable[[], Partition | None]] = {}
-"""Users' partitions by their `id`, which is how an operator, whose arguments are plain numbers, is told of one."""
+"""Users' own partitions by `id`, since operators take only plain arguments."""
 
 
 def check_partition(name: str, value: object) -> None:
@@ -58,7 +58,7 @@ def build_cells(partition: Partition, keys: Tensor, cells: int) -> Tensor:
 
 
 def _checked(found: object, partition: Partition, keys: Tensor, cells: int) -> Tensor:
-    """What a user's partition has built, if it is what the contract says."""
+    """What a user's partition has built; raises if that breaks the contract."""
     shape = tuple(keys.shape[:2])
     if not isinstance(found, Tensor):
         raise ValueError(f"{partition!r}.build must return a tensor of integers of shape {shape}, got {type(found).__name__}")
@@ -80,7 +80,7 @@ def make_known(partition: Partition) -> None:
     number = id(partition)
     try:
         _OWN[number] = weakref.ref(partition, lambda _: _OWN.pop(number, None))
-    except TypeError:  # Some classes, such as those with __slots__, have no weak references. Their objects stay.
+    except TypeError:  # Some objects, such as those with __slots__, cannot be weakly referenced. They stay for good.
         _OWN[number] = lambda: partition
 
 

@@ -22,8 +22,8 @@ class KMeans:
     What should be small inside a cell is the spread of logits, not of keys, and queries are large where keys are large. On real
     language data this weighting reduces the error by a third.
 
-    A few Lloyd iterations are enough: cells need to be tight, not optimal. From some hundred cells on the keys are first split
-    into about sqrt(cells) large cells, and each of those, in proportion to its size, into small ones. This takes
+    A few Lloyd iterations are enough: cells need to be tight, not optimal. Beyond 256 cells, the keys are first split into
+    about sqrt(cells) large cells, and each of those, in proportion to its size, into small ones. This takes
     O(length sqrt(cells) dim) instead of O(length cells dim).
 
     Args:
@@ -73,7 +73,7 @@ class KMeans:
 
 
 SCORES_PER_PASS = 1 << 19
-"""Numbers in one block of the table of keys by centroids, and in the keys themselves: 2 MB in float32."""
+"""Numbers in one block of the table of keys by centroids, copies of the keys included: 2 MB in float32."""
 
 
 def lloyd(
@@ -158,12 +158,12 @@ def _limited(keys: Tensor, assigned: Tensor, sizes: Tensor, most: int) -> Tensor
     spare = sizes.argsort(stable=True)[: length // most]
     is_spare = torch.zeros(cells, dtype=torch.bool, device=keys.device)
     is_spare[spare] = True
-    homeless = is_spare[assigned].nonzero()[:, 0]
-    if len(homeless):
+    displaced = is_spare[assigned].nonzero()[:, 0]
+    if len(displaced):
         centroids, _ = means(keys[None], assigned[None], keys.new_full((1, cells, keys.shape[1]), torch.inf))
         others = (~is_spare & (sizes > 0)).nonzero()[:, 0]
-        found, _ = nearest(keys[homeless][None], centroids[:, others])
-        assigned = assigned.index_copy(0, homeless, others[found[0]])
+        found, _ = nearest(keys[displaced][None], centroids[:, others])
+        assigned = assigned.index_copy(0, displaced, others[found[0]])
     order = assigned.argsort(stable=True)
     cell = assigned[order]
     count = torch.bincount(cell, minlength=cells)

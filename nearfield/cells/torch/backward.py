@@ -184,7 +184,7 @@ def _near(part: BackwardBlock, sums: Sums) -> None:
         weight = products(queries, keys, -lse)
         if stack.missing is not None:
             weight.masked_fill_(stack.missing[:, None], -torch.inf)
-        # A weight is at most 1, also where logits are so large that their rounding says otherwise.
+        # A weight is at most 1, even where logits are so large that rounding says otherwise.
         if part.extreme:
             weight.clamp_(max=0.0)
         weight.exp_()

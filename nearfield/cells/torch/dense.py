@@ -1,4 +1,4 @@
-"""Attention of some rows to the same keys, one by one: by torch's own kernel where that serves."""
+"""Exact attention of some rows to the same keys, by torch's own kernel where it applies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nearfield.cells.far_field import finite
 from nearfield.kernels.reference import weighted_softmax
 
 LARGE = 1e5
-"""Beyond this, rounding may move a logit by a few hundredths and more."""
+"""Beyond this, rounding may move a logit by a few hundredths or more."""
 
 
 def dense_attention(
@@ -41,7 +41,7 @@ def dense_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values through these keys, given the output and lse of *all* that a row attends to.
 
-    With the lse of everything, each weight is the final one, whatever else a row attends to.
+    With that lse, each weight is the final one, whatever else a row attends to.
     """
     extreme = is_extreme(lse)
     if _fused(keys, values, keep, seen) and not extreme:
@@ -76,7 +76,7 @@ def is_extreme(lse: Tensor) -> bool:
 
 
 def _fused(keys: Tensor, values: Tensor, keep: Tensor | None, seen: Tensor | None) -> bool:
-    """Whether torch's own kernel serves: only keys and values of one width, no dropout, and no row without keys."""
+    """Whether torch's own kernel applies: on a CPU, some keys, as wide as their values, no dropout, no mask but a causal one."""
     return keys.device.type == "cpu" and keep is None and seen is None and keys.shape[1] == values.shape[1] and len(keys) > 0
 
 

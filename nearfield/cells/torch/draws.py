@@ -61,8 +61,8 @@ class Draws:
         head, samples, table = self.head, self.drawn.shape[1], self.head.table
         queries, numbers = self.block.scaled(rows), self.block.rows[rows]
         top, weight = cells.top, cells.weight
-        ladder = weight.double().cumsum(1)
-        mass = ladder[:, -1]
+        cumulative = weight.double().cumsum(1)
+        mass = cumulative[:, -1]
         some = (mass > 0)[:, None]
         if not bool(some.any()):
             return torch.zeros_like(self.value[rows, 0]), top, torch.zeros_like(top)
@@ -70,7 +70,7 @@ class Draws:
         counters = (numbers + head.first_row)[:, None]
         point = (1.0 - hashed_uniform(head.seed, counters, -1 - draw)) * mass[:, None]
         last = (weight.shape[1] - 1 - weight.flip(1).gt(0).int().argmax(1))[:, None]
-        column = torch.minimum(torch.searchsorted(ladder, point), last)
+        column = torch.minimum(torch.searchsorted(cumulative, point), last)
         cell = cells.seen.ids[column]
         stand_in = table.value[cell] + cells.tilt[:, None]
         if cells.keep is not None:

@@ -60,21 +60,21 @@ def near(head: Head, block: RowBlock, opened: Tensor, ref: Tensor) -> tuple[Tens
     Sums are formed around `ref`, which must not exceed the largest logit. The logit of an opened centroid never does, and is
     usually close to it. Rows for which it is too low are done again around their largest logit.
     """
-    height = rows_of_a_tile(opened.numel() / max(1, head.table.cells))
-    numerator, mass, above = _sums(head, block.numbers, opened, ref, height)
+    tile_rows = rows_of_a_tile(opened.numel() / max(1, head.table.cells))
+    numerator, mass, above = _sums(head, block.numbers, opened, ref, tile_rows)
     low = ((above > HEADROOM) | (ref.abs() > LARGE)).logical_and_(above > -torch.inf).nonzero()[:, 0]
     if len(low):
         numbers = torch.cat([block.numbers[low], block.numbers[-1:]])
-        _, _, top = _sums(head, numbers, opened[low], torch.zeros_like(ref[low]), height)
+        _, _, top = _sums(head, numbers, opened[low], torch.zeros_like(ref[low]), tile_rows)
         ref = ref.index_copy(0, low, top)
-        again, again_mass, _ = _sums(head, numbers, opened[low], top, height, apart=True)
+        again, again_mass, _ = _sums(head, numbers, opened[low], top, tile_rows, apart=True)
         numerator.index_copy_(0, low, again)
         mass.index_copy_(0, low, again_mass)
     return numerator, mass, ref
 
 
 def _sums(
-    head: Head, numbers: Tensor, opened: Tensor, ref: Tensor, height: int, apart: bool = False
+    head: Head, numbers: Tensor, opened: Tensor, ref: Tensor, tile_rows: int, apart: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Numerator and mass around `ref`, and by how much the largest logit exceeds it.
 
@@ -84,7 +84,7 @@ def _sums(
     numerator = ref.new_zeros(rows + 1, head.values.shape[1])
     mass, top = ref.new_zeros(rows + 1), ref.new_full((rows + 1,), -torch.inf)
     base = torch.cat([-ref, ref.new_zeros(1)])
-    for stack in stacks(opened, head.table.starts, head.keys.shape[1], height):
+    for stack in stacks(opened, head.table.starts, head.keys.shape[1], tile_rows):
         row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
         number = numbers.index_select(0, row)
         keys, values, position = tile_members(head, stack)

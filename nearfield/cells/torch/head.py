@@ -48,7 +48,7 @@ class Head:
     dropout_p: float = 0.0
     seed: int = 0
     first_row: int = 0
-    """the number of its first row among the rows of all heads: rows draw by their numbers"""
+    """the number of its first row among the rows of all heads; what a row draws depends on its number"""
     pieces: list[Piece] = field(init=False)
     spans: Spans = field(init=False)
     table: CellTable = field(init=False)
@@ -104,7 +104,7 @@ class Head:
 
     @property
     def serves_fused(self) -> bool:
-        """Whether torch's own attention kernel serves the keys that are seen one by one."""
+        """Whether torch's own kernel serves the keys that are seen one by one."""
         return self.dropout_p == 0.0 and self.keys.shape[1] == self.values.shape[1] and self.keys.device.type == "cpu"
 
     def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ class RowBlock:
             self.ranges.append(slice(start, start + group * piece.length))
             start += group * piece.length
         self.numbers = torch.cat([self.rows, self.rows.new_zeros(1)])
-        """`[rows + 1]`: the same, and at the end the number of any row, with which tiles are filled up"""
+        """`[rows + 1]`: the same, and at the end a row that fills up tiles"""
 
     def scaled(self, part: slice | Tensor) -> Tensor:
         """The queries of some rows, times scale."""
@@ -217,23 +217,23 @@ def local_runs(block: RowBlock) -> Iterator[LocalRun]:
 def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor | None]]:
     """The fields `own`, `causal` and `seen` of the runs of a whole piece."""
     device = head.keys.device
-    always = torch.arange(min(head.sizes.sinks, piece.closed), device=device)
+    sinks = torch.arange(min(head.sizes.sinks, piece.closed), device=device)
     if not head.sizes.segment:
-        if len(always):
-            yield always, False, None
+        if len(sinks):
+            yield sinks, False, None
         return
     seen = head.visible_at[piece.start : piece.stop]
     last = int(seen[-1])
     first = int(seen[0]) - 1
     if first >= piece.closed and torch.equal(seen, torch.arange(first + 1, first + 1 + len(seen), device=device)):
         # The r-th position of the piece sees the keys up to first + r.
-        before = torch.cat([always, torch.arange(piece.closed, first, device=device)])
+        before = torch.cat([sinks, torch.arange(piece.closed, first, device=device)])
         if len(before):
             yield before, False, None
         yield torch.arange(first, last, device=device), True, None
     else:
-        if len(always):
-            yield always, False, None
+        if len(sinks):
+            yield sinks, False, None
         own = torch.arange(piece.closed, last, device=device)
         if len(own):
             yield own, False, own < seen[:, None]

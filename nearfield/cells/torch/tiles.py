@@ -1,7 +1,7 @@
 """Tiles: dense products of some rows with the members of a cell, and the order in which they are made.
 
 In a (row, cell) pair the row meets all members of the cell. Pairs are sorted by cell and cut into tiles of equally many rows.
-Tiles whose cells have about as many members are stacked, so that one batched matrix product serves hundreds of them. All tiles
+Tiles whose cells are of about the same size are stacked, so that one batched matrix product serves hundreds of them. All tiles
 have the same number of rows, and those of a cell the same number of columns, whichever other rows open it: a matrix product may
 round a row differently when its shape changes, and a causal row must not change by a bit because of later queries.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 PAGE = 256
-"""Cells with more members than this are met in pages of this size."""
+"""Cells with more members than this are cut into pages of this size."""
 
 GRAIN = 8
-"""The columns of a tile are filled up to a multiple of this."""
+"""The columns of a tile are padded to a multiple of this."""
 
 SCALARS_PER_PASS = 1 << 19
 """Scores and gathered numbers in one stack of tiles: 2 MB in float32."""
@@ -29,17 +29,17 @@ class Stack:
     """Tiles of one shape."""
 
     rows: Tensor
-    """`[tiles, tile_rows]`: row numbers; the number of rows where a tile is filled up"""
+    """`[tiles, tile_rows]`: row numbers; where a tile is padded, the number of rows"""
     members: Tensor
     """`[tiles, width]`: the members of the cell, as places in `CellTable.order`; 0 where it has fewer"""
     missing: Tensor | None
     """`[tiles, width]`: where the cell has fewer members; None: nowhere"""
 
 
-def stacks(chosen: Tensor, edges: Tensor, dim: int, height: int | None = None, page_size: int = PAGE) -> Iterator[Stack]:
+def stacks(chosen: Tensor, edges: Tensor, dim: int, tile_rows: int | None = None, page_size: int = PAGE) -> Iterator[Stack]:
     """The tiles of all pairs in `chosen` `[rows, slots]`: numbers of cells, -1 for none. Members of cell c begin at `edges[c]`.
 
-    `height`: rows of a tile; None: by the number of pairs and cells. `dim`: columns of what is gathered for a row or a member.
+    `tile_rows`: rows of a tile; None: by the number of pairs and cells. `dim`: columns of what is gathered for a row or a member.
     """
     rows, slots = chosen.shape
     cells = len(edges) - 1
@@ -54,7 +54,7 @@ def stacks(chosen: Tensor, edges: Tensor, dim: int, height: int | None = None, p
         return
     row = pair.div(slots, rounding_mode="floor")
     first = count.cumsum(0) - count
-    tile_rows = height or rows_of_a_tile(rows * slots / cells)
+    tile_rows = tile_rows or rows_of_a_tile(rows * slots / cells)
 
     size = edges.diff()
     pages = -(-size // page_size)

@@ -23,7 +23,7 @@ from nearfield.problem import with_positive_scale
 LEAST_BACKWARD_BYTES = 256 << 20
 
 SPLITS = 4
-"""Kernels of cells go over the rows in so many shares: enough programs to fill a card."""
+"""Kernels that go over cells take the rows in this many shares: enough programs to fill a card."""
 
 
 def backward(
@@ -99,7 +99,7 @@ def backward(
 
 
 def _entries(per_entry: int, inputs: tuple[Tensor, ...]) -> Iterator[slice]:
-    """Entries of the batch in parts that take no more memory than half of the inputs, with so many bytes per entry."""
+    """Entries of the batch in parts that take no more memory than half of the inputs, at `per_entry` bytes each."""
     entries, step = len(inputs[0]), max(1, max(LEAST_BACKWARD_BYTES, _bytes(inputs) // 2) // max(1, per_entry))
     for start in range(0, entries, step):
         yield slice(start, min(start + step, entries))

@@ -38,7 +38,7 @@ def _members(places, where, packed, position, cell, total, per_entry, length, sh
 
 
 def sort_by_cell(packed: Tensor, layout: Layout, entries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed cells in order, where each of them was, and where each cell begins (one more: where those without a cell do)."""
+    """Packed cells in order, where each of them was, and where each cell begins (last: where those without a cell do)."""
     found, places = packed.view(-1).sort(stable=True)
     return found, places, torch.searchsorted(found, layout.packed_cells(entries), out_int32=True)
 
@@ -92,10 +92,10 @@ def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]
 
 
 POINTS = 128
-"""of a sample that a program prepares"""
+"""Points of a sample that a program prepares."""
 
 WIDTH_KEYS = 1024
-"""Keys of a sample that say how wide each coordinate is."""
+"""Keys of a sample from which the width of each coordinate is measured."""
 
 
 @Kernel
@@ -198,7 +198,7 @@ def _nearest(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The cell c of its span that is largest in x.c - |c|^2 / 2, x = (point - offset) * weight, for a block of points.
+    """For a block of points, the cell c of their span with the largest x.c - |c|^2 / 2, where x = (point - offset) * weight.
 
     PREPARED: points are already of this form, and their cells are packed, see `PackedCells`.
     """
@@ -254,7 +254,7 @@ def _means(
     BP: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The mean of the points of one cell. An empty cell starts again at a point of the sample, another one in every turn."""
+    """The mean of the points of one cell. An empty cell starts again at a point of the sample, a different one in every turn."""
     number = tl.program_id(0).to(tl.int64)
     entry, cell = number // cells, number % cells
     column = tl.arange(0, BD)
@@ -418,7 +418,7 @@ class _Centroids:
 
 
 KEYS = 1024
-"""that a program counts or moves"""
+"""Keys that a program counts or moves."""
 
 
 @Kernel
@@ -463,7 +463,7 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
 
 @Kernel
 def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP: tl.constexpr):
-    """Keys of a cell that is cut go to its parts as if at random, by their positions: equal keys may come at equal distances."""
+    """A hash of its position sends each key of a cut cell to one of the parts: equal keys may come at equal distances."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     here = cell_of + entry * cell_entry + lane

@@ -41,7 +41,7 @@ CHANGING = (
 @triton.jit
 def largest(x, some, wanted, least, STEPS: tl.constexpr, LENGTH: tl.constexpr):
     """Which of `some` numbers `[LENGTH]` are the `wanted` largest, a place for each of those in a list without gaps, and a number
-    that `wanted` of them reach. So many are known to reach `least`.
+    that `wanted` of them reach. That many are known to reach `least`.
     """
     # Three counts in one sum: in half as many bits where they fit.
     COUNT: tl.constexpr = tl.int32 if LENGTH <= 512 else tl.int64
@@ -149,7 +149,7 @@ def add_tile(acc, m_i, l_i, logits, value, IP: tl.constexpr):
 
 @triton.jit
 def store_part(parts, part_lse, part, first_part, real, column, wide, acc, m_i, l_i, value_dim):
-    """Write one part of some rows. A part without weight has no mean, and nobody reads it."""
+    """Write one part of some rows. A part without weight has no mean; `merge_parts` ignores it."""
     some = l_i > 0.0
     mean = acc / tl.where(some, l_i, 1.0)[:, None]
     tl.store(parts + (first_part + part)[:, None] * value_dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
@@ -211,7 +211,7 @@ def load_both(
 
 @triton.jit
 def load_queries(queries, first_row, row, real, column, wide, dim):
-    """Those of a group, `[rows, columns]`."""
+    """The queries of a group, `[rows, columns]`."""
     at = (first_row + row)[:, None] * dim + column[None, :]
     return tl.load(queries + at, mask=real[:, None] & wide[None, :], other=0.0)
 
@@ -281,7 +281,7 @@ def score_cells(
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     first_part = (entry * group + row) * part_count
-    # Everything is asked for before anything is waited for: a program is as fast as its loads follow each other.
+    # All loads are issued before any is waited for: loads that wait for each other are what makes a program slow.
     if job >= cell_tiles:
         keys += entry * key_entry
         values += entry * value_entry
@@ -446,7 +446,7 @@ def choose_and_read_open_end(
             acc = tl.zeros([BR, BV], tl.float32)
             m_i = tl.full([BR], -float("inf"), tl.float32)
             l_i = tl.zeros([BR], tl.float32)
-            # Pipelined, so that keys and values are on their way at once.
+            # Pipelined, so that keys and values are loaded at the same time.
             for tile in tl.range(0, PER, num_stages=2):
                 place = first_place + tile * BK + tl.arange(0, BK)
                 there = place < length
@@ -529,7 +529,7 @@ def read_cells(
     if job >= readers:
         part = job - readers
         cell = part * BC + tl.arange(0, BC)
-        # Beyond the last cell memory may hold anything, also NaN: a weight of zero would not do.
+        # Beyond the last cell memory may hold anything, even NaN, which a weight of zero does not remove.
         at = entry * mean_entry + cell[:, None] * value_dim + value_column[None, :]
         mean = tl.load(mean_value + at, mask=(cell < cells)[:, None] & value_wide[None, :], other=0.0)
         wait_for_previous(PDL)
@@ -607,8 +607,8 @@ def merge_parts(
     BV: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the parts of a row, and tilt what came from closed cells by what a value gains with the query, on average over all
-    cells: the covariance of values and keys, times the query."""
+    """Merge the parts of a row, and tilt what came from closed cells by X q, where X is the covariance of values and keys inside
+    cells, pooled over all cells."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BV + tl.arange(0, BV)
     wide = column < value_dim
@@ -622,7 +622,7 @@ def merge_parts(
     some, part = tl.arange(0, BP), tl.arange(0, PARTS)
     parts += row * part_count * value_dim + column[None, :]
     part_lse += row * part_count
-    # The first parts are asked for before it is known which of them count: those that do not may be NaN, and are left out below.
+    # The first parts are loaded before it is known which of them count: those that do not may be NaN, and are left out below.
     found = tl.load(parts + some[:, None] * value_dim, mask=(some < part_count)[:, None] & wide[None, :], other=0.0)
     some_lse = tl.load(part_lse + some, mask=some < part_count, other=-float("inf"))
     lse = tl.load(part_lse + part, mask=part < part_count, other=-float("inf"))

@@ -15,11 +15,10 @@ from nearfield.cells.triton.far_field import (
     cell_logit,
     cell_mass,
     cell_moments,
-    closed_segments,
     log2_cell_mass,
     squares,
 )
-from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.layout import Layout, closed_segments
 from nearfield.cells.triton.local import BackwardRows
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
@@ -119,7 +118,7 @@ def _far_fwd(
                 taken = is_marked(marks + place * words + number, there, lane, BC)
                 logit = cell_logit(first, scale, log2_n[None, :])
                 if NARROW:
-                    # float16 holds no weight much beyond 1.
+                    # float16 holds no weight far above 1.
                     logit = tl.where(taken, -float("inf"), log2_cell_mass(logit, spread))
                 m_new = tl.where(mine, tl.maximum(m_i, tl.max(logit, 1)), m_i)
                 base = tl.where(m_new > -float("inf"), m_new, 0.0)
@@ -561,7 +560,7 @@ def _far_dmoments(
             by = here % 32
             taken = tl.zeros([BC, BM], tl.int32)
             for i in tl.static_range((BC + 31) // 32):
-                # Columns need not begin with a word.
+                # The first column need not be at the start of a word.
                 word = tl.load(words_at + i, mask=there, other=0)
                 more = tl.load(words_at + i + 1, mask=there & (past_word > i + 1) & (by > 0), other=0)
                 word = ((word.to(tl.uint32) >> by.to(tl.uint32)) | (more.to(tl.uint32) << ((32 - by) % 32).to(tl.uint32))).to(

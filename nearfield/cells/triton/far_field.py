@@ -16,23 +16,13 @@ MOST_SPREAD = tl.constexpr(far_field.MOST_SPREAD)
 MOST_SQUARE = tl.constexpr(far_field.MOST_SQUARE)
 
 VOID = tl.constexpr(-1e30)
-"""In place of the score of a cell that is not to be opened, or added to it. Not -inf, of which no difference can be taken."""
+"""The score of a cell that must not be opened, or what is added to it. Not -inf: the difference of two of those is NaN."""
 
 LEAST_SCORE = tl.constexpr(VOID.value / 2)
 """Cells with a score above this one may be opened."""
 
 NOT_FINITE = tl.constexpr(3e38)
 """In place of log2 n_c where a member of the cell is not finite, so that the cell outweighs everything else in a row."""
-
-
-@triton.jit
-def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
-    """How many segments a row that sees `visible` keys sees through cells."""
-    if CAUSAL:
-        own = (visible - 1) // segment
-        return tl.where(visible > 0, tl.minimum(tl.maximum(own - window, 0), segments), 0)
-    else:
-        return tl.where(visible > 0, 1, 0)
 
 
 @triton.jit
@@ -65,7 +55,7 @@ def cell_score(first, spread, exists):
 
 @triton.jit
 def wide_cell_score(first, wide_spread, exists):
-    """The same from ROUTE_SPREADS^2 u_c. x / sqrt(x) is faster than a root."""
+    """The same from ROUTE_SPREADS^2 u_c. x * rsqrt(x) is faster than sqrt(x)."""
     spread = tl.maximum(wide_spread, 1e-30)
     return first + (spread * tl.rsqrt(spread) + exists)
 
@@ -85,7 +75,7 @@ def boost(spread):
 
 @triton.jit
 def cell_logit(first, scale, log2_size):
-    """log2 of n_c e^{q.mu_c}, or of a share of that, with less than log2 n_c in `log2_size`."""
+    """log2 of n_c e^{q.mu_c}, divided by 2^x if `log2_size` is log2 n_c - x."""
     return first * (scale * LOG2E) + log2_size
 
 

@@ -88,7 +88,7 @@ def forward(
 
 
 def layout_for(keys: Tensor, sizes: CellSizes) -> Layout:
-    """The layout of such keys; it stays for good if a graph is being captured, which will read it."""
+    """The layout of such keys. If a graph is being captured, it stays for good: the graph will read it."""
     layout = layout_of(keys.shape[1], sizes, keys.device)
     if keys.is_cuda and torch.cuda.is_current_stream_capturing():
         layout.keep()
@@ -96,7 +96,7 @@ def layout_for(keys: Tensor, sizes: CellSizes) -> Layout:
 
 
 def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
-    """The cells of the keys `[heads, n, dim]`, `[heads, n]`, at most `cells` of them: see `partition.build_cells`."""
+    """The cell `[heads, n]` of each key `[heads, n, dim]`, one of at most `cells`: see `partition.build_cells`."""
     heads, length, _ = keys.shape
     keys, layout = dense(keys), _layout(length, cells, keys.device)
     found = torch.empty(heads, 1, length, dtype=torch.int32, device=keys.device)
@@ -107,10 +107,10 @@ def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
     return found[:, 0]
 
 
-# Not among the layouts of `layout_of`: a cache asks for longer and longer segments, once for each layer of a model.
+# Not in the cache of `layout_of`: a cache asks for longer and longer segments, once for each layer of a model.
 @lru_cache(maxsize=4)
 def _layout(length: int, cells: int, device: torch.device) -> Layout:
-    # Just so many cells may take a fraction of a key per cell.
+    # To get exactly `cells`, the number of keys per cell may have to be a fraction.
     cell_size: float = max(1.0, length / cells)
     sizes = CellSizes(group=1, segment=0, window=0, sinks=0, cell_size=cell_size, probes=1, samples=0)  # type: ignore[arg-type]
     return layout_of.__wrapped__(length, sizes, device)

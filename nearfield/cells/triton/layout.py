@@ -1,4 +1,4 @@
-"""Where the spans and cells of a head are. It follows from the shape alone: tables for the kernels, made once per shape."""
+"""Where the spans and cells of a head are, which follows from the shape alone: tables for the kernels, made once per shape."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
@@ -22,14 +24,14 @@ SAMPLED = 16
 """Keys per cell that k-means looks at."""
 
 KEPT_SAMPLES = 8
-"""A layout remembers the samples of so many seeds."""
+"""A layout remembers the samples of this many seeds."""
 
 
 class PackedCells(NamedTuple):
-    """How numbers of cells are stored while they are sorted: in 16 bits where they fit. They run on from entry to entry."""
+    """How numbers of cells are stored while they are sorted: in 16 bits where they fit. Numbers continue from entry to entry."""
 
     last: int
-    """how many cells there are; stands for no cell"""
+    """how many cells there are; also stands for no cell"""
 
     @property
     def shift(self) -> int:
@@ -41,7 +43,7 @@ class PackedCells(NamedTuple):
         return torch.int16 if self.shift else torch.int32
 
     def all(self) -> Tensor:
-        """All cells, and no cell, in order."""
+        """All cells in order, then the number for no cell."""
         return torch.arange(-self.shift, self.last + 1 - self.shift, dtype=self.dtype)
 
 
@@ -107,7 +109,7 @@ class Layout:
     run_edges: Tensor
     """`[segments + 2]`: the first run of a row with s; its last one is before the first run of a row with s + 1"""
     run_start: Tensor
-    """`[runs]`: the cell in the first column of each run: the first cell of the run, or one before that"""
+    """`[runs]`: `run_cell`, minus the empty columns before it"""
     run_cell: Tensor
     """`[runs]`: the first cell of each run"""
     run_stop: Tensor
@@ -135,7 +137,7 @@ class Layout:
     span_of_segment: Tensor
     """`[span_levels, segments]`; -1: none of this level"""
     members: Tensor
-    """`[keys of all spans]`: where they are in `[span_levels, n]`, span by span"""
+    """`[keys of all spans]`: where they are in a flat `[span_levels, n]`, span by span"""
     _keys: Chunks = field(repr=False)
     _sees_span: Tensor = field(repr=False)
     """`sees_span` on the host"""
@@ -167,7 +169,7 @@ class Layout:
         return self._keys.of(size)
 
     def packed_cells(self, entries: int) -> Tensor:
-        """All cells of so many entries, in order, see `PackedCells`."""
+        """All cells of this many entries, in order: see `PackedCells`."""
         return self._kept("packed_cells", entries, PackedCells(entries * self.cells).all)
 
     def first_cells(self, entries: int) -> Tensor:
@@ -250,7 +252,7 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         tile_edges.append(len(tile_cell))
         widest = max(widest, first)
 
-    def there(numbers: Iterable[int]) -> Tensor:
+    def on_device(numbers: Iterable[int]) -> Tensor:
         return _ints(list(numbers), device)
 
     span_of_cell = torch.repeat_interleave(torch.arange(len(spans.all)), torch.tensor(edges).diff()).to(device, torch.int32)
@@ -260,21 +262,21 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         segments=segments,
         cells_per_segment=cells_per_segment,
         spans=spans,
-        cell_edges=there(edges),
-        run_edges=there(run_edges),
-        run_start=there(run_start),
-        run_cell=there(run_cell),
-        run_stop=there(run_stop),
+        cell_edges=on_device(edges),
+        run_edges=on_device(run_edges),
+        run_start=on_device(run_start),
+        run_cell=on_device(run_cell),
+        run_stop=on_device(run_stop),
         span_column=span_column.to(device),
-        tile_edges=there(tile_edges),
-        tile_cell=there(tile_cell),
+        tile_edges=on_device(tile_edges),
+        tile_cell=on_device(tile_cell),
         span_of_cell=span_of_cell,
         sees_span=(span_column >= 0).to(device, torch.float32),
-        span_seen_from=there(span.first + span.segments for span in spans.all),
-        span_seen_until=there(_seen_until(span, spans.tallest, segments) for span in spans.all),
+        span_seen_from=on_device(span.first + span.segments for span in spans.all),
+        span_seen_until=on_device(_seen_until(span, spans.tallest, segments) for span in spans.all),
         mark_words=widest // 32,
-        key_ranges=there(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
-        span_level=there(span.level for span in spans.all),
+        key_ranges=on_device(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
+        span_level=on_device(span.level for span in spans.all),
         span_of_segment=span_of_segment.to(device),
         members=_members(spans, length, segment).to(device),
         _keys=Chunks([span.segments * segment for span in spans.all], device),
@@ -301,5 +303,15 @@ def _shift(span: Span, cells_per_segment: int, tallest: int) -> int:
 
 
 def _seen_until(span: Span, tallest: int, segments: int) -> int:
-    """A span is seen until it is joined with the next one; the tallest are never joined."""
+    """A span is seen until it is joined with the next one; the longest are never joined."""
     return segments + 1 if span.level == tallest else min(span.first + 2 * span.segments, segments + 1)
+
+
+@triton.jit
+def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
+    """How many segments a row sees through cells if it sees `visible` keys."""
+    if CAUSAL:
+        own = (visible - 1) // segment
+        return tl.where(visible > 0, tl.minimum(tl.maximum(own - window, 0), segments), 0)
+    else:
+        return tl.where(visible > 0, 1, 0)

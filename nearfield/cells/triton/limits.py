@@ -9,13 +9,13 @@ from nearfield.cells.partition.kmeans import KMeans
 from nearfield.kernels import limits
 
 MOST_SEGMENTS, MOST_PROBES, MOST_CELLS = 4096, 160, 32768
-"""of a whole sequence"""
+"""in a call on a whole sequence"""
 MOST_STEP_CELLS, MOST_GROUP = 1 << 16, 64
-"""of one step of a cache"""
+"""in one step of a cache"""
 MOST_COMPARED = 1 << 16
 """Scores that one program of a step compares."""
 MOST_PROGRAMS, LEAST_TILE = 65_000, 16
-"""On the second axis of a grid, and the fewest keys that each reads."""
+"""Programs on the second axis of a grid, and the fewest keys that each reads."""
 
 
 def unsupported(
@@ -29,7 +29,7 @@ def unsupported(
 ) -> str | None:
     """What the kernels of whole sequences cannot serve, in words for an error; None: they serve it all.
 
-    Asked for calls, for benchmarks of calls, and for caches that group keys; what does not matter is left out.
+    Used for calls, for benchmarks of calls, and for caches that group keys; arguments that do not matter are left out.
     """
     plain = limits.unsupported(*tensors)
     if plain is not None:

@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.far_field import closed_segments
-from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.layout import Layout, closed_segments
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, padded, precision, strides
 
@@ -54,9 +53,9 @@ def rows_at(number, positions, BM: tl.constexpr):
 
 @triton.jit
 def edges_of(sees, local, there, sinks, BN: tl.constexpr):
-    """Where the keys seen one by one begin, between which places all rows see all of them, and where they end.
+    """Where the keys seen one by one begin, from where (`middle`) to where (`whole`) all rows see all of them, where they end.
 
-    Then, in tiles of BN: how many tiles the sinks take, how many there are before `whole`, and how many need a mask.
+    Then, of the tiles of BN keys that need a mask: how many the sinks take, how many come before `middle`, how many there are.
     """
     last = tl.max(sees, 0)
     begin = tl.min(local, 0)
@@ -74,12 +73,12 @@ def edges_of(sees, local, there, sinks, BN: tl.constexpr):
 @triton.jit
 def tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN: tl.constexpr):
     """The positions of a tile that needs a mask, which of them exist, and whether they are sinks; see `edges_of`."""
-    ahead = tile < sink_tiles
-    start = tl.where(ahead, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
-    start += tl.where(ahead, 0, tl.where(tile < before, begin, whole))
-    stop = tl.where(ahead, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
+    is_sink = tile < sink_tiles
+    start = tl.where(is_sink, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
+    start += tl.where(is_sink, 0, tl.where(tile < before, begin, whole))
+    stop = tl.where(is_sink, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
     position = start + tl.arange(0, BN)
-    return position, position < stop, ahead
+    return position, position < stop, is_sink
 
 
 @Kernel
@@ -147,14 +146,14 @@ def _local_fwd(
         sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
         before, tiles = sink_tiles, sink_tiles
     for tile in range(tiles):
-        position, real, ahead = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
+        position, real, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
         key, value = keys_and_values(
             keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
         )
         qk = tl.dot(query, key, input_precision=IP)
-        seen = real[None, :] & (position[None, :] < sees[:, None]) & (ahead == (position[None, :] < local[:, None]))
+        seen = real[None, :] & (position[None, :] < sees[:, None]) & (is_sink == (position[None, :] < local[:, None]))
         if CAUSAL:
-            # Zero times a later value that is not finite would not be zero: its own rows are told by their logits.
+            # Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
             fine = value.to(tl.float32) * 0.0 == 0.0
             odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
             value = tl.where(fine, value, 0.0).to(value.dtype)
@@ -269,7 +268,7 @@ def backward_rows(queries: Tensor, visible: Tensor, output: Tensor, lse: Tensor,
 
 @triton.jit
 def dq_of_keys(query, key, value, do_i, lse_i, delta_i, scale, seen, MASKED: tl.constexpr, IP: tl.constexpr):
-    """What keys add to dq, but for the scale; `scale` and `lse_i` are those of logits to base 2."""
+    """What keys add to dq, up to the factor scale; `scale` and `lse_i` are those of logits to base 2."""
     p = tl.exp2(tl.minimum(tl.dot(query, key, input_precision=IP) * scale - lse_i[:, None], 0.0))
     ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
     if MASKED:
@@ -346,11 +345,11 @@ def _local_dq(
         sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
         before, tiles = sink_tiles, sink_tiles
     for tile in range(tiles):
-        position, real, ahead = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
+        position, real, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
         key, value = keys_and_values(
             keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
         )
-        seen = real[None, :] & (position[None, :] < sees[:, None]) & (ahead == (position[None, :] < local[:, None]))
+        seen = real[None, :] & (position[None, :] < sees[:, None]) & (is_sink == (position[None, :] < local[:, None]))
         if CAUSAL:
             # Zero times a later key that is not finite would not be zero.
             key = tl.where(key.to(tl.float32) * 0.0 == 0.0, key, 0.0).to(key.dtype)
@@ -452,7 +451,7 @@ def _local_dkv(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """For a block of keys, over a share of the rows that see them after their last closed segment, or (SINKS) as sinks."""
+    """dk and dv of a block of keys, over a share of the rows that see them after the last closed segment, or (SINKS) as sinks."""
     block, entry, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     queries += entry * query_entry
     visible += entry * visible_entry
@@ -477,7 +476,7 @@ def _local_dkv(
     begin = tl.load(first_row + entry * blocks + block).to(tl.int32)
     end = positions
     if not SINKS:
-        # From so many closed segments on all of these keys are closed.
+        # Rows with this many closed segments or more see all of these keys through cells.
         past = tl.minimum((block * BN + BN - 1) // segment + 1, segments + 1)
         end = tl.load(row_starts + entry * (segments + 2) + past)
     number = (end - begin + BM - 1) // BM

@@ -13,10 +13,10 @@ PAIRS_SHARE = 1 / 12
 """How much of the budget (row, cell) pairs may take while they are grouped."""
 
 LEAST_SHARE = 0.09
-"""Partial results get this share of inputs and output at least: with too few rows at a time, tiles are half empty."""
+"""Partial results get at least this share of inputs and output: with too few rows at a time, tiles are half empty."""
 
 LEAST_ROWS = 1024
-"""So many rows are computed together even if they do not fit."""
+"""At least this many rows are computed together, even if they do not fit."""
 
 MOST_ENTRIES = 32768
 """The second axis of a grid takes no more."""
@@ -38,14 +38,14 @@ class MemoryBudget(NamedTuple):
 
 
 def memory_budget(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: float) -> MemoryBudget:
-    """Together with what is held already, the share `beyond` of inputs and output (see `MemoryPolicy`), or a little more."""
+    """Together with what is held already: the share `beyond` of inputs and output (see `MemoryPolicy`), or a little more."""
     total, ours = (sum(x.numel() * x.element_size() for x in tensors) for tensors in (inputs, held))
     pairs = int(PAIRS_SHARE * beyond * total)
     return MemoryBudget(max(LEAST_BYTES, int(LEAST_SHARE * total), int(beyond * total) - pairs - ours), pairs)
 
 
 def parts_of(entries: int, rows: int, per_row: int, available: int) -> Iterator[tuple[slice, slice]]:
-    """Entries, and rows of theirs, in parts of `available` bytes. All rows of an entry where possible, so that tiles are full."""
+    """Entries and their rows in parts of `available` bytes. All rows of an entry where possible, so that tiles are full."""
     some = max(1, min(entries, available // max(1, per_row * rows)))
     step = rows if some > 1 else max(LEAST_ROWS, available // per_row // LEAST_ROWS * LEAST_ROWS)
     for first in range(0, entries, some):

@@ -24,14 +24,14 @@ CHUNK = 1024
 """Keys whose products of deviations one program sums up."""
 
 CHUNK_TILE = 64
-"""Of these, so many at a time."""
+"""How many of these it takes at a time."""
 
 
 @dataclass(frozen=True)
 class Tables:
     """The cells of all entries of a batch, as kernels read them; see `cells.moments.CellTable`.
 
-    Cells are numbered on from entry to entry.
+    The numbers of cells continue from entry to entry.
     """
 
     order: Tensor
@@ -49,7 +49,7 @@ class Tables:
     cross: Tensor
     """`[entries, segments + 1, value_dim, dim]`: the pooled covariance for rows with s closed segments, float32"""
     pooled: Tensor
-    """`[entries, segments + 1]`: of how many keys"""
+    """`[entries, segments + 1]`: how many keys these are pooled over"""
 
     @property
     def cells(self) -> int:
@@ -87,7 +87,7 @@ def _moments(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Centroid, variance and mean value of one cell, in float32 and as kernels look them up."""
+    """Centroid, variance and mean value of one cell, in float32 and as kernels read them."""
     cell = tl.program_id(0).to(tl.int64)
     entry = cell // cells
     first, last = tl.load(starts + cell), tl.load(starts + cell + 1)
@@ -95,7 +95,7 @@ def _moments(
     wide, value_wide = column < dim, value_column < value_dim
     lane = tl.arange(0, BM)
     keys += entry * key_entry
-    # Sums of deviations from one of the members, so that a common offset costs no digits.
+    # Sums of deviations from one of the members, so that a common offset costs no precision.
     one = tl.load(order + first, mask=last > first, other=0).to(tl.int64)
     shift = tl.load(keys + one * key_row + column, mask=wide, other=0.0).to(tl.float32)
     total = tl.zeros([BM, BD], tl.float32)
@@ -210,7 +210,7 @@ class Moments:
     order: Tensor
     starts: Tensor
     cell_of_member: Tensor
-    """`[members]`: the cell of each entry of `order`, numbered on from entry to entry"""
+    """`[members]`: the cell of each member, in the order of `order`; numbers continue from entry to entry"""
     size: Tensor
     """`[entries, cells]`, as all that follows: how many keys, float32"""
     centroid: Tensor
@@ -227,7 +227,7 @@ class Moments:
 
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
-    """Of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none."""
+    """Moments of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none."""
     entries, _, dim = keys.shape
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
@@ -272,7 +272,7 @@ def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> 
 
 
 def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
-    """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and of how many keys it is."""
+    """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and how many keys it is over."""
     entries, _, dim = keys.shape
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
     if not spans:

@@ -21,7 +21,7 @@ from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import TileSizes, blocks_for
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, padded, precision, strides
 
-ENTRIES_OF_A_BLOCK = 8
+NUMBERS_PER_BLOCK = 8
 """Numbers per block in `Groups.blocks`; a power of two, so that they are loaded together."""
 
 PAIRS_PER_PROGRAM = 1024
@@ -32,25 +32,25 @@ class Groups:
     """The (row, slot) pairs of some rows, cell by cell, in blocks. A pair is numbered (entry * rows + row) * slots + slot."""
 
     pair: Tensor
-    """`[rows * slots]`: pairs in the order of their cells"""
+    """`[entries * rows * slots]`: pairs in the order of their cells"""
     first: Tensor
     """`[entries * cells + 1]`: where the pairs of each cell begin"""
     edges: Tensor
     """`[entries * cells + 1]`: the first block of each cell"""
     blocks: Tensor
-    """`[most, 8]`: cell, first pair, where they end, first key of the cell in `Tables.order`, where they end. Those not needed
-    are empty."""
+    """`[most, 8]`: cell, first pair, one after the last; first key of the cell in `Tables.order`, one after the last. Blocks that
+    are not needed are empty."""
     size: int
     """of a block"""
 
     def most(self, entries: int, rows: int, slots: int, cells: int) -> int:
-        """Blocks that the pairs of some entries take at most."""
+        """The most blocks that the pairs of some entries can take."""
         return cdiv(entries * rows * slots, self.size) + entries * cells
 
 
 @triton.jit
 def block_at(blocks, edges, first_cell):
-    """The blocks from a cell on, one for each program: cell, first pair, where they end, first key, where they end."""
+    """The block of a program, counted from the first one of a cell: what `Groups.blocks` says of it."""
     at = blocks + (tl.load(edges + first_cell) + tl.program_id(0)).to(tl.int64) * 8
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
@@ -66,7 +66,7 @@ def _count_pairs(opened, counts, per_entry, cells, opened_entry, BP: tl.constexp
 
 @Kernel
 def _scan_counts(counts, first, edges, total, size, BC: tl.constexpr):
-    """Running sums of the counts, and of the blocks of `size` that they take; `counts` becomes where the next pair goes."""
+    """Running sums of the counts and of the blocks of `size` they take. Overwrites `counts` with where the next pair goes."""
     pairs = 0
     blocks = 0
     for start in range(0, total, BC):
@@ -153,7 +153,7 @@ def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = Non
         num_warps=4,
     )
     most = cdiv(opened.numel(), size) + total
-    blocks = torch.empty(most, ENTRIES_OF_A_BLOCK, dtype=torch.int32, device=device)
+    blocks = torch.empty(most, NUMBERS_PER_BLOCK, dtype=torch.int32, device=device)
     if stable is not None:
         pair = sort_by_cell(pack_cells(opened, stable), stable, entries)[1].int()
     else:
@@ -303,7 +303,7 @@ def near_forward(
 
 
 def near_forward_blocks(queries: Tensor, values: Tensor, sizes: CellSizes) -> TileSizes:
-    """Of the forward pass: pairs are grouped in blocks of so many rows."""
+    """Block sizes of the forward pass: pairs are grouped in blocks of `rows`."""
     return blocks_for("near_fwd", max(queries.shape[2], values.shape[2]), queries.dtype, queries.device, sizes.cell_size)
 
 
@@ -359,7 +359,7 @@ def _merge(
 
 
 def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Adds all parts `[entries, rows, slots, value_dim]` that have a cell to `output` and `lse` (base 2 before, then natural)."""
+    """Adds parts `[entries, rows, slots, value_dim]` that have a cell to `output` and `lse` (base 2 before, natural after)."""
     entries, rows, slots, value_dim = parts.shape
     _merge[(cdiv(rows, 32), entries)](
         parts=parts,
@@ -420,7 +420,7 @@ def _near_dkv(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """For one block of the keys of a cell, over all rows that opened it; only cells from `least` to `beyond` of each entry."""
+    """dk and dv of a block of keys of a cell, over all rows that opened it; only cells from `least` to `beyond` of each entry."""
     block = tl.program_id(0)
     cell = tl.load(block_cell + block)
     if cell >= entries * cells:

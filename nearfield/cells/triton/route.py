@@ -13,11 +13,10 @@ from nearfield.cells.triton.far_field import (
     ROUTE_SPREADS,
     VOID,
     cell_moments,
-    closed_segments,
     squares,
     wide_cell_score,
 )
-from nearfield.cells.triton.layout import COLUMNS, Layout
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
@@ -70,7 +69,7 @@ def _mark(
             + cell
             - tl.load(cell_edges + span, mask=real, other=0)
         )
-        # A row is one thread's own: no one else writes to its words.
+        # Each row belongs to one thread: no other writes to its words.
         here = marks + row * words + place // 32
         word = tl.load(here, mask=real, other=0)
         tl.store(here, word | (1 << (place % 32)).to(tl.int32), mask=real)
@@ -104,11 +103,11 @@ def mark(opened: Tensor, visible: Tensor, layout: Layout, sizes: CellSizes) -> T
 
 
 BISECTIONS = 12
-"""Cells whose scores differ by less than a 4,096th of those of the best and the worst kept one are as good as each other."""
+"""Cells count as equally good if their scores differ by less than a 4,096th of the range of those that are kept."""
 
 FEW_PROBES = 16
-"""Columns of a tile are classes. Up to so many probes the two best scores of each class are kept, and the best of those found one
-after the other; for more probes four are kept."""
+"""Each column of a tile is a class. Up to this many probes, the two best scores of each class are kept, and the best of those are
+found one by one; for more probes, four are kept."""
 
 
 @triton.jit
@@ -211,7 +210,7 @@ def _route(
                 exists = tl.load(log_exists + cell, mask=real, other=VOID)
                 first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
                 score = tl.where(mine[:, None], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
-                # The last digits of a score tell its column.
+                # The last bits of a score hold its column.
                 score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
                 if not FEW:
                     fourth = tl.maximum(fourth, tl.minimum(third, score))
@@ -225,7 +224,7 @@ def _route(
     counts += entry * cells
     begin = tl.load(tile_edges + closed)
     if FEW:
-        # One after the other.
+        # One by one.
         filled = tl.zeros([BM], tl.int32)
         for slot in range(probes):
             high = tl.max(best, 1)
@@ -238,7 +237,7 @@ def _route(
             best = tl.where(gone, second, best)
             second = tl.where(gone, VOID, second)
     else:
-        # Those above the largest number, up to bisection, that `probes` of the kept scores reach.
+        # Those that reach a threshold: the largest, up to bisection, that `probes` of the kept scores reach.
         high = tl.max(best, 1)
         low = tl.minimum(least_of(best), least_of(second))
         low = tl.minimum(low, tl.minimum(least_of(third), least_of(fourth)))

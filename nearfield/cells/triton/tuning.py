@@ -32,7 +32,7 @@ class DecodeTiles(NamedTuple):
     open_end: int
     """keys that are in no closed segment"""
     open_end_tiles: int
-    """so many tiles of them per program"""
+    """tiles of these per program"""
     cells: int
     """cells that are scored"""
     far: int
@@ -63,14 +63,14 @@ def _measured(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, c
 
 @functools.cache
 def decode_tiles(dim: int, dtype: torch.dtype, device: torch.device) -> DecodeTiles:
-    """Those of a step, for the larger of the head dimensions. Smaller where rows are wide: shared memory would not do."""
+    """Tiles of a step, for the larger of the head dimensions. Smaller where rows are wide, to fit in shared memory."""
     tiles = DecodeTiles(**card_table(device)["decode"])
     factor = max(1, padded(dim) * dtype.itemsize // 256)
     return tiles._replace(**{name: max(16, getattr(tiles, name) // factor) for name in ("open_end", "cells", "far", "opened")})
 
 
 def card_table(device: torch.device) -> dict[str, Any]:
-    """What was measured on such a card; on the first card of the file, where it was not this one, and in the interpreter."""
+    """What was measured on such a card; for other cards, and in the interpreter, on the first card of the file."""
     cards = _tables()["cards"]
     return cards.get(torch.cuda.get_device_name(device) if device.type == "cuda" else "", next(iter(cards.values())))
 

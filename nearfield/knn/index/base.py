@@ -18,7 +18,7 @@ from nearfield.kernels.backends import full_precision
 CausalOffset = int | Tensor | None
 
 PADDING = -1
-"""The id that fills a row with fewer than k keys to show. It names no key, and its score is -inf."""
+"""The id that fills up a row with fewer than k keys. It names no key, and its score is -inf."""
 
 
 class Searchable(Protocol):
@@ -33,7 +33,7 @@ class Searchable(Protocol):
             causal_offset: `[batch, rows]`. Row i sees the keys j <= i + causal_offset and no others.
 
         Returns:
-            inner products and key ids, both `[batch, rows, k]`. The id -1 (`PADDING`) fills a row that shows fewer than k keys.
+            inner products and key ids, both `[batch, rows, k]`. The id -1 (`PADDING`) fills up a row with fewer than k keys.
         """
         ...
 
@@ -97,7 +97,7 @@ class Cutoffs:
 
 
 class BuiltIndex(ABC):
-    """An index over one set of keys. It keeps a reference to them and refuses to answer once they were changed in place.
+    """An index over one set of keys. It keeps a reference to them and refuses to answer once they have been changed in place.
 
     A subclass defines `_search`, whose answers are not checked. If it also knows how large the inner products of the keys it
     leaves out can be, it defines `_cutoffs`, and lazy Gumbel draws are exact with it.
@@ -217,7 +217,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class _CheckedIndex(BuiltIndex):
-    """What an index of the user's has built. It knows no bounds on the keys it leaves out."""
+    """What a user's index has built. It knows no bounds on the keys it leaves out."""
 
     def __init__(self, keys: Tensor, index: Index, built: Searchable) -> None:
         super().__init__(keys)
@@ -239,7 +239,7 @@ class _CheckedIndex(BuiltIndex):
         if bool(((ids < PADDING) | (ids >= visible[..., None])).any()):
             raise ValueError(
                 f"search of {self._index!r} returned keys that a row does not see; row i sees the keys up to "
-                f"i + causal_offset, and the id {PADDING} fills a row that has fewer than k"
+                f"i + causal_offset, and the id {PADDING} fills up a row with fewer than k"
             )
         ordered = ids.sort(-1).values
         if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != PADDING)).any()):

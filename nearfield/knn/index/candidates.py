@@ -103,16 +103,16 @@ class _Pass:
         # The number of each run within its list, and its place within its row.
         nth = torch.arange(self.total, device=device) - (pair.cumsum(0) - pair)[parent]
         self.row = parent // counts.shape[1]
-        place = (runs.cumsum(1) - runs).reshape(-1)[parent] + nth
+        within_row = (runs.cumsum(1) - runs).reshape(-1)[parent] + nth
         self.slot = parent % counts.shape[1]
         self.start = starts.reshape(-1)[parent] + nth * run
         self.count = (counts.reshape(-1)[parent] - nth * run).clamp(max=run)
-        self.cell = self.row * width + place
+        self.place = self.row * width + within_row
         self.scores = torch.full((rows * width + 1, run), -torch.inf, dtype=queries.dtype, device=device)
         self.run_start = torch.zeros(rows * width, dtype=torch.int64, device=device)
-        self.run_start[self.cell] = self.start
+        self.run_start[self.place] = self.start
         self.run_count = torch.zeros(rows * width, dtype=torch.int64, device=device)
-        self.run_count[self.cell] = self.count
+        self.run_count[self.place] = self.count
 
     def score(self) -> None:
         """Fill the score table tile by tile; the queries of a tile share a run of keys."""
@@ -130,8 +130,8 @@ class _Pass:
         # Empty seats read row 0 and write to the sink.
         seat_row = torch.zeros(tiles * side, dtype=torch.int64, device=device)
         seat_row[seat] = self.row[by_start]
-        seat_cell = torch.full((tiles * side,), sink, dtype=torch.int64, device=device)
-        seat_cell[seat] = self.cell[by_start]
+        seat_place = torch.full((tiles * side,), sink, dtype=torch.int64, device=device)
+        seat_place[seat] = self.place[by_start]
         seat_count = torch.zeros(tiles * side, dtype=torch.int64, device=device)
         seat_count[seat] = self.count[by_start]
         tile_start = torch.zeros(tiles, dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ class _Pass:
             rows = self.queries.index_select(0, tile_rows.reshape(-1)).view(-1, side, dim)
             products = torch.bmm(rows, near.transpose(1, 2)).view(-1, run)
             products.masked_fill_(steps >= seat_count[seats, None], -torch.inf)
-            self.scores.index_copy_(0, seat_cell[seats], products)
+            self.scores.index_copy_(0, seat_place[seats], products)
 
     def _ids(self, positions: Tensor, row: Tensor) -> Tensor:
         """The key ids at `positions` `[..., m]` of the order, for the given rows `[...]`."""
@@ -162,8 +162,8 @@ class _Pass:
     def drop_duplicates(self, table: Tensor) -> Tensor:
         """Mask all but one copy of each key of a row; returns the number of distinct keys per row."""
         device, rows, length = self.queries.device, self.queries.shape[0], self.keys.shape[1]
-        name = torch.zeros(rows * self.width, dtype=torch.uint8, device=device)
-        name[self.cell] = table.to(device=device, dtype=torch.uint8)[self.slot]
+        table_of_run = torch.zeros(rows * self.width, dtype=torch.uint8, device=device)
+        table_of_run[self.place] = table.to(device=device, dtype=torch.uint8)[self.slot]
         steps = torch.arange(self.run, device=device)
         distinct = torch.zeros(rows, dtype=torch.int64, device=device)
         step = min(rows, max(1, MARKS_PER_PASS // (length + 1)))
@@ -175,10 +175,10 @@ class _Pass:
             valid = steps < self.run_count[runs, None]
             here = torch.arange(first, last, device=device).repeat_interleave(self.width)
             ids = self._ids(self.run_start[runs, None] + steps, here).masked_fill_(~valid, length).view(last - first, -1)
-            mine = name[runs, None].expand(-1, self.run).reshape(last - first, -1)
+            own_table = table_of_run[runs, None].expand(-1, self.run).reshape(last - first, -1)
             # A table lists a key once, so (table, key) is unique, and the mark that is left names a single copy.
-            marks.scatter_(1, ids, mine)
-            keep = (marks[: last - first].gather(1, ids) == mine) & valid.view(last - first, -1)
+            marks.scatter_(1, ids, own_table)
+            keep = (marks[: last - first].gather(1, ids) == own_table) & valid.view(last - first, -1)
             distinct[first:last] = keep.sum(1)
             self.scores[runs].view(last - first, -1).masked_fill_(~keep, -torch.inf)
         return distinct

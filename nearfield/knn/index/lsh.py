@@ -164,7 +164,7 @@ class BuiltConcentricLSH(PrefixBuilt):
         enough = recipe.enough * max(k, math.sqrt(length))
         # With no more keys than that, a row may as well score them all.
         left = torch.arange(rows if length > enough else 0, device=queries.device)
-        all_of = torch.arange(0 if length > enough else rows, device=queries.device)
+        exhaustive = torch.arange(0 if length > enough else rows, device=queries.device)
         unit = torch.nn.functional.normalize(queries, dim=-1)
         projected = torch.einsum("rd,dth->rth", unit, self.directions[:-1])
         table = torch.arange(recipe.tables, device=queries.device).repeat_interleave(1 << min(recipe.flips, self.hashes))
@@ -176,7 +176,7 @@ class BuiltConcentricLSH(PrefixBuilt):
             hit = total >= enough
             # As many candidates as keys: the last rung is cheaper, and exact.
             dense = hit & (total >= length)
-            all_of = torch.cat([all_of, left[dense]])
+            exhaustive = torch.cat([exhaustive, left[dense]])
             chosen = (hit & ~dense).nonzero().squeeze(1)
             here = left[chosen]
             order = self.order[rung].view(-1)
@@ -188,7 +188,7 @@ class BuiltConcentricLSH(PrefixBuilt):
             stays = ~hit
             stays[chosen] = ~done
             left = left[stays]
-        rest = torch.cat([all_of, left])
+        rest = torch.cat([exhaustive, left])
         first = (entry[rest] * length)[:, None]
         scores[rest], ids[rest], _ = best_of_lists(
             queries[rest], self.keys, entry[rest], None, first, torch.full_like(first, length), k

@@ -75,7 +75,7 @@ def assert_well_formed(found: list[Stack], chosen: Tensor, edges: Tensor) -> Non
             assert not bool(stack.missing.all(1).any())
 
 
-@pytest.mark.parametrize("options", [{}, {"height": 1}, {"height": 5}, {"page_size": 8}, {"page_size": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tile_rows": 1}, {"tile_rows": 5}, {"page_size": 8}, {"page_size": 3}], ids=str)
 @pytest.mark.parametrize(("rows", "slots"), [(1, 1), (3, 2), (40, 3), (100, 7)])
 @pytest.mark.parametrize("name", SIZES)
 def test_every_pair_once(name: str, rows: int, slots: int, options: dict[str, Any]) -> None:
@@ -122,8 +122,8 @@ def test_stacks_stay_within_a_budget(budget: int, monkeypatch: pytest.MonkeyPatc
     chosen = choices(90, 4, 5)
     found = list(stacks(chosen, edges, dim))
     for stack in found:
-        count, height = stack.rows.shape
-        assert count == 1 or count * height * (stack.members.shape[1] + 2 * dim) <= budget
+        count, tile_rows = stack.rows.shape
+        assert count == 1 or count * tile_rows * (stack.members.shape[1] + 2 * dim) <= budget
     assert met(found, 90) == expected(chosen, edges)
 
 
