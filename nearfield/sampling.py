@@ -151,6 +151,11 @@ def hashed_uniform(seed: int, *counters: Tensor) -> Tensor:
     return _shift(state, 11).double() * 2.0**-53
 
 
+def dropout_factors(p: float, dtype: torch.dtype, seed: int, *counters: Tensor) -> Tensor:
+    """0 with probability p, else 1 / (1 - p): a function of seed and counters, so the backward pass sees the same ones."""
+    return (hashed_uniform(seed, *counters) >= p).to(dtype) / (1.0 - p)
+
+
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 
 

@@ -92,7 +92,7 @@ def span_levels(length: int, segment: int) -> int:
 
 
 SEGMENT, WINDOW, CELL_SIZE = 1024, 16, 16
-"""Defaults of a cache of up to 8,192 keys."""
+"""Defaults of a cache. Segments and cells grow beyond 8,192 keys, the window does not."""
 FIXED_SEGMENTS = 8
 """A cache: after this many segments of the default length they grow."""
 END_MULTIPLE = 16

@@ -24,7 +24,7 @@ from nearfield.knn.index.base import PADDING, BuiltIndex, Index, build_index, de
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
-from nearfield.sampling import hashed_uniform, skip, without_replacement
+from nearfield.sampling import dropout_factors, skip, without_replacement
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,13 @@ class _Planner:
         return skip(ranks, taken).view(*near.shape[:2], self.tail)
 
     def _keep(self, ids: Tensor, block: slice) -> Tensor | None:
-        """The dropout mask. It is a function of (row, key), so the backward pass sees the same one."""
+        """The dropout factors of (row, key) pairs; None: no dropout."""
         if self.dropout_p == 0.0:
             return None
         device, count = ids.device, self.rows.visible.shape[1]
         batch = torch.arange(ids.shape[0], device=device)[:, None] * count
         row = torch.arange(block.start, block.stop, device=device)
-        draw = hashed_uniform(self.call.seeds.base, (batch + row)[..., None], ids)
-        return (draw >= self.dropout_p).to(self.rows.queries.dtype) / (1.0 - self.dropout_p)
+        return dropout_factors(self.dropout_p, self.rows.queries.dtype, self.call.seeds.base, (batch + row)[..., None], ids)
 
 
 def weighted_attention(

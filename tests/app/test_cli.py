@@ -60,6 +60,7 @@ def test_plan_refuses_bad_arguments(arguments: tuple[str, ...], message: str) ->
     assert message in " ".join(printed.split())
 
 
+@pytest.mark.long
 def test_demo_shows_a_table_and_saves_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "demo.png"
     before = torch.random.get_rng_state()
@@ -119,11 +120,13 @@ def run_without(names: set[str], folder: Path, *arguments: str) -> subprocess.Co
 NEEDS = "the nearfield command needs typer and rich: pip install 'nearfield[cli]'"
 
 
+@pytest.mark.long
 def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
     result = run_without({"typer"}, tmp_path, "-m", "nearfield", "plan")
     assert (result.returncode, result.stdout, result.stderr) == (1, "", NEEDS + "\n")
 
 
+@pytest.mark.long
 def test_the_library_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     """What needs more says in one line which extra that is."""
     code = """

@@ -260,6 +260,7 @@ def test_the_far_field_earns_its_keep(family: str, dim: int, size: int, causal: 
     assert whole < 0.95 * min(plain, no_boost, no_tilt)
 
 
+@pytest.mark.long
 def test_joined_segments_pay() -> None:
     """Cells that have members from all of the past are tighter than those of each segment by itself, for as many keys read."""
     tensors = synthetic.make("clustered", 1, 1, 4096, 32)
@@ -347,6 +348,7 @@ def test_standard_error_is_calibrated(causal: bool) -> None:
     assert bool((est.stderr[:, :, 60:] > 0).all())
 
 
+@pytest.mark.long
 def test_draws_belong_to_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads, entries and calls draw apart; blocks of rows change nothing; the same generator state draws the same."""
     problem = inputs(1, 1, queries=100, dim=4, dtype=torch.float64)

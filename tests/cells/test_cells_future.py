@@ -73,7 +73,9 @@ def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: int = 12
             assert torch.equal(x[:, :, : row + 1], y[:, :, : row + 1]), f"{which} after {row}, {size:g}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float64, marks=pytest.mark.long), torch.float32], ids=["float64", "float32"]
+)
 @pytest.mark.parametrize("name", FUTURES)
 def test_the_future_has_no_influence_on_any_bit(name: str, dtype: torch.dtype) -> None:
     assert_no_future(FUTURES[name], dtype)

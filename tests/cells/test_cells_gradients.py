@@ -132,6 +132,7 @@ def test_gradcheck_with_the_plan_frozen(name: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: Frozen.apply(*x, frozen), leaves(frozen.tensors))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["near-keys", "variances-and-tilt", "causal", "dropout-causal", "padded", "spans-of-two"])
 def test_gradcheck_of_the_engine(name: str) -> None:
     """Finite differences of the engine itself, where the plan stays what it is."""

@@ -111,6 +111,7 @@ def test_compiled_by_inductor() -> None:
     assert not torch.equal(first, second)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
     model = Layers(dropout_p=0.3)

@@ -384,6 +384,13 @@ MUTANTS = (
         ("test_dropout_is_unbiased_and_repeatable",),
     ),
     Mutant(
+        "dropout not compensated: chosen keys and cells",
+        "dropout_factors",
+        ".to(dtype) / (1.0 - p)",
+        ".to(dtype)",
+        ("test_dropout_keeps_a_fraction_and_scales_it",),
+    ),
+    Mutant(
         "random walks: covariance divided by N",
         "shared_walks",
         "centred = (scores - scores.mean(-1, keepdim=True)) / (walks - 1)",

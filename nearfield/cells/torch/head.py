@@ -17,7 +17,7 @@ from nearfield.cells.partition import Partition, build_cells
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.spans import Piece, Spans, closed_keys, pieces, row_blocks_of
 from nearfield.chunks import row_blocks
-from nearfield.sampling import hashed_uniform
+from nearfield.sampling import dropout_factors
 
 LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES = 4 << 20, 256 << 20
 """What a block of rows may take, whatever the size of the inputs."""
@@ -120,8 +120,7 @@ class Head:
         """Dropout factors of (row, item) pairs, broadcast together. Item j is key j, item n + c is cell c. None: no dropout."""
         if self.dropout_p == 0.0:
             return None
-        draw = hashed_uniform(self.seed, rows + self.first_row, items)
-        return (draw >= self.dropout_p).to(self.compute) / (1.0 - self.dropout_p)
+        return dropout_factors(self.dropout_p, self.compute, self.seed, rows + self.first_row, items)
 
 
 class RowBlock:

@@ -56,6 +56,7 @@ def assert_alike(store: CellStore, plain: CellStore) -> None:
         assert buffer.base is None or buffer.base.shape[0] == buffer.storage.shape[0]
 
 
+@pytest.mark.long
 @given(data=st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("method", [GIVEN, GROWS, WIDE])

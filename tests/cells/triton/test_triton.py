@@ -152,7 +152,7 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-LONGEST = ("causal-groups-window-padding", "causal-capped-span_levels")
+LONGEST = ("causal-groups-window-padding", "causal-capped-span_levels", "groups-padding-odd-dims")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def routing_scores(found: Run) -> list[dict[int, float]]:
     return scores
 
 
-@pytest.mark.parametrize("name", ["plain", "causal"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("causal", marks=pytest.mark.long)])
 def test_the_best_cells_are_opened(name: str) -> None:
     """Of what a row sees, by q.mu + 1.5 sd."""
     found = run(replace(CASES[name], cell_size=2, probes=4))

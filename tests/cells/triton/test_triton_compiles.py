@@ -47,6 +47,7 @@ def test_kernels_compile_and_fit(dim: int, dtype: str, kind: str, probes: int, t
     )
 
 
+@pytest.mark.long
 def test_versions_without_dependent_launch_never_see_the_name() -> None:
     """They look up every name in a kernel, also those in branches that are not compiled."""
     script = """
