@@ -126,6 +126,7 @@ def test_the_engine_computes_what_the_reference_says(name: str, dtype: torch.dty
     assert_parity(CASES[name], dtype, reference_of(name, dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_in_small_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is done in blocks is done in many of them."""

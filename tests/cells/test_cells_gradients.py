@@ -124,7 +124,10 @@ def leaves(tensors: QKV) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in tensors]
 
 
-@pytest.mark.parametrize("name", CASES)
+LONGEST = ("many-spans-window", "spans-of-two", "spans-of-two-samples", "spans-of-four-samples", "dropout-samples", "sharp")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONGEST)) for name in CASES])
 def test_gradcheck_with_the_plan_frozen(name: str) -> None:
     """Finite differences of the specification, factors of drawn keys included, against the gradient of the engine."""
     frozen = setting(CASES[name])
