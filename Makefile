@@ -10,10 +10,9 @@ STAMP := .venv/.installed
 REAL := .venv/.installed-real
 JOBS ?= 2
 AGAINST ?= HEAD
-# One thread per test process: with two processes on two cores, more threads would only wait for each other. loadgroup keeps
-# tests together that share what their module builds once.
+# One thread per test process: with two processes on two cores, more threads would only wait for each other.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-PYTEST := $(SINGLE) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(SINGLE) $(BIN)/python -m pytest -n $(JOBS)
 
 # torch comes first and alone, so that the resolver settles on its plain build before other packages ask for another one.
 $(STAMP): pyproject.toml constraints.txt

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -59,17 +61,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="run one part of several, such as 2/8: for processes side by side on one GPU")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not torch.cuda.is_available() and "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        # What a module builds once is built by one process: `--dist loadgroup` sends its tests to the same one.
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(found[-1].scope == "module" for found in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     number, parts = (int(x) for x in config.getoption("--shard").split("/"))
     if parts > 1:
         # Each kind dealt out by itself, so that all parts have as many GPU tests.
         kinds = [[item for item in items if ("gpu" in item.keywords) == on_gpu] for on_gpu in (True, False)]
         items[:] = [item for kind in kinds for item in kind[number - 1 :: parts]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What a file builds once for all of its tests is built by one process; all other tests go to whoever is free.
+
+    The marker `xdist_group` would say the same, but pytest-xdist 3.8 does not see it with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @cache
+    def builds_once(file: str) -> bool:
+        return 'scope="module"' in (config.rootpath / file).read_text(encoding="utf-8")
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if builds_once(file) else nodeid
+
+    return ByFile(config, log)
