@@ -78,7 +78,7 @@ def fetch(source: Source, folder: Path, packed: bool = False) -> None:
         return
     missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
-        sys.exit(f"not installed: {', '.join(missing)}. `pip install 'nearfield[real]'` installs them, and `make smollm2` does.")
+        sys.exit(f"not installed: {', '.join(missing)}. `pip install 'nearfield[real]'` installs them.")
     # Beside the result, so that the last step is a rename. The name is fixed, so that a run cleans up after one that was killed.
     work = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -128,12 +128,14 @@ def convert(weights: Path, target: Path, dtype: str | None) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # Transformers reads it when it is imported, hence the late imports
     import torch
     from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name, "local_files_only": True}
     if dtype is None:
         AutoConfig.from_pretrained(**source).save_pretrained(target)
     else:
+        from transformers import GgufConfig
+
         unpacked = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
         AutoModelForCausalLM.from_pretrained(**source, **unpacked).to(getattr(torch, dtype)).save_pretrained(target)
     tokenizer: Any = AutoTokenizer.from_pretrained(**source)

@@ -32,7 +32,7 @@ NAMES = {
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model, ready for inference."""
+    """The model, ready for inference. It has an output matrix of its own, as in the file that is fetched."""
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -50,7 +50,7 @@ def load(folder: Path, device: str) -> Any:
         return real.load(folder).to(DTYPE).to(device)
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise FileNotFoundError(f"{folder} holds neither a Transformers model (`make smollm2` makes one) nor a single .gguf file")
+        raise FileNotFoundError(f"{folder} holds neither a Transformers model (`make qwen` makes one) nor a single .gguf file")
     import transformers
 
     if (folder / "config.json").exists() and json.loads((folder / "config.json").read_text())["model_type"] == "qwen2":

@@ -74,10 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What a file builds once for all of its tests is built by one process; all other tests go to whoever is free.
+    """The tests of a file that defines module fixtures go to one process, which builds them once; others to whoever is free.
 
     The marker `xdist_group` would say the same, but pytest-xdist 3.8 does not see it with pytest 9.2.
     """
+    if config.getvalue("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     @cache

@@ -98,7 +98,7 @@ FIXED_SEGMENTS = 8
 END_MULTIPLE = 16
 """A cache: a segment that takes in all keys there are ends at a multiple of this."""
 FEWEST_PROBES = 20
-"""A cache opens at least this many by default."""
+"""A cache opens at least this many cells by default."""
 
 
 @dataclass(frozen=True)
