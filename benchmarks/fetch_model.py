@@ -25,7 +25,6 @@ import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 MODELS = Path(__file__).parent.parent / "models"
 
@@ -127,22 +126,16 @@ def convert(weights: Path, target: Path, dtype: str | None) -> None:
     """Write config, tokenizer and, unless `dtype` is None, weights as Transformers reads them."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # Transformers reads it when it is imported, hence the late imports
     import torch
-    from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig
 
-    source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name, "local_files_only": True}
+    from nearfield.app.evaluate.models import gguf_tokenizer, load_model
+
     if dtype is None:
-        AutoConfig.from_pretrained(**source).save_pretrained(target)
+        AutoConfig.from_pretrained(str(weights.parent), gguf_file=weights.name, local_files_only=True).save_pretrained(target)
+        tokenizer = gguf_tokenizer(weights)
     else:
-        from transformers import GgufConfig
-
-        unpacked = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
-        AutoModelForCausalLM.from_pretrained(**source, **unpacked).to(getattr(torch, dtype)).save_pretrained(target)
-    tokenizer: Any = AutoTokenizer.from_pretrained(**source)
-    # Transformers does not read this from the file. Gemma without its first token has twice the perplexity.
-    begins = GGUFReader(weights).get_field("tokenizer.ggml.add_bos_token")
-    if begins is not None and begins.contents():
-        tokenizer.add_bos_token = True
+        model, tokenizer = load_model(weights, dtype=getattr(torch, dtype))
+        model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

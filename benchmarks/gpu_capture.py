@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield.app.evaluate.models import load_model
+
 TOKENS = 131_072
 DTYPE = torch.bfloat16
 CHARACTERS_PER_TOKEN = 6
@@ -45,23 +47,11 @@ def tokens(text: Path | None, model_folder: Path, count: int, out: Path) -> None
 
 
 def load(folder: Path, device: str) -> Any:
-    """The model in bfloat16, from a whole Transformers folder or from a GGUF file."""
-    if list(folder.glob("*.safetensors")) or list(folder.glob("*.bin")):
-        return real.load(folder).to(DTYPE).to(device)
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) != 1:
-        raise FileNotFoundError(f"{folder} holds neither a Transformers model (`make qwen` makes one) nor a single .gguf file")
-    import transformers
-
-    if (folder / "config.json").exists() and json.loads((folder / "config.json").read_text())["model_type"] == "qwen2":
+    """The model in bfloat16. The packed weights of Qwen are unpacked on the device, those of others before."""
+    config = folder / "config.json"
+    if any(folder.glob("*.gguf")) and config.exists() and json.loads(config.read_text())["model_type"] == "qwen2":
         return gguf_qwen.load(folder, device, DTYPE)
-
-    # Later versions may keep weights packed, earlier ones always unpack them and have no such setting.
-    unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        str(folder), gguf_file=files[0].name, local_files_only=True, dtype=torch.float32, **unpacked
-    )
-    return model.to(DTYPE).to(device).eval()
+    return load_model(folder, device, DTYPE)[0]
 
 
 def lengthen(model: Any, count: int) -> Any:

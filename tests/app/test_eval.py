@@ -7,7 +7,9 @@ import itertools
 import json
 import math
 import os
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +31,7 @@ from nearfield import hf
 from nearfield.app.cli import app
 from nearfield.app.evaluate import measure, report
 from nearfield.app.evaluate.measure import attending, compared, measure_errors, measure_sensitivity, token_losses
-from nearfield.app.evaluate.models import load_model
+from nearfield.app.evaluate.models import gguf_tokenizer, load_model
 from nearfield.app.evaluate.run import Evaluation, SettingResult, evaluate
 from nearfield.app.evaluate.settings import Geometry, Ladder, PastTopK, Setting, Trial, choose_budgets, usual_segment
 from nearfield.hf.config import LayerConfig
@@ -413,3 +415,18 @@ def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"2 GGUF files; name one of them, such as .*a\.gguf"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "added"), [(True, True), (False, False), (None, False)])
+def test_a_gguf_file_says_whether_texts_begin_with_a_token(
+    said: bool | None, added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers does not look. The package that does is not among what tests need, so a stub says it."""
+    field = None if said is None else SimpleNamespace(contents=lambda: said)
+    stub: Any = ModuleType("gguf")
+    stub.GGUFReader = lambda path: SimpleNamespace(get_field={"tokenizer.ggml.add_bos_token": field}.__getitem__)
+    monkeypatch.setitem(sys.modules, "gguf", stub)
+    found = SimpleNamespace(add_bos_token=False)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda folder, gguf_file, **_: found)
+    assert gguf_tokenizer(tmp_path / "tiny.gguf") is found
+    assert found.add_bos_token is added

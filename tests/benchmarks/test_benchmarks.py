@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
 import sys
@@ -22,24 +21,19 @@ WRITTEN = (*BENCHMARKS.glob("results/*.json"), *(BENCHMARKS.parent / "docs" / "f
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What a benchmark prints. It must leave every result and figure as it was."""
 
     def run(name: str, *arguments: str) -> str:
         before = {path: path.stat().st_mtime_ns for path in WRITTEN}
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        load(name, monkeypatch).main()
+        load(name).main()
         assert before == {path: path.stat().st_mtime_ns for path in WRITTEN}
         printed = capsys.readouterr().out
         assert "written" not in printed
         return printed
 
     return run
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module(name)
 
 
 def test_every_section_of_the_cells_benchmark_runs(run: Callable[..., str]) -> None:
@@ -67,17 +61,19 @@ def test_the_benchmark_on_real_inputs_runs_on_saved_ones(run: Callable[..., str]
 
 
 def test_real_inputs_are_asked_for_where_there_are_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    real = load("bench_real", monkeypatch)
+    real = load("bench_real")
     monkeypatch.setattr(sys, "argv", ["bench_real.py", "--model", str(tmp_path)])
     real.main()
     assert "make smollm2" in capsys.readouterr().out
 
 
-def test_the_dense_cells_of_the_benchmark_are_the_librarys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_dense_cells_of_the_benchmark_are_the_librarys(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
-    real = load("bench_real", monkeypatch)
+    real = load("bench_real")
     monkeypatch.setattr(real, "SETTINGS", real.SETTINGS[:1])
     layers = [(layer, *make("local", 1, 4, 4096, 16, kv_heads=2, seed=layer)) for layer in (0, 3)]
     results = real.measure(layers, rows=4)
@@ -85,12 +81,12 @@ def test_the_dense_cells_of_the_benchmark_are_the_librarys(monkeypatch: pytest.M
     assert (library["cell_size"], library["probes"]) == (results["routing"]["cell_size"], results["routing"]["probes"])
     assert dense["all_layers"] == pytest.approx(library["all_layers"], rel=1e-3)
     assert dense["without_layer_0"] == pytest.approx(library["without_layer_0"], rel=1e-3)
-    load("real_plot", monkeypatch).plot(results, tmp_path)
+    load("real_plot").plot(results, tmp_path)
     assert (tmp_path / "cells_real.png").stat().st_size > 10_000
 
 
-def test_the_dense_cells_of_the_benchmark_open_as_many_keys_as_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = load("bench_real", monkeypatch)
+def test_the_dense_cells_of_the_benchmark_open_as_many_keys_as_the_librarys(load: Callable[[str], Any]) -> None:
+    real = load("bench_real")
     query, key, value = make("local", 1, 1, 4096, 16)
     past = 4096 - real.SEGMENT
     (group,) = real.groups(query, key, value, torch.arange(past, 4096))
@@ -105,8 +101,8 @@ def test_the_dense_cells_of_the_benchmark_open_as_many_keys_as_the_librarys(monk
         assert float(real.routed(group, cell_size, probes)[1]) == pytest.approx(opened, rel=1e-4)
 
 
-def test_audit_of_the_benchmarks_agrees_with_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = load("errors", monkeypatch)
+def test_audit_of_the_benchmarks_agrees_with_the_librarys(load: Callable[[str], Any]) -> None:
+    errors = load("errors")
     query, key, value = make("sharp", 1, 4, 96, 16, kv_heads=2)
     found = nf.estimate(query, key, value, is_causal=True, enable_gqa=True, method=nf.TopK(8), audit=4 * 96)
     mine, additive = errors.of_random_rows(found.output, query, key, value, rows=4 * 96, seed=0, is_causal=True)
@@ -118,8 +114,10 @@ def test_audit_of_the_benchmarks_agrees_with_the_librarys(monkeypatch: pytest.Mo
     assert all_rows == pytest.approx(errors.of_audit(found.audit), rel=1e-3)
 
 
-def test_sections_are_merged_with_their_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    record = load("record", monkeypatch)
+def test_sections_are_merged_with_their_own_environment(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    record = load("record")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     record.merge("some", "first", {"seconds": [1.5, 2e-7, -3]})
     path = record.merge("some", "second", {"n": 4})
@@ -128,16 +126,16 @@ def test_sections_are_merged_with_their_own_environment(monkeypatch: pytest.Monk
     assert all("torch" in section["environment"] for section in json.loads(path.read_text()).values())
 
 
-def test_peak_memory_counts_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed, record = load("cells_speed", monkeypatch), load("record", monkeypatch)
+def test_peak_memory_counts_what_a_call_needs(load: Callable[[str], Any]) -> None:
+    speed, record = load("cells_speed"), load("record")
     for task in (speed.forward_task, speed.training_task):
         assert pickle.loads(pickle.dumps(task)) is task  # so that it can go to a fresh process
     needed = record._peak_of(lambda n: lambda: torch.ones(n, 1 << 18), 64)
     assert 60 < needed < 80
 
 
-def test_peak_allocated_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = load("record", monkeypatch)
+def test_peak_allocated_is_exact(load: Callable[[str], Any]) -> None:
+    record = load("record")
 
     def call() -> torch.Tensor:
         first = torch.ones(1 << 18)  # 1 MB
@@ -148,15 +146,15 @@ def test_peak_allocated_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.peak_allocated(call) == pytest.approx(3.0, abs=0.01)
 
 
-def test_crossover_and_exponent(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed, record = load("cells_speed", monkeypatch), load("record", monkeypatch)
+def test_crossover_and_exponent(load: Callable[[str], Any]) -> None:
+    speed, record = load("cells_speed"), load("record")
     rows = [{"n": n, "sdpa_over_cells": n / 3000} for n in (1024, 2048, 4096, 8192)]
     assert speed.crossover(rows) == pytest.approx(3000)
     assert speed.crossover(rows[2:]) is None
     assert record.exponent([10, 20, 40], [7 * n**1.5 for n in (10, 20, 40)]) == pytest.approx(1.5)
 
 
-def test_the_picture_is_drawn_from_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_picture_is_drawn_from_results(load: Callable[[str], Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     off = {"mean_relative": 0.01, "p95_relative": 0.03}
     rows = [
@@ -166,5 +164,5 @@ def test_the_picture_is_drawn_from_results(monkeypatch: pytest.MonkeyPatch, tmp_
     long = [{"n": n, "seconds": [n / 1e3], "errors": off} for n in (65_536, 2**20)]
     times = {"rows": rows, "crossover": 1e4}
     sections = {"forward": times, "training": times, "scaling": {"rows": long, "exponent": 1.0}}
-    load("cells_plot", monkeypatch).plot(sections, tmp_path)
+    load("cells_plot").plot(sections, tmp_path)
     assert (tmp_path / "cells.png").stat().st_size > 10_000

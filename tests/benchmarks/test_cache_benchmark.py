@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,15 @@ from hf_models import model, tokenizer_of_letters
 import nearfield
 from nearfield.cells import sizes as cells_sizes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+@pytest.fixture
+def bench(load: Callable[[str], Any]) -> Any:
+    return load("bench_cache")
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bench_cache")
-
-
-@pytest.fixture
-def operations(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("cache_operations")
+def operations(load: Callable[[str], Any]) -> Any:
+    return load("cache_operations")
 
 
 def test_sections_run_quickly(

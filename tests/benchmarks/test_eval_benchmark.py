@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,10 @@ pytest.importorskip("transformers")
 
 from hf_models import model, tokenizer_of_letters
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bench_language")
+def bench(load: Callable[[str], Any]) -> Any:
+    return load("bench_language")
 
 
 @pytest.fixture

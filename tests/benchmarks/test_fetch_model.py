@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ PARTS = [b"one, ", b"two, ", b"three"]
 
 
 @pytest.fixture
-def fetch_model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.delitem(sys.modules, "fetch_model", raising=False)
-    return importlib.import_module("fetch_model")
+def fetch_model(load: Callable[[str], Any]) -> Any:
+    return load("fetch_model")
 
 
 @pytest.fixture

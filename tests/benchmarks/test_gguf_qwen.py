@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,8 @@ from by_hand import seeded
 
 
 @pytest.fixture
-def gguf_qwen(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("gguf_qwen")
+def gguf_qwen(load: Callable[[str], Any]) -> Any:
+    return load("gguf_qwen")
 
 
 def half(low: int, high: int) -> float:

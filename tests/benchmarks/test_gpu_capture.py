@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "n
 
 
 @pytest.fixture
-def gpu_capture(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("gpu_capture")
+def gpu_capture(load: Callable[[str], Any]) -> Any:
+    return load("gpu_capture")
 
 
 @pytest.mark.parametrize(("count", "factor"), [(32, 1.0), (20, 1.0), (128, 4.0)])

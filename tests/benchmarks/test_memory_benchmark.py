@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ TEXT = "\n\n".join(f"Once upon a time {i} of {7 * i % 90} went to the market, an
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("cache_memory")
+def bench(load: Callable[[str], Any]) -> Any:
+    return load("cache_memory")
 
 
 @pytest.fixture

@@ -38,8 +38,10 @@ def load_model(
         if weights is not None:
             model = _from_gguf(weights, dtype)
             # A tokenizer beside the weights loads faster than the one inside them.
-            inside = {} if (weights.parent / "tokenizer.json").exists() else {"gguf_file": weights.name}
-            tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True, **inside)
+            beside = (weights.parent / "tokenizer.json").exists()
+            tokenizer = (
+                AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True) if beside else gguf_tokenizer(weights)
+            )
         else:
             options: dict[str, Any] = {"local_files_only": not download, "trust_remote_code": False}
             model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype, **options)
@@ -78,6 +80,19 @@ def _from_gguf(weights: Path, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def gguf_tokenizer(weights: Path) -> Any:
+    """The tokenizer inside a GGUF file."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(weights.parent), gguf_file=weights.name, local_files_only=True)
+    # Transformers leaves this out. Gemma without its first token has twice the perplexity.
+    begins = GGUFReader(weights).get_field("tokenizer.ggml.add_bos_token")
+    if begins is not None and begins.contents():
+        tokenizer.add_bos_token = True
+    return tokenizer
 
 
 def _first_line(error: Exception) -> str:
