@@ -32,6 +32,8 @@ class CellSizes(NamedTuple):
     """far keys drawn per row"""
     span_levels: int = 1
     """causal: how many lengths of spans there are: 1, 2, 4, ... segments"""
+    share: int = 1
+    """how many consecutive rows of a head open cells together"""
 
     def cells_in(self, keys: int) -> int:
         """How many cells this many keys are grouped into."""

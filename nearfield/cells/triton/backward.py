@@ -58,7 +58,7 @@ def backward(
     local_dq(rows, keys, values, layout, sizes, scale, dq)
     row_starts = _row_starts(rows.visible, layout, sizes)
     moments = moments_of(keys, values, cell_of, layout)
-    tables = tabulate(keys, values, moments, layout)
+    tables = tabulate(keys, values, cell_of, moments, layout)
     far_mass, tilt_delta = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
     found = []
     for part in _entries(4 * rows.count * layout.mark_words, (queries, keys, values)):

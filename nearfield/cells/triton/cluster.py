@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.cells.partition.kmeans import MOST_TIMES_THE_MEAN
-from nearfield.cells.triton.layout import Layout, PackedCells, Sample
+from nearfield.cells.triton.layout import Layout, PackedCells
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
 
@@ -94,46 +94,8 @@ def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]
 POINTS = 128
 """Points of a sample that a program prepares."""
 
-WIDTH_KEYS = 1024
+WIDTH_KEYS = 256
 """Keys of a sample from which the width of each coordinate is measured."""
-
-
-@Kernel
-def _widths(
-    keys,
-    position,
-    sample_first,
-    offset,
-    weight,
-    spans,
-    dim,
-    key_entry,
-    key_row,
-    MOST: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-):
-    """Mean and root mean square of each coordinate, over some keys of one span."""
-    span, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BD)
-    wide = column < dim
-    first = tl.load(sample_first + span)
-    last = tl.minimum(tl.load(sample_first + span + 1), first + MOST)
-    total = tl.zeros([BP, BD], tl.float32)
-    square = tl.zeros([BP, BD], tl.float32)
-    for start in range(first, last, BP):
-        lane = start + tl.arange(0, BP)
-        there = lane < last
-        own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
-        x = tl.load(
-            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-        ).to(tl.float32)
-        total += x
-        square += x * x
-    count = tl.maximum(last - first, 1).to(tl.float32)
-    into = (entry * spans + span) * dim + column
-    tl.store(offset + into, tl.sum(total, 0) / count, mask=wide)
-    tl.store(weight + into, tl.sqrt(tl.sum(square, 0) / count), mask=wide)
 
 
 @Kernel
@@ -143,31 +105,62 @@ def _prepare(
     sample_first,
     chunk_span,
     chunk_number,
+    cell_edges,
     offset,
     weight,
     points,
+    centroids,
+    half,
     spans,
+    cells,
     dim,
     key_entry,
     key_row,
     point_entry,
+    MOST: tl.constexpr,
     BP: tl.constexpr,
+    BW: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """The keys of a sample, centred and weighted."""
+    """The keys of a sample minus their mean, times their root mean square, both coordinate by coordinate over some keys of the
+    span. The first of them are where centroids start."""
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
+    number = tl.load(chunk_number + chunk)
     column = tl.arange(0, BD)
     wide = column < dim
-    lane = tl.load(sample_first + span) + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
-    there = lane < tl.load(sample_first + span + 1)
+    first, last = tl.load(sample_first + span), tl.load(sample_first + span + 1)
+    keys += entry * key_entry
+    total = tl.zeros([BW, BD], tl.float32)
+    square = tl.zeros([BW, BD], tl.float32)
+    measured = tl.minimum(last, first + MOST)
+    for start in range(first, measured, BW):
+        lane = start + tl.arange(0, BW)
+        there = lane < measured
+        own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
+        x = tl.load(keys + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        x = x.to(tl.float32)
+        total += x
+        square += x * x
+    count = tl.maximum(measured - first, 1).to(tl.float32)
+    shift, stretch = tl.sum(total, 0) / count, tl.sqrt(tl.sum(square, 0) / count)
+    if number == 0:
+        into = (entry * spans + span) * dim + column
+        tl.store(offset + into, shift, mask=wide)
+        tl.store(weight + into, stretch, mask=wide)
+    lane = first + number * BP + tl.arange(0, BP)
+    there = lane < last
     mask = there[:, None] & wide[None, :]
     own = tl.load(position + lane, mask=there, other=0).to(tl.int64)
-    x = tl.load(keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
-    stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
-    x = ((x - shift[None, :]) * stretch[None, :]).to(points.dtype.element_ty)
+    x = tl.load(keys + own[:, None] * key_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.where(wide[None, :], (x - shift[None, :]) * stretch[None, :], 0.0).to(points.dtype.element_ty)
     tl.store(points + entry * point_entry + lane.to(tl.int64)[:, None] * dim + column[None, :], x, mask=mask)
+    cell = tl.load(cell_edges + span) + lane - first
+    starts = there & (cell < tl.load(cell_edges + span + 1))
+    into = entry * cells + cell
+    tl.store(centroids + into[:, None] * dim + column[None, :], x, mask=starts[:, None] & wide[None, :])
+    x = x.to(tl.float32)
+    tl.store(half + into, tl.sum(x * x, 1) / 2, mask=starts)
 
 
 @Kernel
@@ -182,7 +175,9 @@ def _nearest(
     half,
     cell_edges,
     span_level,
+    beyond,
     found,
+    sizes,
     cells,
     spans,
     dim,
@@ -190,7 +185,7 @@ def _nearest(
     point_row,
     found_entry,
     found_level,
-    shift,
+    sinks,
     PREPARED: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
@@ -200,7 +195,8 @@ def _nearest(
 ):
     """For a block of points, the cell c of their span with the largest x.c - |c|^2 / 2, where x = (point - offset) * weight.
 
-    PREPARED: points are already of this form, and their cells are packed, see `PackedCells`.
+    PREPARED: points are already of this form. Otherwise they are keys, those before `sinks` and from `beyond` on are left out, and
+    the members of each cell are counted.
     """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
@@ -217,33 +213,40 @@ def _nearest(
         stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
         x = ((x.to(tl.float32) - shift[None, :]) * stretch[None, :]).to(DT)
     first, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
-    best = tl.full([BP], -float("inf"), tl.float32)
-    chosen = tl.zeros([BP], tl.int32) + first
+    centroids += entry * cells * dim
+    half += entry * cells
+    lane = tl.arange(0, BC)
+    # Every lane keeps its own best cell: comparing lanes for every tile would take longer than the product.
+    best = tl.full([BP, BC], -float("inf"), tl.float32)
+    chosen = tl.zeros([BP, BC], tl.int32) + first
     for start in range(first, last, BC):
-        cell = start + tl.arange(0, BC)
+        cell = start + lane
         real = cell < last
-        place = entry * cells + cell
-        c = tl.load(centroids + place[None, :] * dim + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
-        score = tl.dot(x, c, input_precision=IP) - tl.load(half + place, mask=real, other=float("inf"))[None, :]
-        top = tl.max(score, 1)
-        winner = tl.argmax(score, 1).to(tl.int32) + start
-        chosen = tl.where(top > best, winner, chosen)
-        best = tl.maximum(top, best)
-    # Comparisons with NaN are false: stay inside the span.
-    chosen = tl.minimum(chosen, last - 1)
-    if PREPARED:
-        chosen += (entry * cells).to(tl.int32) - shift
+        c = tl.load(centroids + cell[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+        below = tl.load(half + cell, mask=real, other=float("inf"))
+        score = tl.dot(x, tl.trans(c), input_precision=IP) - below[None, :]
+        better = score > best
+        best = tl.where(better, score, best)
+        chosen = tl.where(better, start, chosen)
+    top = tl.max(best, 1)
+    # Of equals the first. Comparisons with NaN are false: stay inside the span.
+    winner = tl.min(tl.where(best == top[:, None], chosen + lane[None, :], 2147483647), 1)
+    winner = tl.minimum(winner, last - 1)
     level = tl.load(span_level + span).to(tl.int64)
-    tl.store(found + entry * found_entry + level * found_level + point, chosen.to(found.dtype.element_ty), mask=there)
+    if not PREPARED:
+        # These are in no cell.
+        there = there & (point >= sinks) & (point < tl.load(beyond + entry))
+        tl.atomic_add(sizes + entry * cells + winner, 1, mask=there, sem="relaxed")
+    tl.store(found + entry * found_entry + level * found_level + point, winner, mask=there)
 
 
 @partial(Kernel, do_not_specialize=("turn",))
 def _means(
     points,
-    order,
-    starts,
+    assigned,
     sample_first,
-    span_of_cell,
+    tile_span,
+    tile_cell,
     cell_edges,
     centroids,
     half,
@@ -252,61 +255,63 @@ def _means(
     size,
     turn,
     BP: tl.constexpr,
+    BC: tl.constexpr,
     BD: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
 ):
-    """The mean of the points of one cell. An empty cell starts again at a point of the sample, a different one in every turn."""
-    number = tl.program_id(0).to(tl.int64)
-    entry, cell = number // cells, number % cells
+    """The means of a tile of cells: a product of zeros and ones with the points of their span.
+
+    An empty cell starts again at a point of the sample, a different one in every turn.
+    """
+    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    span, start_cell = tl.load(tile_span + tile), tl.load(tile_cell + tile)
+    edge, last_cell = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
+    cell = start_cell + tl.arange(0, BC)
     column = tl.arange(0, BD)
     wide = column < dim
-    first, last = tl.load(starts + number), tl.load(starts + number + 1)
-    total = tl.zeros([BP, BD], tl.float32)
+    first, last = tl.load(sample_first + span), tl.load(sample_first + span + 1)
+    points += entry * size * dim
+    assigned += entry * size
+    total = tl.zeros([BC, BD], tl.float32)
+    count = tl.zeros([BC], tl.float32)
     for start in range(first, last, BP):
         lane = start + tl.arange(0, BP)
         there = lane < last
-        own = tl.load(order + lane, mask=there, other=0).to(tl.int64)
-        x = tl.load(points + own[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        total += x.to(tl.float32)
-    span = tl.load(span_of_cell + cell)
-    begin = tl.load(sample_first + span)
-    count = tl.load(sample_first + span + 1) - begin
-    own_cells = tl.load(cell_edges + span + 1) - tl.load(cell_edges + span)
-    again = begin + (turn * own_cells + cell - tl.load(cell_edges + span)) % count
-    other = tl.load(points + (entry * size + again) * dim + column, mask=wide, other=0.0).to(tl.float32)
-    mean = tl.where(last > first, tl.sum(total, 0) / tl.maximum(last - first, 1).to(tl.float32), other)
+        own = tl.load(assigned + lane, mask=there, other=-1)
+        x = tl.load(points + lane[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        inside = (own[None, :] == cell[:, None]).to(DT)
+        total = tl.dot(inside, x, total, input_precision=IP)
+        count += tl.sum(inside.to(tl.float32), 1)
+    again = first + (turn * (last_cell - edge) + cell - edge) % (last - first)
+    real = cell < last_cell
+    other = tl.load(points + again[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+    mean = tl.where((count > 0)[:, None], total / tl.maximum(count, 1.0)[:, None], other.to(tl.float32))
     mean = mean.to(centroids.dtype.element_ty)
-    tl.store(centroids + number * dim + column, mean, mask=wide)
+    into = entry * cells + cell
+    tl.store(centroids + into[:, None] * dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
     rounded = mean.to(tl.float32)
-    tl.store(half + number, tl.sum(rounded * rounded, 0) / 2)
+    tl.store(half + into, tl.sum(rounded * rounded, 1) / 2, mask=real)
 
 
-def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tensor) -> None:
-    """Fills in `found` `[entries, span_levels, n]`: the cell of each key `[entries, n, dim]` in every span that has it.
+def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, beyond: Tensor, found: Tensor) -> Tensor:
+    """Fills in `found` `[entries, span_levels, n]`: the cell of each key `[entries, n, dim]` in every span that has it; -1: none.
 
-    Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all cells are made in one step,
-    from 16 keys per cell rather than 32, and an empty cell starts again at some key of the sample.
+    Keys before `layout.sinks` and from `beyond` `[entries]` on are in no cell. Returns how many keys each cell has,
+    `[entries, cells]`, int32. Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all
+    cells are made in one step, from 16 keys per cell rather than 32, and an empty cell starts again at some key of the sample.
     """
     entries, _, dim = keys.shape
     sample = layout.sample(seed)
     size, spans, device = sample.size, len(layout.spans.all), keys.device
+    found.fill_(-1)
+    sizes = torch.zeros(entries, layout.cells, dtype=torch.int32, device=device)
     if not spans:
-        return
+        return sizes
     offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
     points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
-    common = {"BD": padded(dim), "num_warps": 4 if dim <= 128 else 8}
-    _widths[(spans, entries)](
-        keys=keys,
-        position=sample.position,
-        sample_first=sample.first,
-        offset=offset,
-        weight=weight,
-        spans=spans,
-        dim=dim,
-        **strides(key=keys),
-        MOST=WIDTH_KEYS,
-        BP=64,
-        **common,
-    )
+    centroids = points.new_empty((entries, layout.cells, dim))
+    half = torch.empty(entries, layout.cells, device=device)
     chunk_span, chunk_number = sample.chunks(POINTS)
     _prepare[(chunk_span.shape[0], entries)](
         keys=keys,
@@ -314,119 +319,90 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, found: Tens
         sample_first=sample.first,
         chunk_span=chunk_span,
         chunk_number=chunk_number,
+        cell_edges=layout.cell_edges,
         offset=offset,
         weight=weight,
         points=points,
+        centroids=centroids,
+        half=half,
         spans=spans,
+        cells=layout.cells,
         dim=dim,
         **strides(key=keys),
         point_entry=points.stride(0),
+        MOST=WIDTH_KEYS,
         BP=POINTS,
-        **common,
+        BW=64,
+        BD=padded(dim),
+        num_warps=4 if dim <= 128 else 8,
     )
-    centroids = _Centroids(layout, sample, points, offset, weight, common)
-    for turn in range(1, iterations + 1):
-        centroids.move(turn)
-    centroids.assign(keys, found)
+    tuned = blocks_for("nearest", dim, points.dtype, device)
+    averaged = blocks_for("means", dim, points.dtype, device)
+    tile_span, tile_cell = layout.cell_tiles(averaged.rows)
+    assigned = torch.empty(entries, size, dtype=torch.int32, device=device)
 
-
-class _Centroids:
-    """The centroids of all spans, moved by one iteration of k-means at a time."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        sample: Sample,
-        points: Tensor,
-        offset: Tensor,
-        weight: Tensor,
-        common: dict[str, int],
-    ) -> None:
-        self.layout, self.sample, self.points = layout, sample, points
-        self.offset, self.weight, self.common = offset, weight, common
-        entries, _, self.dim = points.shape
-        self.centroids = points.new_empty((entries, layout.cells, self.dim))
-        self.half = torch.empty(entries, layout.cells, device=points.device)
-        self.blocks = blocks_for("nearest", self.dim, points.dtype, points.device)
-        self.packing = PackedCells(entries * layout.cells)
-        self.assigned = torch.empty(entries, sample.size, dtype=self.packing.dtype, device=points.device)
-        # All cells are empty, and start at the first points of the sample.
-        nothing = torch.zeros(entries * layout.cells + 1, dtype=torch.int32, device=points.device)
-        self._means(nothing, nothing, 0)
-
-    def move(self, turn: int) -> None:
-        """Each point goes to its nearest centroid, and each centroid to the mean of its points."""
-        self._nearest(self.points, self.sample.ranges, self.sample.chunks(self.blocks.rows), self.assigned, 0, True)
-        _, order, starts = sort_by_cell(self.assigned, self.layout, self.points.shape[0])
-        self._means(order, starts, turn)
-
-    def _means(self, order: Tensor, starts: Tensor, turn: int) -> None:
-        _means[(self.packing.last,)](
-            points=self.points,
-            order=order,
-            starts=starts,
-            sample_first=self.sample.first,
-            span_of_cell=self.layout.span_of_cell,
-            cell_edges=self.layout.cell_edges,
-            centroids=self.centroids,
-            half=self.half,
-            cells=self.layout.cells,
-            dim=self.dim,
-            size=self.sample.size,
-            turn=turn,
-            BP=16,
-            BD=self.common["BD"],
-            num_warps=2,
-        )
-
-    def assign(self, keys: Tensor, found: Tensor) -> None:
-        """Fills in the cell of each key: that of its nearest centroid."""
-        self._nearest(keys, self.layout.key_ranges, self.layout.chunks(self.blocks.rows), found, found.stride(1), False)
-
-    def _nearest(
-        self, points: Tensor, ranges: Tensor, chunks: tuple[Tensor, Tensor], found: Tensor, found_level: int, prepared: bool
-    ) -> None:
+    def nearest(points: Tensor, ranges: Tensor, chunks: tuple[Tensor, Tensor], into: Tensor, level: int, prepared: bool) -> None:
         chunk_span, chunk_number = chunks
-        _nearest[(chunk_span.shape[0], points.shape[0])](
+        _nearest[(chunk_span.shape[0], entries)](
             points=points,
             point_ranges=ranges,
             chunk_span=chunk_span,
             chunk_number=chunk_number,
-            offset=self.offset,
-            weight=self.weight,
-            centroids=self.centroids,
-            half=self.half,
-            cell_edges=self.layout.cell_edges,
-            span_level=self.layout.span_level,
-            found=found,
-            cells=self.layout.cells,
-            spans=len(self.layout.spans.all),
-            dim=self.dim,
+            offset=offset,
+            weight=weight,
+            centroids=centroids,
+            half=half,
+            cell_edges=layout.cell_edges,
+            span_level=layout.span_level,
+            beyond=beyond,
+            found=into,
+            sizes=sizes,
+            cells=layout.cells,
+            spans=spans,
+            dim=dim,
             **strides(point=points),
-            found_entry=found.stride(0),
-            found_level=found_level,
-            shift=self.packing.shift,
+            found_entry=into.stride(0),
+            found_level=level,
+            sinks=layout.sinks,
             PREPARED=prepared,
-            BP=self.blocks.rows,
-            BC=self.blocks.keys,
-            BD=self.common["BD"],
+            BP=tuned.rows,
+            BC=tuned.keys,
+            BD=padded(dim),
             DT=dot_type(points.dtype),
             IP=precision(points.dtype),
-            num_warps=self.blocks.warps,
-            num_stages=self.blocks.stages,
+            num_warps=tuned.warps,
+            num_stages=tuned.stages,
         )
+
+    for turn in range(1, iterations + 1):
+        nearest(points, sample.ranges, sample.chunks(tuned.rows), assigned, 0, True)
+        _means[(tile_span.shape[0], entries)](
+            points=points,
+            assigned=assigned,
+            sample_first=sample.first,
+            tile_span=tile_span,
+            tile_cell=tile_cell,
+            cell_edges=layout.cell_edges,
+            centroids=centroids,
+            half=half,
+            cells=layout.cells,
+            dim=dim,
+            size=size,
+            turn=turn,
+            BP=averaged.keys,
+            BC=averaged.rows,
+            BD=padded(dim),
+            DT=dot_type(points.dtype),
+            IP=precision(points.dtype),
+            num_warps=averaged.warps,
+            num_stages=averaged.stages,
+        )
+    nearest(keys, layout.key_ranges, layout.chunks(tuned.rows), found, found.stride(1), False)
+    return sizes
 
 
 KEYS = 1024
 """Keys that a program counts or moves."""
-
-
-@Kernel
-def _sizes(cell_of, sizes, per_entry, cells, cell_entry, BP: tl.constexpr):
-    entry = tl.program_id(1).to(tl.int64)
-    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
-    cell = tl.load(cell_of + entry * cell_entry + lane, mask=lane < per_entry, other=-1)
-    tl.atomic_add(sizes + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
 
 
 @Kernel
@@ -444,6 +420,7 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
     for start in range(first, last, BC):
         cell = start + tl.arange(0, BC)
         largest = tl.maximum(largest, tl.max(tl.load(sizes + cell, mask=cell < last, other=0), 0))
+        tl.store(parts + cell, tl.zeros([BC], tl.int32), mask=cell < last)
     if largest > times * mean:
         # Of n keys in m cells no more than m / 8 parts are cut off, and at least as many cells are no larger than the mean.
         free = first
@@ -462,7 +439,7 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
 
 
 @Kernel
-def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP: tl.constexpr):
+def _move(cell_of, parts, begins, host, sizes, per_entry, length, cells, cell_entry, BP: tl.constexpr):
     """A hash of its position sends each key of a cut cell to one of the parts: equal keys may come at equal distances."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
@@ -474,30 +451,21 @@ def _move(cell_of, parts, begins, host, per_entry, length, cells, cell_entry, BP
     part = (mixed % (count + 1)).to(tl.int32)
     moved = there & (part > 0)
     begin = tl.load(begins + entry * cells + cell, mask=moved, other=0)
-    tl.store(here, tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0), mask=moved)
+    into = tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0)
+    tl.store(here, into, mask=moved)
+    tl.atomic_add(sizes + entry * cells + cell, -1, mask=moved, sem="relaxed")
+    tl.atomic_add(sizes + entry * cells + into, 1, mask=moved, sem="relaxed")
 
 
-def limit_cell_sizes_(cell_of: Tensor, layout: Layout) -> None:
+def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
     """Cuts cells of `cell_of` `[entries, span_levels, n]` that have more than eight times the mean number of keys, in place.
 
-    Unlike on a CPU, the small cells that take in a part keep their own keys.
+    `sizes` `[entries, cells]` is kept up to date. Unlike on a CPU, the small cells that take in a part keep their own keys.
     """
     entries, levels, length = cell_of.shape
     if not layout.cells:
         return
-    device, total = cell_of.device, (entries, layout.cells)
-    sizes, parts = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
-    begins, host = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(2))
-    grid = (cdiv(levels * length, KEYS), entries)
-    _sizes[grid](
-        cell_of=cell_of,
-        sizes=sizes,
-        per_entry=levels * length,
-        cells=layout.cells,
-        cell_entry=cell_of.stride(0),
-        BP=KEYS,
-        num_warps=4,
-    )
+    parts, begins, host = torch.empty(3, entries, layout.cells, dtype=torch.int32, device=cell_of.device)
     _hosts[(len(layout.spans.all), entries)](
         sizes=sizes,
         parts=parts,
@@ -510,11 +478,12 @@ def limit_cell_sizes_(cell_of: Tensor, layout: Layout) -> None:
         BC=256,
         num_warps=1,
     )
-    _move[grid](
+    _move[(cdiv(levels * length, KEYS), entries)](
         cell_of=cell_of,
         parts=parts,
         begins=begins,
         host=host,
+        sizes=sizes,
         per_entry=levels * length,
         length=length,
         cells=layout.cells,

@@ -21,15 +21,15 @@ from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
 
 
-def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor) -> None:
-    """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none."""
-    cell_of.fill_(-1)
-    kmeans(keys, layout, iterations, seed, cell_of)
-    limit_cell_sizes_(cell_of, layout)
-    cell_of[:, :, : sizes.sinks] = -1
-    if not sizes.segment:
-        beyond = torch.arange(keys.shape[1], device=keys.device) >= visible.amax(1, keepdim=True)
-        cell_of.masked_fill_(beyond[:, None], -1)
+def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor) -> Tensor:
+    """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their sizes."""
+    if sizes.segment:
+        beyond = torch.full((len(keys),), keys.shape[1], dtype=torch.int32, device=keys.device)
+    else:
+        beyond = visible.amax(1)
+    found = kmeans(keys, layout, iterations, seed, beyond, cell_of)
+    limit_cell_sizes_(cell_of, found, layout)
+    return found
 
 
 def forward(
@@ -64,7 +64,7 @@ def forward(
     # First, so that it keeps the device busy while the many small kernels that make cells are launched.
     local_forward(queries, keys, values, visible, layout, sizes, scale, output, lse)
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)
-    tables = tabulate(keys, values, moments_of(keys, values, cell_of, layout), layout)
+    tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
     budget = memory_budget((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()), beyond)
     counts = torch.zeros(entries, tables.cells, dtype=torch.int32, device=keys.device)
     for some, part in parts_of(entries, rows, 4 * layout.mark_words, budget.parts):
@@ -102,8 +102,8 @@ def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
     found = torch.empty(heads, 1, length, dtype=torch.int32, device=keys.device)
     with backends.device_guard(keys.device):
         for some in entry_parts(heads):
-            kmeans(keys[some], layout, iterations, seed, found[some])
-            limit_cell_sizes_(found[some], layout)
+            beyond = torch.full((some.stop - some.start,), length, dtype=torch.int32, device=keys.device)
+            limit_cell_sizes_(found[some], kmeans(keys[some], layout, iterations, seed, beyond, found[some]), layout)
     return found[:, 0]
 
 

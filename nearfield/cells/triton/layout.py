@@ -102,6 +102,8 @@ class Layout:
     segment: int
     """keys per segment; all of them without a mask"""
     segments: int
+    causal: bool
+    sinks: int
     cells_per_segment: int
     spans: Spans
     cell_edges: Tensor
@@ -120,6 +122,10 @@ class Layout:
     """`[segments + 2]`: like `run_edges`, for tiles of `COLUMNS` columns"""
     tile_cell: Tensor
     """`[tiles]`: the cell in the first column of each tile"""
+    tile_begin: Tensor
+    """`[tiles]`: the first cell of its span"""
+    tile_end: Tensor
+    """`[tiles]`: one after the last cell of its span"""
     span_of_cell: Tensor
     """`[cells]`"""
     sees_span: Tensor
@@ -172,22 +178,26 @@ class Layout:
         """All cells of this many entries, in order: see `PackedCells`."""
         return self._kept("packed_cells", entries, PackedCells(entries * self.cells).all)
 
-    def first_cells(self, entries: int) -> Tensor:
-        """`[entries, spans + 1]`: the first cell of each span, numbered on from entry to entry."""
+    def part_factors(self, chunk: int) -> Tensor:
+        """`[segments + 1, parts]`: how a row with s counts sums over keys, chunk by chunk, and over cells, span by span, for the
+        covariance inside cells. Causal: divided by how many keys there are."""
 
         def make() -> Tensor:
-            return torch.arange(entries)[:, None] * self.cells + torch.tensor(self.spans.edges(self.cells_per_segment))
+            per_segment = -(-self.segment // chunk)
+            before = torch.arange(self.segments * per_segment) // per_segment < torch.arange(self.segments + 1)[:, None]
+            factors = torch.cat([before.float(), -self._sees_span], 1)
+            return factors / self._pooled[:, None] if self.causal else factors
 
-        return self._kept("first_cells", entries, make)
+        return self._kept("part_factors", chunk, make)
 
-    def seen_chunks(self, size: int) -> Tensor:
-        """`[segments + 1, chunks]`: 1 where a row with s sees the span of a chunk."""
+    @property
+    def pooled(self) -> Tensor:
+        """Causal: `[segments + 1]`: how many keys a row with s sees through cells."""
+        return self._kept("pooled", 0, lambda: self._pooled)
 
-        def make() -> Tensor:
-            span = [span.number for span in self.spans.all for _ in range(-(-span.segments * self.segment // size))]
-            return self._sees_span[:, span]
-
-        return self._kept("seen_chunks", size, make)
+    @property
+    def _pooled(self) -> Tensor:
+        return (torch.arange(self.segments + 1) * self.segment - self.sinks).clamp(min=1).float()
 
     def _kept(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
         """Made on the host, so that all streams may use it. While a graph is captured it cannot be made."""
@@ -229,6 +239,8 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
     edges = spans.edges(cells_per_segment)
     run_edges, tile_edges, widest = [0], [0], COLUMNS
     tile_cell: list[int] = []
+    tile_begin: list[int] = []
+    tile_end: list[int] = []
     run_start: list[int] = []
     run_cell: list[int] = []
     run_stop: list[int] = []
@@ -247,6 +259,8 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
             run_stop.append(stop)
             tiles = range(start - shift, stop, COLUMNS)
             tile_cell += tiles
+            tile_begin += [start] * len(tiles)
+            tile_end += [stop] * len(tiles)
             first += COLUMNS * len(tiles)
         run_edges.append(len(run_cell))
         tile_edges.append(len(tile_cell))
@@ -260,6 +274,8 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         length=length,
         segment=segment,
         segments=segments,
+        causal=sizes.segment > 0,
+        sinks=sizes.sinks,
         cells_per_segment=cells_per_segment,
         spans=spans,
         cell_edges=on_device(edges),
@@ -270,6 +286,8 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         span_column=span_column.to(device),
         tile_edges=on_device(tile_edges),
         tile_cell=on_device(tile_cell),
+        tile_begin=on_device(tile_begin),
+        tile_end=on_device(tile_end),
         span_of_cell=span_of_cell,
         sees_span=(span_column >= 0).to(device, torch.float32),
         span_seen_from=on_device(span.first + span.segments for span in spans.all),

@@ -137,18 +137,20 @@ def _moments(
 
 
 @Kernel
-def _cross(
+def _products(
     keys,
     values,
-    order,
-    starts,
-    cell_of_member,
-    cell_edges,
-    chunk_span,
-    chunk_number,
+    cell_of,
     centroid,
     value,
-    cross,
+    starts,
+    cell_edges,
+    products,
+    parts,
+    chunks,
+    length,
+    segment,
+    sinks,
     cells,
     dim,
     value_dim,
@@ -156,49 +158,68 @@ def _cross(
     key_row,
     value_entry,
     value_row,
-    chunks,
+    cell_entry,
+    CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
+    BC: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Sum over some keys of one span of (value - mean of its cell) (key - mean of its cell)^T, for a block of value columns."""
-    chunk = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1).to(tl.int64)
-    span = tl.load(chunk_span + chunk)
-    first = tl.load(starts + entry * cells + tl.load(cell_edges + span))
-    last = tl.load(starts + entry * cells + tl.load(cell_edges + span + 1))
-    first = first + tl.load(chunk_number + chunk) * CHUNK
-    last = tl.minimum(last, first + CHUNK)
+    """Sums of products value key^T, both minus the means of some early keys, for a block of value columns.
+
+    The first programs take the keys of one chunk of a segment, the others the means of the cells of one span, as often as these
+    have keys. The difference of such sums is the covariance inside cells.
+    """
+    part, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BD)
     value_column = tl.program_id(2) * BV + tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
-    lane = tl.arange(0, BM)
+    keys += entry * key_entry
+    values += entry * value_entry
+    # Every row that sees a cell with members sees the whole segment of the first key that is no sink.
+    early = sinks + tl.arange(0, BM)
+    known = early < tl.minimum((sinks // segment + 1) * segment, length)
+    count = tl.maximum(tl.sum(known.to(tl.float32), 0), 1.0)
+    place = early.to(tl.int64)[:, None]
+    key = tl.load(keys + place * key_row + column[None, :], mask=known[:, None] & wide[None, :], other=0.0)
+    val = tl.load(values + place * value_row + value_column[None, :], mask=known[:, None] & value_wide[None, :], other=0.0)
+    key_shift, value_shift = tl.sum(key.to(tl.float32), 0) / count, tl.sum(val.to(tl.float32), 0) / count
     total = tl.zeros([BV, BD], tl.float32)
-    for start in range(first, last, BM):
-        there = start + lane < last
-        own = tl.load(order + start + lane, mask=there, other=0).to(tl.int64)
-        cell = tl.load(cell_of_member + start + lane, mask=there, other=0).to(tl.int64)
-        key = tl.load(
-            keys + entry * key_entry + own[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0
-        )
-        mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0).to(
-            tl.float32
-        )
-        val = tl.load(
-            values + entry * value_entry + own[None, :] * value_row + value_column[:, None],
-            mask=there[None, :] & value_wide[:, None],
-            other=0.0,
-        )
-        middle = tl.load(
-            value + cell[None, :] * value_dim + value_column[:, None], mask=there[None, :] & value_wide[:, None], other=0.0
-        )
-        off_key = (key.to(tl.float32) - mean).to(DT)
-        off_value = (val.to(tl.float32) - middle.to(tl.float32)).to(DT)
-        total += tl.dot(off_value, off_key, input_precision=IP)
-    place = cross + ((entry * chunks + chunk) * value_dim + value_column[:, None]) * dim + column[None, :]
+    if part < chunks:
+        per_segment = (segment + CHUNK - 1) // CHUNK
+        number = part // per_segment
+        first = number * segment + part % per_segment * CHUNK
+        last = tl.minimum(tl.minimum(first + CHUNK, (number + 1) * segment), length)
+        for start in range(first, last, BM):
+            position = start + tl.arange(0, BM)
+            there = (position < last) & (position >= sinks)
+            if not CAUSAL:
+                there = there & (tl.load(cell_of + entry * cell_entry + position, mask=there, other=-1) >= 0)
+            place = position.to(tl.int64)
+            key = tl.load(keys + place[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+            val = tl.load(
+                values + place[:, None] * value_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
+            )
+            off_key = tl.where(there[:, None], key.to(tl.float32) - key_shift[None, :], 0.0).to(DT)
+            off_value = tl.where(there[:, None], val.to(tl.float32) - value_shift[None, :], 0.0).to(DT)
+            total = tl.dot(tl.trans(off_value), off_key, total, input_precision=IP)
+    else:
+        span = part - chunks
+        last_cell = tl.load(cell_edges + span + 1)
+        for start in range(tl.load(cell_edges + span), last_cell, BC):
+            cell = entry * cells + start + tl.arange(0, BC)
+            real = start + tl.arange(0, BC) < last_cell
+            size = (tl.load(starts + cell + 1, mask=real, other=0) - tl.load(starts + cell, mask=real, other=0)).to(tl.float32)
+            mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+            middle = tl.load(
+                value + cell[:, None] * value_dim + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
+            )
+            middle = (middle - value_shift[None, :]) * size[:, None]
+            total = tl.dot(tl.trans(middle), mean - key_shift[None, :], total, input_precision="tf32x3")
+    place = products + ((entry * parts + part) * value_dim + value_column[:, None]) * dim + column[None, :]
     # `log2_size` says where something is not finite; here it would reach rows that do not see it.
     tl.store(place, tl.where(total * 0.0 == 0.0, total, 0.0), mask=value_wide[:, None] & wide[None, :])
 
@@ -264,51 +285,57 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
     return Moments(order, starts, cell_of_member, size, centroid, value, *low)
 
 
-def tabulate(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> Tables:
+def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> Tables:
     """What kernels read, in their dtypes."""
-    cross, pooled = _covariances(keys, values, moments, layout)
+    cross, pooled = _covariances(keys, values, cell_of, moments, layout)
     low = moments.log_exists, moments.log2_size, moments.low_centroid, moments.low_variance, moments.low_value
     return Tables(moments.order, moments.starts, *low, cross, pooled)
 
 
-def _covariances(keys: Tensor, values: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
+def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
     """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and how many keys it is over."""
-    entries, _, dim = keys.shape
+    entries, length, dim = keys.shape
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
     if not spans:
         return torch.zeros(entries, 1, value_dim, dim, device=device), torch.ones(entries, 1, device=device)
-    span, number = layout.chunks(CHUNK)
-    found = torch.empty(entries, span.shape[0], value_dim, dim, device=device)
+    chunks = layout.segments * cdiv(layout.segment, CHUNK)
+    parts = chunks + len(spans)
+    products = torch.empty(entries, parts, value_dim, dim, device=device)
     block = min(64, padded(value_dim))
-    _cross[(span.shape[0], entries, cdiv(value_dim, block))](
+    _products[(parts, entries, cdiv(value_dim, block))](
         keys=keys,
         values=values,
-        order=moments.order,
+        cell_of=cell_of,
+        centroid=moments.centroid,
+        value=moments.value,
         starts=moments.starts,
-        cell_of_member=moments.cell_of_member,
         cell_edges=layout.cell_edges,
-        chunk_span=span,
-        chunk_number=number,
-        centroid=moments.low_centroid,  # rounding does not matter: deviations from the mean sum up to zero
-        value=moments.low_value,
-        cross=found,
+        products=products,
+        parts=parts,
+        chunks=chunks,
+        length=length,
+        segment=layout.segment,
+        sinks=layout.sinks,
         cells=layout.cells,
         dim=dim,
         value_dim=value_dim,
         **strides(key=keys, value=values),
-        chunks=span.shape[0],
+        cell_entry=cell_of.stride(0),
+        CAUSAL=layout.causal,
         CHUNK=CHUNK,
         BM=CHUNK_TILE if max(dim, value_dim) <= 128 else MEMBERS,
+        BC=32,
         BD=padded(dim),
         BV=block,
         DT=dot_type(keys.dtype),
         IP=precision(keys.dtype),
-        num_warps=4,
+        num_warps=4 if dim <= 128 else 8,
     )
-    # What a row sees is a sum over chunks: one product with a table of zeros and ones.
-    members = moments.starts[layout.first_cells(entries)].diff(dim=1).float()
-    pooled = (members @ layout.sees_span.T).clamp_(min=1)
-    cross = torch.matmul(layout.seen_chunks(CHUNK), found.flatten(2)).unflatten(2, (value_dim, dim))
+    # What a row sees is a sum of such parts: one product with a table of factors.
+    cross = torch.matmul(layout.part_factors(CHUNK), products.flatten(2)).unflatten(2, (value_dim, dim))
+    if layout.causal:
+        return cross, layout.pooled.expand(entries, -1)
+    pooled = moments.size.sum(1, keepdim=True).clamp_(min=1).expand(entries, 2)
     return cross.div_(pooled[..., None, None]), pooled
 
 

@@ -1,0 +1,317 @@
+"""Attention of blocks of rows that open cells together: one kernel over one list of keys per block, one running softmax.
+
+A block reads, in this order: the keys of its list (sinks, and the members of the cells that it opened), the keys after its last
+closed segment, and the cells left closed. All rows of a block see the same keys and cells, up to the causal mask at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.cells.sizes import CellSizes
+from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
+from nearfield.cells.triton.layout import COLUMNS as TILE_COLUMNS
+from nearfield.cells.triton.layout import Layout, closed_segments
+from nearfield.cells.triton.local import add_keys
+from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.tuning import blocks_for
+from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
+
+
+COLUMNS = tl.constexpr(TILE_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What each block of rows reads, `[entries, blocks, ...]`."""
+
+    keys: Tensor
+    """`[..., most]`: positions of keys that are read one by one, wherever they are"""
+    count: Tensor
+    """how many of these there are"""
+    log2_size: Tensor
+    """`[..., columns]`: log2 of how many keys the cell of a column has; -inf where it is opened, or there is none"""
+
+
+@triton.jit
+def _tile(
+    keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, ALL: tl.constexpr, FULL: tl.constexpr
+):
+    """Keys and values `[positions, columns]`; zeros where they are not `real`, unless ALL are. FULL: no columns are missing."""
+    key_at = keys + position.to(tl.int64)[:, None] * key_row + column[None, :]
+    value_at = values + position.to(tl.int64)[:, None] * value_row + value_column[None, :]
+    if ALL and FULL:
+        key, value = tl.load(key_at), tl.load(value_at)
+    elif FULL:
+        key, value = tl.load(key_at, mask=real[:, None], other=0.0), tl.load(value_at, mask=real[:, None], other=0.0)
+    else:
+        key = tl.load(key_at, mask=real[:, None] & wide[None, :], other=0.0)
+        value = tl.load(value_at, mask=real[:, None] & value_wide[None, :], other=0.0)
+    return key, value
+
+
+@triton.jit
+def add_seen(qk, value, scale, m_i, l_i, acc, IP: tl.constexpr):
+    """Add keys that all rows see to a running softmax with logits qk * scale, base 2."""
+    m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
+    p = tl.exp2(qk * scale - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
+
+
+@Kernel
+def _attend(
+    queries,
+    keys,
+    values,
+    visible,
+    listed,
+    listed_count,
+    log2_size,
+    centroid,
+    variance,
+    mean_value,
+    cross,
+    run_edges,
+    run_start,
+    run_stop,
+    output,
+    lse,
+    positions,
+    share,
+    cells,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    visible_entry,
+    output_entry,
+    output_row,
+    lse_entry,
+    most_listed,
+    columns,
+    scale,
+    segment,
+    window,
+    segments,
+    CAUSAL: tl.constexpr,
+    NARROW: tl.constexpr,
+    FULL: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    entry = tl.program_id(1).to(tl.int64)
+    # The last blocks of a causal head see most: they begin first.
+    per_member = tl.cdiv(positions, BM)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    member, inside = number // per_member, number % per_member
+    position = inside * BM + tl.arange(0, BM)
+    there = position < positions
+    row = (member * positions + position).to(tl.int64)
+    # Several blocks of this kernel may share one list.
+    first_position = inside * BM // share * share
+    block = entry * (tl.num_programs(0) // per_member) * tl.cdiv(positions, share)
+    block += member * tl.cdiv(positions, share) + inside * BM // share
+    queries += entry * query_entry
+    keys += entry * key_entry
+    values += entry * value_entry
+    visible += entry * visible_entry
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
+    first_sees = tl.load(visible + member * positions + first_position).to(tl.int32)
+    closed = closed_segments(first_sees, segment, window, segments, CAUSAL)
+    scale2 = scale * LOG2E
+    m_i = tl.full([BM], -float("inf"), tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    lane = tl.arange(0, BN)
+
+    # Keys of the list, which all rows see.
+    listed += block * most_listed
+    count = tl.load(listed_count + block)
+    whole = count // BN * BN
+    for start in range(0, whole, BN):
+        own = tl.load(listed + start + lane)
+        key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
+        qk = tl.dot(query, tl.trans(key), input_precision=IP)
+        m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, IP)
+    if whole < count:
+        real = whole + lane < count
+        own = tl.load(listed + whole + lane, mask=real, other=0)
+        key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
+        qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))
+        m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+
+    if CAUSAL:
+        # Keys after the last closed segment: first those that all rows see.
+        begin = closed * segment
+        least = tl.min(tl.where(there, sees, 2147483647), 0)
+        last = tl.max(sees, 0)
+        whole = begin + tl.maximum(least - begin, 0) // BN * BN
+        for start in range(begin, whole, BN):
+            own = start + lane
+            key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
+            qk = tl.dot(query, tl.trans(key), input_precision=IP)
+            m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, IP)
+        for start in range(whole, last, BN):
+            own = start + lane
+            key, value = _tile(keys, values, own, own < last, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
+            qk = tl.dot(query, tl.trans(key), input_precision=IP)
+            # Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
+            fine = value.to(tl.float32) * 0.0 == 0.0
+            odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
+            value = tl.where(fine, value, 0.0).to(value.dtype)
+            qk = tl.where(odd[None, :], float("nan"), qk)
+            qk = tl.where(own[None, :] < sees[:, None], qk, -float("inf"))
+            m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+
+    # Cells left closed.
+    first_run, last_run = tl.load(run_edges + closed), tl.load(run_edges + closed + 1)
+    if last_run > first_run:
+        centroid += entry * cells * dim
+        variance += entry * cells * dim
+        mean_value += entry * cells * value_dim
+        cross += (entry * (segments + 1) + closed) * value_dim * dim
+        log2_size += block * columns
+        square = squares(query, scale, DT)
+        l_before, m_before = l_i, m_i
+        lane_c = tl.arange(0, BC)
+        for run in range(first_run, last_run):
+            stop = tl.load(run_stop + run)
+            for start in range(tl.load(run_start + run), stop, BC):
+                log2_n = tl.load(log2_size + lane_c)
+                log2_size += BC
+                # Beyond the ends of a span there are cells of other spans, or none: their sizes are zero here.
+                cell = tl.minimum(tl.maximum(start + lane_c, 0), cells - 1)
+                mean, value = _tile(
+                    centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL
+                )
+                if FULL:
+                    var = tl.load(variance + cell[:, None] * dim + column[None, :])
+                else:
+                    var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
+                logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
+                spread = tl.dot(square, tl.trans(var), input_precision=IP)
+                if NARROW:
+                    # float16 holds no weight far above 1.
+                    logit = log2_cell_mass(logit, spread)
+                m_new = tl.maximum(m_i, tl.max(logit, 1))
+                base = tl.where(m_new > -float("inf"), m_new, 0.0)
+                p = tl.exp2(logit - base[:, None])
+                if not NARROW:
+                    p = p * boost(spread)
+                alpha = tl.exp2(m_i - base)
+                l_i = l_i * alpha + tl.sum(p, 1)
+                acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
+                m_i = m_new
+            # A run begins with a tile of 64.
+            log2_size += (COLUMNS - (stop - tl.load(run_start + run)) % COLUMNS) % COLUMNS // BC * BC
+        far_l = l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0))
+        tilt = tl.zeros([BM, BV], tl.float32)
+        for start in range(0, BD, BK):
+            some = start + tl.arange(0, BK)
+            part = tl.load(
+                queries + row[:, None] * query_row + some[None, :], mask=there[:, None] & (some < dim)[None, :], other=0.0
+            )
+            matrix = tl.load(
+                cross + value_column[None, :] * dim + some[:, None], mask=value_wide[None, :] & (some < dim)[:, None], other=0.0
+            )
+            tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
+        acc += (far_l * scale)[:, None] * tilt
+
+    # A cell with a member that is not finite outweighs everything.
+    l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    blind = (l_i <= 0.0) | (sees == 0)
+    result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
+    tl.store(
+        output + entry * output_entry + row[:, None] * output_row + value_column[None, :],
+        result.to(output.dtype.element_ty),
+        mask=there[:, None] & value_wide[None, :],
+    )
+    lse_i = (m_i + tl.log2(tl.where(blind, 1.0, l_i))) * LN2
+    tl.store(lse + entry * lse_entry + row, tl.where(blind, -float("inf"), lse_i), mask=there)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    lists: Lists,
+    output: Tensor,
+    lse: Tensor,
+    cell_tile: int = 32,
+) -> None:
+    """Fills in `output` `[entries, rows, value_dim]` and log-normalisers `lse` `[entries, rows]`."""
+    entries, rows, dim = queries.shape
+    value_dim, positions = values.shape[2], rows // sizes.group
+    blocks = blocks_for("attend", max(dim, value_dim), queries.dtype, queries.device)
+    size = min(blocks.rows, sizes.share)
+    _attend[(sizes.group * cdiv(positions, size), entries)](
+        queries=queries,
+        keys=keys,
+        values=values,
+        visible=visible,
+        listed=lists.keys,
+        listed_count=lists.count,
+        log2_size=lists.log2_size,
+        centroid=tables.centroid,
+        variance=tables.variance,
+        mean_value=tables.value,
+        cross=tables.cross,
+        run_edges=layout.run_edges,
+        run_start=layout.run_start,
+        run_stop=layout.run_stop,
+        output=output,
+        lse=lse,
+        positions=positions,
+        share=sizes.share,
+        cells=layout.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=queries, key=keys, value=values),
+        visible_entry=visible.stride(0),
+        **strides(output=output),
+        lse_entry=lse.stride(0),
+        most_listed=lists.keys.shape[2],
+        columns=lists.log2_size.shape[2],
+        scale=scale,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        CAUSAL=sizes.segment > 0,
+        NARROW=queries.dtype == torch.float16,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
+        BM=size,
+        BN=blocks.keys,
+        BC=cell_tile,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        BK=min(64, padded(dim)),
+        DT=dot_type(queries.dtype),
+        IP=precision(queries.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )

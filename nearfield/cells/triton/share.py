@@ -1,0 +1,325 @@
+"""Which cells a block of rows opens together, and the list of keys that it reads. See `cells.far_field` for the rule."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nearfield.cells.sizes import CellSizes
+from nearfield.cells.triton.attend import Lists
+from nearfield.cells.triton.far_field import LEAST_SCORE, ROUTE_SPREADS, VOID, squares, wide_cell_score
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.tuning import blocks_for
+from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
+
+POOL = 8
+"""Rows whose queries are averaged before they vote."""
+
+BISECTIONS = 18
+OCTAVES = 40
+"""The threshold of votes is sought by bisection between the largest vote and 2^-40 of it: to 1 part in 10,000."""
+
+SLOTS = 16
+"""Opened cells whose members one program lists."""
+
+
+@triton.jit
+def _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE: tl.constexpr):
+    """The cells of some columns, and which of them exist."""
+    tile = column // TILE
+    there = column < columns
+    cell = tl.load(tile_cell + tile, mask=there, other=0) + column % TILE
+    first, last = tl.load(tile_begin + tile, mask=there, other=0), tl.load(tile_end + tile, mask=there, other=0)
+    return cell, (cell >= first) & (cell < last)
+
+
+@triton.jit
+def _pool_scores(pooled, square, centroid, variance, log_exists, cell, real, column, wide, dim, scale, IP: tl.constexpr):
+    """Scores of cells for pooled queries, to base 2."""
+    at = cell[:, None] * dim + column[None, :]
+    load = real[:, None] & wide[None, :]
+    mean = tl.load(centroid + at, mask=load, other=0.0)
+    var = tl.load(variance + at, mask=load, other=0.0)
+    first = tl.dot(pooled, tl.trans(mean), input_precision=IP)
+    spread = tl.dot(square, tl.trans(var), input_precision=IP)
+    exists = tl.load(log_exists + cell, mask=real, other=VOID)
+    return wide_cell_score(first * scale, spread, exists[None, :]) * LOG2E
+
+
+@Kernel
+def _vote(
+    queries,
+    visible,
+    centroid,
+    variance,
+    log_exists,
+    log2_size,
+    starts,
+    tile_edges,
+    tile_cell,
+    tile_begin,
+    tile_end,
+    votes,
+    opened,
+    positions,
+    share,
+    cells,
+    dim,
+    query_entry,
+    query_row,
+    visible_entry,
+    most_columns,
+    scale,
+    segment,
+    window,
+    segments,
+    probes,
+    most_keys,
+    CAUSAL: tl.constexpr,
+    POOL: tl.constexpr,
+    POOLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    RANGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BC: tl.constexpr,
+    BW: tl.constexpr,
+    BD: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """The cells that one block opens. `votes` end up as what `Lists.log2_size` says."""
+    entry = tl.program_id(1).to(tl.int64)
+    per_member = tl.cdiv(positions, share)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    member = number // per_member
+    begin = number % per_member * share
+    block = entry * tl.num_programs(0) + number
+    queries += entry * query_entry + (member * positions).to(tl.int64) * query_row
+    centroid += entry * cells * dim
+    variance += entry * cells * dim
+    log_exists += entry * cells
+    log2_size += entry * cells
+    starts += entry * cells
+    votes += block * most_columns
+    opened += block * probes
+    sees = tl.load(visible + entry * visible_entry + member * positions + begin).to(tl.int32)
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    first_tile = tl.load(tile_edges + closed)
+    columns = (tl.load(tile_edges + closed + 1) - first_tile) * TILE
+    tile_cell += first_tile
+    tile_begin += first_tile
+    tile_end += first_tile
+    coordinate = tl.arange(0, BD)
+    wide = coordinate < dim
+    pool = tl.arange(0, POOLS)
+    end = tl.minimum(begin + share, positions)
+    total = tl.zeros([POOLS, BD], tl.float32)
+    for i in tl.static_range(POOL):
+        position = begin + pool * POOL + i
+        there = position < end
+        total += tl.load(
+            queries + position.to(tl.int64)[:, None] * query_row + coordinate[None, :],
+            mask=there[:, None] & wide[None, :],
+            other=0.0,
+        ).to(tl.float32)
+    held = tl.minimum(tl.maximum(end - begin - pool * POOL, 0), POOL)
+    pooled = (total / tl.maximum(held, 1).to(tl.float32)[:, None]).to(DT)
+    square = squares(pooled, scale * ROUTE_SPREADS, DT)
+    lane = tl.arange(0, BC)
+
+    m_i = tl.full([POOLS], VOID, tl.float32)
+    l_i = tl.zeros([POOLS], tl.float32)
+    for start in range(0, columns, BC):
+        cell, real = _cells_of(tile_cell, tile_begin, tile_end, start + lane, columns, TILE)
+        score = _pool_scores(pooled, square, centroid, variance, log_exists, cell, real, coordinate, wide, dim, scale, IP)
+        size = tl.load(log2_size + cell, mask=real, other=0.0)
+        score = tl.where(score > LEAST_SCORE, score + size[None, :], -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(score, 1))
+        l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(score - m_new[:, None]), 1)
+        m_i = m_new
+    # A pool without rows has no vote.
+    lse = tl.where(held > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), -VOID)
+    top = 0
+    for start in range(0, columns, BC):
+        cell, real = _cells_of(tile_cell, tile_begin, tile_end, start + lane, columns, TILE)
+        score = _pool_scores(pooled, square, centroid, variance, log_exists, cell, real, coordinate, wide, dim, scale, IP)
+        # Numbers that are not negative are in the same order as their bits.
+        vote = tl.sum(tl.exp2(score - lse[:, None]), 0)
+        vote = tl.where(real & (vote < float("inf")), vote, 0.0)
+        tl.store(votes + start + lane, vote, mask=start + lane < columns)
+        top = tl.maximum(top, tl.max(vote.to(tl.int32, bitcast=True), 0))
+    tl.debug_barrier()
+
+    # The least threshold, up to bisection, that few enough cells with few enough keys exceed.
+    every = tl.arange(0, BW)
+    high = top
+    low = tl.maximum(top - RANGE, 0) - 1
+    for _ in range(STEPS):
+        middle = low + (high - low) // 2
+        reach = 0
+        keys = 0
+        for start in range(0, columns, BW):
+            column = start + every
+            vote = tl.load(votes + column, mask=column < columns, other=0.0).to(tl.int32, bitcast=True)
+            taken = (vote > middle) & (vote > 0)
+            cell = tl.load(tile_cell + column // TILE, mask=taken, other=0) + column % TILE
+            size = tl.load(starts + cell + 1, mask=taken, other=0) - tl.load(starts + cell, mask=taken, other=0)
+            reach += tl.sum(taken.to(tl.int32), 0)
+            keys += tl.sum(size, 0)
+        fits = (reach <= probes) & (keys <= most_keys)
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle)
+    filled = 0
+    for start in range(0, columns, BW):
+        column = start + every
+        vote = tl.load(votes + column, mask=column < columns, other=0.0).to(tl.int32, bitcast=True)
+        taken = (vote > high) & (vote > 0)
+        cell, real = _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE)
+        rank = tl.cumsum(taken.to(tl.int32), 0)
+        tl.store(opened + filled + rank - 1, cell, mask=taken)
+        filled += tl.sum(taken.to(tl.int32), 0)
+        size = tl.load(log2_size + cell, mask=real & (taken == 0), other=-float("inf"))
+        tl.store(votes + column, size, mask=column < columns)
+    for start in range(filled, probes, BW):
+        tl.store(opened + start + every, tl.full([BW], -1, tl.int32), mask=start + every < probes)
+
+
+@Kernel
+def _list_keys(
+    visible,
+    opened,
+    starts,
+    order,
+    listed,
+    count,
+    positions,
+    share,
+    cells,
+    visible_entry,
+    most_listed,
+    sinks,
+    segment,
+    window,
+    segments,
+    probes,
+    CAUSAL: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Positions of the members of some opened cells of one block; the first program lists the sinks too."""
+    entry = tl.program_id(1).to(tl.int64)
+    per_member = tl.cdiv(positions, share)
+    number = tl.program_id(0)
+    block = entry * tl.num_programs(0) + number
+    first_row = number // per_member * positions + number % per_member * share
+    sees = tl.load(visible + entry * visible_entry + first_row).to(tl.int32)
+    own_sinks = tl.minimum(sinks, sees)
+    if CAUSAL:
+        own_sinks = tl.minimum(sinks, closed_segments(sees, segment, window, segments, CAUSAL) * segment)
+    opened += block * probes
+    starts += entry * cells
+    listed += block * most_listed
+    every = tl.arange(0, BP)
+    cell = tl.load(opened + every, mask=every < probes, other=-1)
+    size = tl.load(starts + cell + 1, mask=cell >= 0, other=0) - tl.load(starts + cell, mask=cell >= 0, other=0)
+    slot = tl.program_id(2) * BS + tl.arange(0, BS)
+    into = tl.sum(tl.where(every[None, :] < slot[:, None], size[None, :], 0), 1) + own_sinks
+    cell = tl.load(opened + slot, mask=slot < probes, other=-1)
+    first = tl.load(starts + cell, mask=cell >= 0, other=0)
+    held = tl.load(starts + cell + 1, mask=cell >= 0, other=0) - first
+    lane = tl.arange(0, BN)
+    for start in range(0, tl.max(held, 0), BN):
+        real = start + lane[None, :] < held[:, None]
+        position = tl.load(order + first[:, None] + start + lane[None, :], mask=real, other=0)
+        tl.store(listed + into[:, None] + start + lane[None, :], position, mask=real)
+    if tl.program_id(2) == 0:
+        tl.store(count + block, tl.sum(size, 0) + own_sinks)
+        for start in range(0, own_sinks, BN):
+            tl.store(listed + start + lane, start + lane, mask=start + lane < own_sinks)
+
+
+def open_together(
+    queries: Tensor, visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, opened: Tensor
+) -> Lists:
+    """Fills in `opened` `[entries, blocks, probes]`: the cells that blocks of rows open; -1 where there are fewer.
+
+    Cells beyond `probes * cell_size` keys stay closed.
+    """
+    entries, rows, dim = queries.shape
+    positions, number = rows // sizes.group, opened.shape[1]
+    columns = 32 * layout.mark_words
+    most_keys = sizes.probes * sizes.cell_size
+    most_listed = cdiv(sizes.sinks + most_keys, 128) * 128
+    log2_size = torch.empty(entries, number, columns, device=queries.device)
+    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)
+    count = torch.empty(entries, number, dtype=torch.int32, device=queries.device)
+    tuned = blocks_for("vote", dim, queries.dtype, queries.device)
+    _vote[(number, entries)](
+        queries=queries,
+        visible=visible,
+        centroid=tables.centroid,
+        variance=tables.variance,
+        log_exists=tables.log_exists,
+        log2_size=tables.log2_size,
+        starts=tables.starts,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
+        votes=log2_size,
+        opened=opened,
+        positions=positions,
+        share=sizes.share,
+        cells=layout.cells,
+        dim=dim,
+        **strides(query=queries),
+        visible_entry=visible.stride(0),
+        most_columns=columns,
+        scale=scale,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        probes=sizes.probes,
+        most_keys=most_keys,
+        CAUSAL=sizes.segment > 0,
+        POOL=POOL,
+        POOLS=max(16, next_power_of_2(cdiv(sizes.share, POOL))),
+        STEPS=BISECTIONS,
+        RANGE=OCTAVES << 23,
+        TILE=COLUMNS,
+        BC=tuned.keys,
+        BW=min(2048, next_power_of_2(columns)),
+        BD=padded(dim),
+        DT=dot_type(queries.dtype),
+        IP=precision(queries.dtype),
+        num_warps=tuned.warps,
+        num_stages=tuned.stages,
+    )
+    _list_keys[(number, entries, cdiv(sizes.probes, SLOTS))](
+        visible=visible,
+        opened=opened,
+        starts=tables.starts,
+        order=tables.order,
+        listed=listed,
+        count=count,
+        positions=positions,
+        share=sizes.share,
+        cells=layout.cells,
+        visible_entry=visible.stride(0),
+        most_listed=most_listed,
+        sinks=sizes.sinks,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        probes=sizes.probes,
+        CAUSAL=sizes.segment > 0,
+        BS=SLOTS,
+        BP=next_power_of_2(max(16, sizes.probes)),
+        BN=64,
+        num_warps=4,
+    )
+    return Lists(listed, count, log2_size)
