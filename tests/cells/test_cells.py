@@ -86,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     "share": {"share": 16},
     "share-causal": {"share": 16, "causal": True},
     "share-uneven-groups": {"share": 32, "group": 3, "kv_heads": 2, "causal": True, "segment": 12},
+    "share-long-segments": {"share": 16, "group": 2, "causal": True, "segment": 40, "cell_size": 4},
     "share-many-parts": {"share": 128, "queries": 300, "group": 2, "causal": True, "segment": 20, "cell_size": 4},
     "share-few-queries": {"share": 16, "queries": 70, "keys": 100, "causal": True, "segment": 7},
     "share-few-keys": {"share": 16, "queries": 100, "keys": 37, "causal": True, "group": 2},

@@ -40,6 +40,7 @@ FUTURES: dict[str, dict[str, Any]] = {
     "padding-left-samples": {"mask": "left", "segment": 8, "samples": 3, "batch": 3, "cell_size": 2},
     "padding-anywhere": {"mask": "anywhere", "segment": 8, "batch": 3},
     "share": {"share": 16, "group": 2, "segment": 12},
+    "share-long-segments": {"share": 16, "group": 2, "segment": 50, "cell_size": 3, "probes": 4},
     "share-many-spans-samples": {"share": 32, "segment": 7, "cell_size": 2, "samples": 2, "window": 8},
     "share-cross-attention-padding": {"share": 16, "keys": 150, "mask": "left", "batch": 3, "segment": 9},
 }

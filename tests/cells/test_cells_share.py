@@ -74,6 +74,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "uneven-groups": {"causal": False, "length": 53, "group": 3},
     "causal": {},
     "blocks-over-several-segments": {"segment": 5, "cell_size": 2, "share": 32},
+    "segments-over-several-blocks": {"segment": 40, "group": 2, "length": 87},
     "one-block": {"share": 256, "length": 60, "offset": 30},
     "groups": {"group": 3, "length": 85, "segment": 7},
     "few-queries": {"length": 40, "offset": 50, "group": 2},
@@ -301,7 +302,7 @@ def opened_keys(result: CellsResult, call: Operation) -> Tensor:
     return ((cell_of[None, :, :, None] == opened[:, None, None]) & (opened >= 0)[:, None, None]).any(-1).any(1)
 
 
-@pytest.mark.parametrize("name", ["causal", "groups", "blocks-over-several-segments", "window", "padding", "later-queries"])
+@pytest.mark.parametrize("name", ["causal", "groups", "segments-over-several-blocks", "window", "padding", "later-queries"])
 def test_a_call_in_chunks_of_whole_blocks(name: str) -> None:
     """Each chunk opens the same cells as the whole call, and its rows come out the same up to rounding."""
     call = operation(**OPERATIONS[name])
