@@ -174,8 +174,8 @@ def test_votes_by_hand() -> None:
     assert opened(even, 1) == [[2], [2]]
     # A mean whose scores overflow has one vote like all others, and leaves the others theirs.
     huge = score.clone()
-    huge[1, 0] = math.inf
-    assert opened(huge, 1) == [[0], [0]]
+    huge[0, 2] = huge[1, 2] = math.inf
+    assert opened(huge, 1) == [[2], [0]]
     spread = torch.tensor([[4.0, 0.0, 0.0]]).expand(4, 3)
     first = torch.tensor([[0.0, -math.inf, 2.9]]).expand(4, 3)
     assert far_field.open_together(first, spread, size, present, 1).tolist() == [[0], [0]], "1.5 standard deviations of 2"
