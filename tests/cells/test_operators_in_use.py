@@ -82,7 +82,6 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "blocks": ({"method": nf.Cells(4, 2, partition=nf.Blocks())}, False),
     "hash": ({"method": nf.Cells(4, 2, partition=nf.HashBuckets(seed=1))}, False),
     "reference": ({"is_causal": True, "backend": "reference"}, False),
-    "share-padded": ({"is_causal": True, "kv_heads": 1, "method": SHARED}, True),
     "share-dropout": ({"is_causal": True, "kv_heads": 1, "dropout_p": 0.3, "method": SHARED}, False),
 }
 
@@ -131,9 +130,7 @@ def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("method", "scale"), [(METHOD, None), (METHOD, 0.3), (SHARED, None), (nf.Exact(), 0.3), (nf.Auto(), None)]
-)
+@pytest.mark.parametrize(("method", "scale"), [(METHOD, None), (SHARED, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)])
 def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> None:
     eager = partial(attend, is_causal=True, scale=scale, method=method)
     function = compiled(eager, dynamic=True)
