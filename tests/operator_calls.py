@@ -13,6 +13,7 @@ import nearfield as nf
 
 METHOD = nf.Cells(cell_size=8, probes=2, sinks=2, segment=16)
 DRAWN = nf.Cells(cell_size=8, probes=2, sinks=2, segment=16, samples=4)
+SHARED = nf.Cells(cell_size=4, probes=2, sinks=2, segment=12, share=16)
 MANY_SPANS = nf.Cells(cell_size=2, probes=2, sinks=0, segment=4)
 
 LENGTH = 48

@@ -1,5 +1,6 @@
 """The far-field formula in torch; `triton/far_field.py` is the same in Triton. Score, boost and derivative are written nowhere
-else: the reference imports its boost from here. Tests restate all of them independently.
+else: the reference imports its boost from here. Tests restate all of them independently. So is the rule by which a block of rows
+opens cells together.
 
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 
@@ -29,6 +30,8 @@ GROUP = 8
 """Cells per group where the best ones are found in two stages."""
 FEW_SCORES = 1 << 15
 """With fewer scores than this, one stage is faster."""
+POOL = 8
+"""Rows that open cells together are averaged so many at a time before they vote."""
 
 
 def squares(queries: Tensor) -> Tensor:
@@ -70,6 +73,34 @@ def moments(queries: Tensor, seen: SeenCells) -> tuple[Tensor, Tensor]:
 def open_best(first: Tensor, spread: Tensor, count: int) -> Tensor:
     """The columns of the `count` cells of largest score in each row; -1 where there are fewer non-empty cells."""
     best, column = best_columns(score(first, spread), count)
+    return column.masked_fill_(best == -torch.inf, -1)
+
+
+def pooled(queries: Tensor, share: int) -> tuple[Tensor, Tensor]:
+    """The means of every `POOL` rows of a block, `[runs * blocks, pools, dim]`, and which of these have rows `[..., pools]`.
+
+    `queries` `[runs, length, dim]`: runs of rows that begin with a block; the last block of a run may be shorter than `share`.
+    """
+    runs, length, dim = queries.shape
+    blocks, pools = -(-length // share), share // POOL
+    whole = torch.nn.functional.pad(queries, (0, 0, 0, blocks * share - length))
+    rows = (length - POOL * torch.arange(blocks * pools, device=queries.device)).clamp(0, POOL)
+    mean = whole.view(runs, blocks * pools, POOL, dim).sum(2).div_(rows.clamp(min=1)[:, None])
+    return mean.view(runs * blocks, pools, dim), (rows > 0).expand(runs, -1).reshape(runs * blocks, pools)
+
+
+def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, count: int) -> Tensor:
+    """The columns of the `count` cells with most votes in each block; -1 where there are fewer non-empty cells.
+
+    `first` and `spread` `[blocks * pools, cells]` are those of the means of `POOL` rows. Each mean gives every key of cell c
+    e^{s_c} / sum_c' n_c' e^{s_c'} of a vote, its weight if all keys of a cell had the score of the cell; w_c is the sum over the
+    means of a block that are `present` `[blocks, pools]`. All rows of a block that sees cells see some key, so all count.
+    """
+    weight = score(first, spread).clamp_(max=torch.finfo(first.dtype).max)
+    weight.sub_(finite(weight.amax(1, keepdim=True))).exp_()
+    weight.div_((weight @ size)[:, None])
+    votes = weight.view(*present.shape, -1).masked_fill_(~present[..., None], 0.0).sum(1)
+    best, column = best_columns(votes.masked_fill_(size == 0, -torch.inf), count)
     return column.masked_fill_(best == -torch.inf, -1)
 
 

@@ -13,7 +13,7 @@ from nearfield.cells.operator import CellsResult, Recipe, cells_attention
 from nearfield.cells.partition import Partition, check_partition, make_known, to_plain
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import closed_keys
+from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.triton.limits import unsupported
 from nearfield.checks import check_positive
 from nearfield.kernels import backends
@@ -28,7 +28,7 @@ class Cells:
     With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
 
     1. A row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}. All keys of an opened
-       cell are near.
+       cell are near. With `share`, a block of consecutive rows opens the same cells, those with most votes of its rows.
     2. Every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys
        inside cells, pooled over all cells. This is right to second order, and stays moderate where a cell is far from Gaussian.
     3. Optionally, `samples` far keys per row are drawn, with the far field as control variate. Numerator and denominator become
@@ -36,7 +36,8 @@ class Cells:
 
     Causal: keys come in segments of consecutive keys. A row sees its own segment (and a window before it) key by key. It sees
     the closed segments before that through cells, for which 1, 2, 4, 8, ... segments are grouped together (13 closed segments as
-    8, 4 and 1): such cells are tighter than those of single segments. No number that a row uses depends on a later key or query.
+    8, 4 and 1): such cells are tighter than those of single segments. No number that a row uses depends on a later key or query;
+    with `share` above 1, the choice of cells depends on all queries of a block, and still on nothing after the block.
 
     Args:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
@@ -46,6 +47,8 @@ class Cells:
         sinks: how many of the first keys are near for every row.
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
+        share: how many consecutive queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256; None: 1.
+            Blocks are counted from the first query of a call, in each head by itself.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
     are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
@@ -63,6 +66,7 @@ class Cells:
     # torch.compile cannot trace a class as the factory.
     partition: Partition = field(default_factory=lambda: KMeans())
     segment: int | None = None
+    share: int | None = None
     branching: InitVar[None] = None
     unfold: InitVar[None] = None
 
@@ -82,6 +86,7 @@ class Cells:
         check_positive("window", self.window, optional=True, least=0)
         check_positive("sinks", self.sinks, least=0)
         check_positive("segment", self.segment, optional=True)
+        _check_share(self.share)
         check_partition("partition", self.partition)
         make_known(self.partition)
 
@@ -135,6 +140,7 @@ class Cells:
             segments=length // sizes.segment if sizes.segment else 1,
             probes=sizes.probes,
             cells=length // sizes.cell_size,
+            share=sizes.share,
         )
 
     def sizes(self, problem: Problem) -> CellSizes:
@@ -144,7 +150,8 @@ class Cells:
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
         probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu)
-        sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples)
+        share = self.share or defaults.default_share(causal, on_gpu)
+        sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples, share=share)
         if not causal:
             return sizes._replace(probes=max(1, min(probes, sizes.cells_in(length))))
         # A traced program serves all lengths, so it has all levels.
@@ -153,15 +160,25 @@ class Cells:
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
 
 
+def _check_share(share: object) -> None:
+    """A power of two, so that blocks are made of whole pools, and parts of the work of whole blocks."""
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int) or share not in defaults.SHARES):
+        raise ValueError(
+            f"share must be 1 (each query opens cells by itself) or a power of two from 16 to 256, got {share!r}; "
+            "use share=64, or leave share out"
+        )
+
+
 def _keys_per_query(result: CellsResult, visible: Tensor, sizes: CellSizes) -> float:
     """How many keys a row reads one by one, near ones and drawn ones, averaged over the rows."""
     near = 0.0
+    block_of = blocks_of_rows(visible.shape[1], sizes, visible.device)
     for entry in range(len(visible)):
         cell_of = result.cell_of[entry].flatten().long()
         opened = result.opened[entry].long()
         size = torch.bincount(cell_of + 1, minlength=max(2, int(opened.max()) + 2) if opened.numel() else 2)[1:]
-        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)
-        closed = closed_keys(visible[entry], sizes)
+        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)[block_of]
+        closed = closed_keys(visible[entry], sizes, sizes.group)
         near += float((inside + (visible[entry] - closed) + closed.clamp(max=sizes.sinks)).double().mean())
     drawn = float((result.drawn >= 0).sum(-1).double().mean()) if sizes.samples else 0.0
     return near / max(1, len(visible)) + drawn

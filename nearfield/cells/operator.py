@@ -61,7 +61,7 @@ def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSize
         # Without draws there is no standard error, hence no columns.
         queries.new_empty((batch, rows if sizes.samples else 0), dtype=compute),
         keys.new_empty((batch, sizes.span_levels, length), dtype=torch.int32),
-        queries.new_empty((batch, rows, sizes.probes), dtype=torch.int32),
+        queries.new_empty((batch, sizes.blocks_of(rows), sizes.probes), dtype=torch.int32),
         queries.new_empty((batch, rows, sizes.samples), dtype=torch.int32),
         queries.new_empty((batch, rows, sizes.samples), dtype=compute),
     )
@@ -168,8 +168,8 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
         every = head.keep(rows, items)
         assert every is not None
         keep = every[:, : len(keys)], every[:, len(keys) :]
-    plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values()))
-    closed = closed_keys(head.visible, head.sizes)
+    plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values())).by_row(head.block_of)
+    closed = closed_keys(head.visible, head.sizes, head.sizes.group)
     keys, values = keys.to(head.compute), values.to(head.compute)
     return reference.reference_attention(
         scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep

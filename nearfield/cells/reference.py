@@ -14,7 +14,7 @@ makes them unbiased. The factors F / (l g_c) are part of the plan: gradients do 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,11 +29,15 @@ class CellPlan:
     cell_of: Tensor
     """`[span_levels, n]`: the cell of each key in its span of each level; -1: none (it is a sink, or in no span of that level)"""
     opened: Tensor
-    """`[rows, probes]`: the cells whose keys are near; -1: none"""
+    """`[blocks, probes]`: the cells whose keys are near for the rows of a block; -1: none. See `blocks_of_rows`."""
     drawn: Tensor
     """`[rows, samples]`: the positions of drawn keys; -1: none"""
     log_factor: Tensor
     """`[rows, samples]`: log of F / (l g_c), the factor of a drawn key"""
+
+    def by_row(self, blocks: Tensor) -> CellPlan:
+        """The same with what each row has opened: `opened` `[rows, probes]`. `blocks` `[rows]`: the block of each row."""
+        return replace(self, opened=self.opened.index_select(0, blocks))
 
 
 def reference_attention(
@@ -52,8 +56,8 @@ def reference_attention(
     Row r sees the first `visible[r]` keys, those before `closed[r]` through their cells. With s closed segments these are the
     cells of one span for each set bit of s: a key of segment g is seen through its cell at the level of the highest bit in which
     g and s differ, or at the largest level if that is lower.
-    `cells`: how many cells there are. `keep`: dropout factors, 0 or 1 / (1 - p), for every (row, key) `[rows, n]` and (row, cell)
-    `[rows, cells]`.
+    `plan`: row by row, see `CellPlan.by_row`. `cells`: how many cells there are. `keep`: dropout factors, 0 or 1 / (1 - p), for
+    every (row, key) `[rows, n]` and (row, cell) `[rows, cells]`.
     """
     rows, length = len(queries), len(keys)
     position = torch.arange(length, device=keys.device)

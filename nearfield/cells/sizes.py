@@ -13,6 +13,9 @@ from nearfield.problem import Problem
 MOST_SPAN_LEVELS = 8
 """Causal: closed segments are joined into spans of at most 2^7 of them."""
 
+SHARES = (1, 16, 32, 64, 128, 256)
+"""How many rows may open cells together."""
+
 
 class CellSizes(NamedTuple):
     """The sizes of one call as operators and kernels take them: plain integers."""
@@ -33,11 +36,16 @@ class CellSizes(NamedTuple):
     span_levels: int = 1
     """causal: how many lengths of spans there are: 1, 2, 4, ... segments"""
     share: int = 1
-    """how many consecutive rows of a head open cells together"""
+    """how many consecutive queries of a head open cells together: a block"""
 
     def cells_in(self, keys: int) -> int:
         """How many cells this many keys are grouped into."""
         return max(1, round(keys / self.cell_size))
+
+    def blocks_of(self, rows: int) -> int:
+        """How many blocks the rows of a group are: those of each member are cut by themselves."""
+        # A traced program has symbols for sizes, and would not know that group * (rows // group) are all rows.
+        return rows if self.share == 1 else self.group * -(-(rows // self.group) // self.share)
 
 
 class MemoryPolicy(NamedTuple):
@@ -86,6 +94,11 @@ def default_probes(length: int, cell_size: int, causal: bool = False, on_gpu: bo
 def default_segment(length: int, on_gpu: bool = False) -> int:
     """A power of two near 11 sqrt(length): 1,024 at 8k, 2,048 at 32k, 4,096 at 131k; on a GPU half of that."""
     return 2 ** max(6, round(math.log2((5.6 if on_gpu else 11) * math.sqrt(max(1, length)))))
+
+
+def default_share(causal: bool = False, on_gpu: bool = False) -> int:
+    """Every row by itself."""
+    return 1
 
 
 def span_levels(length: int, segment: int) -> int:

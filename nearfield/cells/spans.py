@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
@@ -80,12 +81,30 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-def closed_keys(visible: Tensor, sizes: CellSizes) -> Tensor:
-    """How many keys a row sees through cells if it sees the first `visible`: segments before its own, minus the window."""
+def closed_keys(visible: Tensor, sizes: CellSizes, members: int = 1) -> Tensor:
+    """How many keys a row sees through cells if it sees the first `visible`: segments before its own, minus the window.
+
+    The rows of a block see as many as its first row, which sees the fewest keys. `visible` `[..., members * length]`: of all
+    positions, for so many members of the group; where each row opens cells by itself, of any rows.
+    """
     if not sizes.segment:
         return visible
+    if sizes.share > 1:
+        length = visible.shape[-1] // members
+        first = torch.arange(length, device=visible.device) // sizes.share * sizes.share
+        visible = visible.unflatten(-1, (members, length))[..., first].flatten(-2)
     own = (visible - 1).div(sizes.segment, rounding_mode="floor")
     return (own - sizes.window).clamp(min=0) * sizes.segment
+
+
+def blocks_of_rows(rows: int, sizes: CellSizes, device: torch.device) -> Tensor:
+    """`[rows]`: the number of the block of each row of a group."""
+    number = torch.arange(rows, device=device)
+    if sizes.share == 1:
+        return number
+    length = rows // sizes.group
+    member, position = number // max(1, length), number % max(1, length)
+    return member * -(-length // sizes.share) + position // sizes.share
 
 
 def pieces(visible: Tensor, sizes: CellSizes) -> list[Piece]:

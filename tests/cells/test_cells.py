@@ -83,6 +83,20 @@ CASES: dict[str, dict[str, Any]] = {
     "spans-of-two-samples": {"causal": True, "segment": 7, "span_levels": 2, "samples": 3, "window": 5},
     "spans-of-four-dropout": {"causal": True, "segment": 5, "span_levels": 3, "dropout_p": 0.3, "samples": 2, "cell_size": 2},
     "spans-of-four-padding": {"causal": True, "segment": 5, "span_levels": 3, "mask": "left", **PADDED},
+    "share": {"share": 16},
+    "share-causal": {"share": 16, "causal": True},
+    "share-uneven-groups": {"share": 32, "group": 3, "kv_heads": 2, "causal": True, "segment": 12},
+    "share-long-segments": {"share": 16, "group": 2, "causal": True, "segment": 40, "cell_size": 4},
+    "share-many-parts": {"share": 128, "queries": 300, "group": 2, "causal": True, "segment": 20, "cell_size": 4},
+    "share-few-queries": {"share": 16, "queries": 70, "keys": 100, "causal": True, "segment": 7},
+    "share-few-keys": {"share": 16, "queries": 100, "keys": 37, "causal": True, "group": 2},
+    "share-window": {"share": 64, "causal": True, "window": 20, "sinks": 20, "segment": 9},
+    "share-padding": {"share": 16, "mask": "left", "causal": True, "group": 2, "segment": 7, **PADDED},
+    "share-padding-plain": {"share": 32, "mask": "anywhere", **PADDED},
+    "share-samples": {"share": 16, "samples": 3, "causal": True, "group": 2, "cell_size": 2},
+    "share-dropout": {"share": 16, "dropout_p": 0.3, "samples": 2, "causal": True, "segment": 6, "cell_size": 2},
+    "share-empty-cells": {"share": 16, "kind": "few-places", "cell_size": 2, "causal": True, "segment": 7, "sinks": 9},
+    "share-sharp": {"share": 32, "spread": 8.0, "causal": True},
     "everything": {"mask": "anywhere", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "window": 5, **PADDED},
     "everything-many-spans": {
         "mask": "left", "causal": True, "group": 2, "dropout_p": 0.2, "samples": 3, "segment": 6, "span_levels": 3,
@@ -193,6 +207,7 @@ NEAR = {
     "window": {"cell_size": 6, "window": 40, "sinks": 0},
     "hash": {"cell_size": 5, "partition": nf.HashBuckets()},
     "over-a-page": {"cell_size": 300, "segment": 600},
+    "share": {"cell_size": 3, "segment": 24, "share": 16},
 }
 
 
@@ -242,6 +257,7 @@ METHODS = {
     "plain": nf.Cells(cell_size=8, probes=2, segment=32, sinks=3, partition=nf.Blocks()),
     "small-cells": nf.Cells(cell_size=2, probes=2, segment=32, sinks=0, partition=nf.Blocks()),
     "samples": nf.Cells(cell_size=8, probes=2, segment=32, sinks=3, samples=4, partition=nf.Blocks()),
+    "share": nf.Cells(cell_size=4, probes=2, segment=24, sinks=3, partition=nf.Blocks(), share=16),
 }
 methods = pytest.mark.parametrize("name", METHODS)
 masks = pytest.mark.parametrize("causal", [False, True])

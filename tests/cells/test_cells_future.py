@@ -1,4 +1,4 @@
-"""Cells: no bit of a causal row depends on a later key, value or query."""
+"""Cells: no bit of a causal row depends on a later key, value or query (but for the queries with which it opens cells)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,18 @@ FUTURES: dict[str, dict[str, Any]] = {
     "padding-left": {"mask": "left", "segment": 8, "group": 2, "batch": 3},
     "padding-left-samples": {"mask": "left", "segment": 8, "samples": 3, "batch": 3, "cell_size": 2},
     "padding-anywhere": {"mask": "anywhere", "segment": 8, "batch": 3},
+    "share": {"share": 16, "group": 2, "segment": 12},
+    "share-long-segments": {"share": 16, "group": 2, "segment": 50, "cell_size": 3, "probes": 4},
+    "share-many-spans-samples": {"share": 32, "segment": 7, "cell_size": 2, "samples": 2, "window": 8},
+    "share-cross-attention-padding": {"share": 16, "keys": 150, "mask": "left", "batch": 3, "segment": 9},
 }
 
 
 def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: int = 12) -> None:
-    """Change some of what follows a row, by little or by very much: the row and all before it stay what they are, bit by bit."""
+    """Change some of what follows a row, by little or by very much: the row and all before it stay what they are, bit by bit.
+
+    Where rows open cells together, queries are changed from the next block on, keys and values from the next row on.
+    """
     case = {"queries": 200, "causal": True} | case
     tensors, mask = problem(case, dtype)
 
@@ -59,6 +66,8 @@ def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: int = 12
     for number in range(changes):
         row = int(torch.randint(max(120, 3 * case["queries"] // 5), (), generator=generator)) + 20
         which = ("q", "k", "v", "qkv", "qk")[number % 5]
+        share = case.get("share", 1) if "q" in which else 1
+        row = (row // share + 1) * share - 1
         size = (1.0, 0.01, 1e4, 1e18, torch.finfo(dtype).max / 100)[number % 4 if number < 8 else 4]
         changed = [x.clone() for x in tensors]
         for letter, x in zip("qkv", changed, strict=True):
@@ -98,7 +107,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "many-spans-samples", "padding-left"])
+@pytest.mark.parametrize("name", ["plain", "many-spans-samples", "padding-left", "share"])
 def test_the_future_has_no_influence_with_two_threads(name: str, dtype: torch.dtype) -> None:
     assert_no_future(FUTURES[name], dtype, changes=6)
 

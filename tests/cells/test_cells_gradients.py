@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"seen": 7, "causal": True},
     "sharp": {"spread": 4.0, "causal": True},
     "scale": {"scale": -0.8},
+    "share": {"share": 16, "queries": 19},
+    "share-causal-groups": {"share": 16, "causal": True, "group": 2, "keys": 18, "segment": 5, "queries": 18},
 }
 
 
@@ -98,6 +100,7 @@ def setting(case: dict[str, Any]) -> Setting:
     sizes = CellSizes(
         group, segment, case.get("window", 0), case.get("sinks", 1), case.get("cell_size", 3), case.get("probes", 1),
         case.get("samples", 0), case.get("span_levels", max(1, (keys // segment).bit_length()) if causal else 1),
+        case.get("share", 1),
     )  # fmt: skip
     partition = to_plain(case.get("partition", nf.KMeans()))
     recipe = Recipe(sizes, case.get("scale", 0.7), case.get("dropout_p", 0.0), *partition, "torch")
@@ -190,6 +193,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.3, "causal": True},
     "groups": {"group": 3, "causal": True},
     "spans-of-two": {"causal": True, "span_levels": 2, "samples": 3, "cell_size": 2},
+    "share": {"causal": True, "share": 32, "group": 2},
 }
 
 

@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 import torch
 from by_hand import seeded
-from operator_calls import DRAWN, LENGTH, MANY_SPANS, METHOD, assert_all_equal, attend, compiled, grads, leaves, states, tensors
+from operator_calls import (
+    DRAWN,
+    LENGTH,
+    MANY_SPANS,
+    METHOD,
+    SHARED,
+    assert_all_equal,
+    attend,
+    compiled,
+    grads,
+    leaves,
+    states,
+    tensors,
+)
 from torch import Tensor
 
 import nearfield as nf
@@ -31,6 +44,7 @@ def arguments(
     value_dim: int = 8,
     window: int = 0,
     span_levels: int = 2,
+    share: int = 1,
 ) -> tuple[Any, ...]:
     """What `nearfield::cells` is called with."""
     batch, length = 2, 20
@@ -47,7 +61,7 @@ def arguments(
     if padded:
         visible = visible.clamp(max=length - 7).clone()
         visible[1].clamp_(max=11)
-    sizes = CellSizes(group, 6 if causal else 0, window, 2, 3, 2, samples, span_levels if causal else 1)
+    sizes = CellSizes(group, 6 if causal else 0, window, 2, 3, 2, samples, span_levels if causal else 1, share)
     recipe = Recipe(sizes, 0.35, dropout_p, *partition, "torch")
     return queries, keys, values, visible, torch.tensor(5), *recipe.arguments()
 
@@ -62,6 +76,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "samples-causal": {"causal": True, "samples": 3},
     "samples-grouped": {"samples": 4, "group": 2},
     "dropout-causal": {"dropout_p": 0.2, "causal": True},
+    "share": {"group": 2, "causal": True, "share": 16},
     "padding-dropout-hashed": {"padded": True, "dropout_p": 0.2, "partition": ("HashBuckets", (0, 1))},
     "padding-causal-low-precision": {"padded": True, "causal": True, "dtype": torch.bfloat16, "partition": ("Blocks", ())},
 }
@@ -98,7 +113,9 @@ def batched(in_dims: tuple[int | None, ...], shape: tuple[int, ...] = (1, 2, 24,
 
 
 @pytest.mark.parametrize("in_dims", IN_DIMS)
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "method": MANY_SPANS}])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"is_causal": True, "method": MANY_SPANS}, {"is_causal": True, "method": SHARED}]
+)
 def test_vmap(in_dims: tuple[int | None, ...], options: dict[str, Any]) -> None:
     function, inputs = partial(attend, **options), batched(in_dims)
     assert_all_equal(torch.vmap(function, in_dims)(*inputs), stacked(function, in_dims, inputs))

@@ -18,6 +18,7 @@ from operator_calls import (
     LENGTH,
     MANY_SPANS,
     METHOD,
+    SHARED,
     assert_all_equal,
     attend,
     compiled,
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "blocks": ({"method": nf.Cells(4, 2, partition=nf.Blocks())}, False),
     "hash": ({"method": nf.Cells(4, 2, partition=nf.HashBuckets(seed=1))}, False),
     "reference": ({"is_causal": True, "backend": "reference"}, False),
+    "share-dropout": ({"is_causal": True, "kv_heads": 1, "dropout_p": 0.3, "method": SHARED}, False),
 }
 
 
@@ -128,7 +130,7 @@ def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("method", "scale"), [(METHOD, None), (METHOD, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)])
+@pytest.mark.parametrize(("method", "scale"), [(METHOD, None), (SHARED, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)])
 def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> None:
     eager = partial(attend, is_causal=True, scale=scale, method=method)
     function = compiled(eager, dynamic=True)
@@ -221,7 +223,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert attend(*inputs).dtype == expected.dtype
 
 
-@pytest.mark.parametrize("method", [METHOD, MANY_SPANS])
+@pytest.mark.parametrize("method", [METHOD, MANY_SPANS, SHARED])
 def test_autocast_ends_before_the_backward_pass(method: Any) -> None:
     def function(inside: bool) -> list[Tensor]:
         inputs = leaves(*tensors())

@@ -29,7 +29,7 @@ class CellStore:
         method: `Cells(...)`. The cache uses its segment (None: all keys that are there, at least 1,024, from 8,192 keys on 11
             sqrt(n)), cell_size (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: cells of 3.5 sqrt(n) keys, at least
             20 cells), window (None: 16; a number of keys, which is not rounded to whole segments), sinks and partition. There are
-            no samples.
+            no samples, and queries at different positions do not open cells together.
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
         offload: keep keys and values of closed segments in CPU memory, pinned if the others are on a GPU. The moments of cells
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
@@ -242,11 +242,13 @@ class CellStore:
 
 
 def check_method(method: object) -> None:
-    """Raise unless this is `Cells(...)` without samples."""
+    """Raise unless this is `Cells(...)` without samples and without blocks of rows."""
     if not isinstance(method, Cells):
         raise TypeError(f"a cell cache attends by Cells(...), got {method!r}")
     if method.samples:
         raise ValueError(f"a cell cache draws no samples, got {method!r}; leave samples out")
+    if method.share is not None and method.share > 1:
+        raise ValueError(f"a cell cache opens cells for each query by itself, got {method!r}; leave share out")
 
 
 def _check_new(key: Tensor, value: Tensor, counts: Tensor | None) -> None:

@@ -81,7 +81,7 @@ def backward(
 def _with_results(block: RowBlock, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor) -> BackwardBlock:
     head, rows = block.head, block.rows
     out, grad = (torch.cat([x.index_select(0, rows), x.new_zeros(1, x.shape[1])]).to(head.compute) for x in (output, output_grad))
-    of_rows = (x.index_select(0, rows) for x in (plan.opened, plan.drawn, plan.log_factor))
+    of_rows = (x.index_select(0, i) for x, i in ((plan.opened, head.block_of[rows]), (plan.drawn, rows), (plan.log_factor, rows)))
     own = CellPlan(plan.cell_of, *(x if x.is_floating_point() else x.long() for x in of_rows))
     # A row that sees nothing, like the one that fills up tiles, gets weights e^(z - inf) = 0.
     own_lse = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.cells.far_field import largest_first, masses, moments, open_best
+from nearfield.cells.far_field import largest_first, masses, moments, open_best, open_together, pooled
+from nearfield.cells.moments import SeenCells
 from nearfield.cells.reference import CellPlan
+from nearfield.cells.spans import Piece
 from nearfield.cells.torch.dense import LARGE, dense_attention
 from nearfield.cells.torch.draws import ClosedCells, Draws
 from nearfield.cells.torch.head import Head, Partial, RowBlock, local_runs
@@ -34,7 +36,8 @@ def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellP
         found, found_lse = total.finish()
         output.index_copy_(0, block.rows, found)
         lse.index_copy_(0, block.rows, found_lse)
-        plan.opened.index_copy_(0, block.rows, opened.int())
+        # All rows of a block write the same.
+        plan.opened[head.block_of[block.rows]] = opened.int()
         if draws is not None:
             plan.drawn.index_copy_(0, block.rows, draws.drawn.int())
             plan.log_factor.index_copy_(0, block.rows, draws.log_factor)
@@ -119,10 +122,14 @@ def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draw
     ref = total.ref.new_full((len(block),), -torch.inf)
     for piece, part in block.far_pieces():
         seen = head.seen_by(piece)
+        together = _open_together(head, block, piece, part, seen) if head.sizes.share > 1 else None
         for rows in row_parts(part, len(seen), head.scores_per_pass):
             queries = block.scaled(rows)
             first, spread = moments(queries, seen)
-            best = open_best(first, spread, opened.shape[1])
+            if together is None:
+                best = open_best(first, spread, opened.shape[1])
+            else:
+                best = together[rows.start - part.start : rows.stop - part.start]
             opened[rows, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
             ref[rows] = largest_first(first, best)
             weight, top = masses(first, spread, best, seen.size)
@@ -132,6 +139,20 @@ def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draw
             else:
                 total.add(rows, *draws.correct(rows, cells))
     return ref
+
+
+def _open_together(head: Head, block: RowBlock, piece: Piece, part: slice, seen: SeenCells) -> Tensor:
+    """The columns of the cells that the rows of a piece open, each row what its block does: `[rows, probes or fewer]`."""
+    group, share = head.sizes.group, head.sizes.share
+    means, present = pooled(block.scaled(part).view(group, piece.length, -1), share)
+    pools, means = present.shape[1], means.flatten(0, 1)
+    found = []
+    # Parts are of 32 rows or a multiple, so they tear no block of 2, 4, ..., 32 pools.
+    for some in row_parts(slice(0, len(means)), len(seen), head.scores_per_pass):
+        blocks = slice(some.start // pools, some.stop // pools)
+        found.append(open_together(*moments(means[some], seen), seen.size, present[blocks], head.sizes.probes))
+    columns = torch.cat(found).unflatten(0, (group, -1)).repeat_interleave(share, 1)
+    return columns[:, : piece.length].flatten(0, 1)
 
 
 def row_parts(part: slice, cost: int, budget: int) -> Iterator[slice]:

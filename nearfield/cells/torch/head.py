@@ -15,7 +15,7 @@ from nearfield.cells.far_field import finite
 from nearfield.cells.moments import CellTable, SeenCells, tabulate
 from nearfield.cells.partition import Partition, build_cells
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.spans import Piece, Spans, closed_keys, pieces, row_blocks_of
+from nearfield.cells.spans import Piece, Spans, blocks_of_rows, closed_keys, pieces, row_blocks_of
 from nearfield.chunks import row_blocks
 from nearfield.sampling import dropout_factors
 
@@ -49,11 +49,14 @@ class Head:
     seed: int = 0
     first_row: int = 0
     """the number of its first row among the rows of all heads; what a row draws depends on its number"""
+    block_of: Tensor = field(init=False)
+    """`[group * length]`: the block with which each row opens cells"""
     pieces: list[Piece] = field(init=False)
     spans: Spans = field(init=False)
     table: CellTable = field(init=False)
 
     def __post_init__(self) -> None:
+        self.block_of = blocks_of_rows(len(self.queries), self.sizes, self.queries.device)
         self.pieces = pieces(self.visible_at, self.sizes)
         self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
         self.table = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(self.sizes.cells_in(self.segment_length)))
@@ -89,12 +92,16 @@ class Head:
         return torch.promote_types(self.queries.dtype, torch.float32)
 
     def blocks(self) -> Iterator[RowBlock]:
-        """All rows in blocks. A block takes no more than half the memory of one input, within the bounds above."""
+        """All rows in parts that tear no block of rows that open cells together.
+
+        A part takes no more than half the memory of one input, within the bounds above.
+        """
         sizes, wide = self.sizes, self.values.shape[1]
         budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 2))
         # Two accumulators, the (row, cell) pairs with what it takes to sort them, and draws.
         per_row = 8 * wide + 40 * sizes.probes + sizes.samples * (16 * wide + 64)
-        for found in row_blocks_of(self.pieces, max(64, budget // (per_row * sizes.group))):
+        positions = max(64, budget // (per_row * sizes.group))
+        for found in row_blocks_of(self.pieces, -(-positions // sizes.share) * sizes.share):
             yield RowBlock(self, found)
 
     @property
@@ -244,7 +251,7 @@ def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition
     Keys are grouped span by span, and only those that some row sees through cells. Nothing about a cell depends on later keys.
     """
     cell_of = torch.full((sizes.span_levels, len(keys)), -1, dtype=torch.int64, device=keys.device)
-    closed = int(closed_keys(visible, sizes).max()) if len(visible) else 0
+    closed = int(closed_keys(visible, sizes, sizes.group).max()) if len(visible) else 0
     if closed == 0:
         return cell_of
     segment = sizes.segment or closed

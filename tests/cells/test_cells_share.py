@@ -1,0 +1,367 @@
+"""Cells: blocks of rows that open cells together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from by_hand import QKV, inputs, seeded, spans_seen
+from cells_cases import method_of, problem
+from torch import Tensor
+
+import nearfield as nf
+from nearfield.cells import far_field
+from nearfield.cells import method as cells_method
+from nearfield.cells.cache import CellStore
+from nearfield.cells.operator import CellsResult, Recipe, cells_attention
+from nearfield.cells.partition import to_plain
+from nearfield.cells.sizes import CellSizes, default_share
+from nearfield.cells.spans import blocks_of_rows, closed_keys
+from nearfield.cells.torch import forward as torch_forward
+from nearfield.problem import check
+
+SHARES = (16, 32, 64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One head with one call of the operator."""
+
+    tensors: QKV
+    visible: Tensor
+    sizes: CellSizes
+    partition: Any = dataclasses.field(default_factory=nf.KMeans)
+
+    def run(self) -> CellsResult:
+        recipe = Recipe(self.sizes, 0.6, 0.0, *to_plain(self.partition), "torch")
+        return cells_attention(*self.tensors, self.visible, torch.tensor(3), recipe)
+
+
+def operation(
+    length: int = 90,
+    keys: int = 90,
+    group: int = 1,
+    causal: bool = True,
+    offset: int = 0,
+    hidden: int = 0,
+    places: int = 0,
+    spread: float = 1.5,
+    segment: int = 12,
+    dtype: torch.dtype = torch.float64,
+    partition: Any = None,
+    **sizes: int,
+) -> Operation:
+    """`offset`: the first query is at this position. `hidden`: how many of the first keys are padding, hence gone.
+    `places`: how many different keys there are; 0: all differ."""
+    q, k, v = inputs(1, queries=group * length, keys=keys, dim=6, dtype=dtype)
+    if places:
+        k = k[:, torch.randint(places, (keys,), generator=seeded(1))]
+    seen = (torch.arange(1, length + 1) + offset - hidden).clamp(0, keys) if causal else torch.full((length,), keys)
+    segment = segment if causal else 0
+    plain = {"window": 0, "sinks": 2, "cell_size": 3, "probes": 3, "samples": 0, "share": 16}
+    plain["span_levels"] = (keys // segment).bit_length() if causal else 1
+    own = CellSizes(**{"group": group, "segment": segment, **plain, **sizes})
+    return Operation((spread * q, k, v), seen.repeat(group)[None], own, partition or nf.KMeans())
+
+
+OPERATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"causal": False},
+    "uneven-groups": {"causal": False, "length": 53, "group": 3},
+    "causal": {},
+    "blocks-over-several-segments": {"segment": 5, "cell_size": 2, "share": 32},
+    "segments-over-several-blocks": {"segment": 40, "group": 2, "length": 87},
+    "one-block": {"share": 256, "length": 60, "offset": 30},
+    "groups": {"group": 3, "length": 85, "segment": 7},
+    "few-queries": {"length": 40, "offset": 50, "group": 2},
+    "later-queries": {"length": 45, "keys": 120, "offset": 64, "segment": 16},
+    "padding": {"hidden": 21, "group": 2},
+    "window": {"window": 2, "segment": 8, "share": 32},
+    "many-sinks": {"sinks": 30, "segment": 8},
+    "empty-cells": {"places": 4, "cell_size": 2, "probes": 5, "segment": 8},
+    "more-probes-than-cells": {"probes": 40},
+    "sharp": {"spread": 6.0, "group": 2, "length": 60},
+    "blocks": {"partition": nf.Blocks(), "segment": 10},
+}
+
+
+# The rule
+
+
+def blocks_by_hand(operation: Operation) -> Iterator[tuple[list[int], int]]:
+    """(rows, closed keys) of every block, in the order in which they are numbered."""
+    sizes, visible = operation.sizes, operation.visible[0].tolist()
+    length = len(visible) // sizes.group
+    for member in range(sizes.group):
+        for start in range(0, length, sizes.share):
+            rows = [member * length + place for place in range(start, min(start + sizes.share, length))]
+            fewest = min(visible[row] for row in rows)
+            segments = max(0, (fewest - 1) // sizes.segment - sizes.window) if sizes.segment else 0
+            yield rows, segments * sizes.segment if sizes.segment else fewest
+
+
+def members_seen(cell_of: Tensor, closed: int, sizes: CellSizes) -> dict[int, list[int]]:
+    """The keys of each cell that a row sees which sees so many keys closed."""
+    size = sizes.segment or max(1, closed)
+    found: dict[int, list[int]] = {}
+    for level, first in spans_seen(closed // size, sizes.span_levels):
+        for key in range(first * size, (first + 2**level) * size):
+            cell = int(cell_of[level, key])
+            if cell >= 0:
+                found.setdefault(cell, []).append(key)
+    return found
+
+
+def votes_by_hand(queries: Tensor, keys: Tensor, members: dict[int, list[int]]) -> dict[int, float]:
+    """w_c: every eight rows on average, then each mean's e^{s_c} over the sum of n e^s, then the sum over the means."""
+    votes = dict.fromkeys(members, 0.0)
+    for start in range(0, len(queries), 8):
+        mean = queries[start : start + 8].mean(0)
+        score = {}
+        for cell, own in members.items():
+            spread = float((mean.square() * keys[own].var(0, correction=0)).sum())
+            score[cell] = float(mean @ keys[own].mean(0)) + 1.5 * math.sqrt(spread)
+        total = sum(len(own) * math.exp(score[cell]) for cell, own in members.items())
+        for cell in members:
+            votes[cell] += math.exp(score[cell]) / total
+    return votes
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_block_opens_the_cells_with_most_votes(name: str) -> None:
+    call = operation(**OPERATIONS[name])
+    result = call.run()
+    queries, keys = 0.6 * call.tensors[0][0], call.tensors[1][0]
+    every, read, some = list(blocks_by_hand(call)), 0, 0
+    assert result.opened.shape == (1, len(every), call.sizes.probes)
+    for block, (rows, closed) in enumerate(every):
+        members = members_seen(result.cell_of[0], closed, call.sizes)
+        votes = votes_by_hand(queries[rows], keys, members)
+        best = sorted(votes, key=lambda cell: -votes[cell])[: call.sizes.probes]
+        slots = result.opened[0, block].tolist()
+        found = [cell for cell in slots if cell >= 0]
+        assert sorted(found) == sorted(best)
+        assert len(slots) == len(found) + slots.count(-1)
+        some += len(found)
+        for row in rows:
+            seen = int(call.visible[0, row])
+            near = {key for cell in found for key in members[cell]} | set(range(min(seen, call.sizes.sinks)))
+            read += len(near | set(range(closed, seen)))
+    assert some > 0
+    per_query = cells_method._keys_per_query(result, call.visible, call.sizes)
+    assert per_query == pytest.approx(read / call.visible.shape[1])
+
+
+def test_votes_by_hand() -> None:
+    """Two blocks of two means; the second block has one mean alone. The second cell is empty."""
+    size = torch.tensor([2.0, 0.0, 1.0])
+    score = torch.tensor([[0.0, -math.inf, 0.0], [0.0, -math.inf, 2.0], [1.0, -math.inf, 0.0], [0.0, -math.inf, 9.0]])
+    present = torch.tensor([[True, True], [True, False]])
+
+    def opened(score: Tensor, count: int) -> list[list[int]]:
+        return far_field.open_together(score, torch.zeros_like(score), size, present, count).tolist()
+
+    # 1/3 + 1/(2 + e^2) against 1/3 + e^2/(2 + e^2); e/(2e + 1) against 1/(2e + 1).
+    assert opened(score, 1) == [[2], [0]]
+    assert [sorted(x) for x in opened(score, 3)] == [[-1, 0, 2], [-1, 0, 2]]
+    assert opened(score + 1e4, 1) == opened(score - 1e4, 1) == [[2], [0]]
+    # A large cell costs as many keys as it has, so it should not be preferred for its size.
+    even = torch.tensor([[0.0, -math.inf, 0.01]]).expand(4, 3)
+    assert opened(even, 1) == [[2], [2]]
+    # A mean whose scores overflow has one vote like all others, and leaves the others theirs.
+    huge = score.clone()
+    huge[0, 2] = huge[1, 2] = math.inf
+    assert opened(huge, 1) == [[2], [0]]
+    spread = torch.tensor([[4.0, 0.0, 0.0]]).expand(4, 3)
+    first = torch.tensor([[0.0, -math.inf, 2.9]]).expand(4, 3)
+    assert far_field.open_together(first, spread, size, present, 1).tolist() == [[0], [0]], "1.5 standard deviations of 2"
+
+
+def test_no_cell_has_keys() -> None:
+    nothing = torch.full((2, 3), -math.inf)
+    found = far_field.open_together(nothing, torch.zeros(2, 3), torch.zeros(3), torch.ones(1, 2, dtype=torch.bool), 2)
+    assert found.tolist() == [[-1, -1]]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 31, 32, 33, 80])
+@pytest.mark.parametrize("share", [16, 32])
+def test_means_of_eight_rows(share: int, length: int) -> None:
+    queries = torch.randn(3, length, 5, generator=seeded(0), dtype=torch.float64)
+    means, present = far_field.pooled(queries, share)
+    assert far_field.POOL == 8
+    expected = []
+    for run in queries:
+        for start in range(0, length, share):
+            block = run[start : min(start + share, length)]
+            expected.append([part.mean(0) for part in block.split(8)])
+    assert means.shape == (len(expected), share // 8, 5)
+    for number, parts in enumerate(expected):
+        assert present[number].tolist() == [place < len(parts) for place in range(share // 8)]
+        torch.testing.assert_close(means[number, : len(parts)], torch.stack(parts))
+    assert bool(means.isfinite().all())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_queries_agree_with_each_of_them(causal: bool) -> None:
+    """Where all rows of a block are the same, the block opens what each of them would."""
+    for group, length in ((1, 96), (2, 83)):
+        call = operation(length=length, keys=96, group=group, causal=causal, segment=16)
+        query = call.tensors[0].view(1, group, length, -1)[:, :, torch.arange(length) // 16].flatten(1, 2)
+        call = dataclasses.replace(call, tensors=(query, *call.tensors[1:]))
+        alone = dataclasses.replace(call, sizes=call.sizes._replace(share=1)).run()
+        found = call.run()
+        block = blocks_of_rows(group * length, call.sizes, query.device)
+        assert torch.equal(found.opened[0, block].sort(1).values, alone.opened[0].sort(1).values)
+        torch.testing.assert_close(found.output, alone.output)
+
+
+# Which rows are a block, and what they see closed
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("group", "length"), [(1, 1), (1, 64), (2, 100), (3, 257), (2, 0)])
+def test_blocks_of_rows(group: int, length: int, share: int) -> None:
+    sizes = CellSizes(group, 16, 0, 0, 4, 1, 0, 1, share)
+    expected = [member * math.ceil(length / share) + place // share for member in range(group) for place in range(length)]
+    assert blocks_of_rows(group * length, sizes, torch.device("cpu")).tolist() == expected
+    assert sizes.blocks_of(group * length) == len(set(expected))
+    assert sizes._replace(share=1).blocks_of(group * length) == group * length
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_the_rows_of_a_block_see_closed(name: str) -> None:
+    call = operation(**OPERATIONS[name])
+    sizes, group = call.sizes, call.sizes.group
+    expected = [closed for rows, closed in blocks_by_hand(call) for _ in rows]
+    assert closed_keys(call.visible[0], sizes, group).tolist() == expected
+    assert closed_keys(call.visible.expand(2, -1), sizes, group).tolist() == [expected] * 2
+    length = call.visible.shape[1] // group
+    assert closed_keys(call.visible[0, :length], sizes).tolist() == expected[:length]
+
+
+def test_a_single_row_is_a_block_of_its_own_by_default() -> None:
+    problem = check(*inputs(1, 1, queries=64), None, 0.0, True, None, False)
+    assert nf.Cells().sizes(problem).share == nf.Cells(share=1).sizes(problem).share == 1
+    assert nf.Cells(share=32).sizes(problem).share == 32
+    assert {default_share(causal, on_gpu) for causal in (False, True) for on_gpu in (False, True)} == {1}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_row_at_a_time_is_what_it_was(causal: bool) -> None:
+    tensors = inputs(1, 2, queries=100, kv_heads=1)
+    one, two, three = (
+        nf.estimate(*tensors, is_causal=causal, enable_gqa=True, method=nf.Cells(cell_size=4, probes=2, segment=16, share=share))
+        for share in (None, 1, 16)
+    )
+    assert torch.equal(one.output, two.output)
+    assert torch.equal(one.lse, two.lse)
+    assert not torch.allclose(one.output, three.output)
+    assert [est.info["share"] for est in (one, two, three)] == [1, 1, 16]
+
+
+# Causality
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_within_a_block_later_queries_matter_for_the_choice_alone(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the choice held fixed, no bit of a row depends on later queries of its block."""
+    call = operation(group=group, length=85, dtype=torch.float32)
+    chosen: list[Tensor] = []
+    plain = torch_forward.open_together
+
+    def note(*arguments: Any) -> Tensor:
+        chosen.append(plain(*arguments))
+        return chosen[-1]
+
+    monkeypatch.setattr(torch_forward, "open_together", note)
+    before = call.run()
+    query, key, value = call.tensors
+    row = 70  # of the block 64 ... 79
+    later = query.clone().unflatten(1, (group, 85))
+    later[:, :, row + 1 :] = 30 * torch.randn(later[:, :, row + 1 :].shape, generator=seeded(5))
+    changed = dataclasses.replace(call, tensors=(later.flatten(1, 2), key, value))
+    free = changed.run()
+    monkeypatch.setattr(torch_forward, "open_together", lambda *_: chosen.pop(0))
+    chosen = chosen[: len(chosen) // 2]
+    fixed = changed.run()
+    for name in ("output", "lse"):
+        old, new, same = (getattr(x, name).unflatten(1, (group, 85))[:, :, : row + 1] for x in (before, free, fixed))
+        assert torch.equal(old, same)
+        assert torch.equal(old[:, :, :64], new[:, :, :64])
+        assert not torch.equal(old[:, :, 64:], new[:, :, 64:]), "the choice sees them"
+
+
+def opened_keys(result: CellsResult, call: Operation) -> Tensor:
+    """`[rows, keys]`: which keys are in the cells that a row has opened, however these are numbered."""
+    block = blocks_of_rows(call.visible.shape[1], call.sizes, call.visible.device)
+    opened, cell_of = result.opened[0, block], result.cell_of[0]
+    return ((cell_of[None, :, :, None] == opened[:, None, None]) & (opened >= 0)[:, None, None]).any(-1).any(1)
+
+
+@pytest.mark.parametrize("name", ["causal", "groups", "segments-over-several-blocks", "window", "padding", "later-queries"])
+def test_a_call_in_chunks_of_whole_blocks(name: str) -> None:
+    """Each chunk opens the same cells as the whole call, and its rows come out the same up to rounding."""
+    call = operation(**OPERATIONS[name])
+    whole, group = call.run(), call.sizes.group
+    length, share = call.visible.shape[1] // group, call.sizes.share
+    near = opened_keys(whole, call).unflatten(0, (group, length))
+    edges = [0, share, 2 * share, length] if length > 2 * share else [0, share, length]
+    for start, stop in pairwise(edges):
+        some = slice(start, stop)
+        rows = call.tensors[0].unflatten(1, (group, length))[:, :, some].flatten(1, 2)
+        visible = call.visible.unflatten(1, (group, length))[:, :, some].flatten(1, 2)
+        chunk = dataclasses.replace(call, tensors=(rows, *call.tensors[1:]), visible=visible)
+        found = chunk.run()
+        assert torch.equal(opened_keys(found, chunk), near[:, some].flatten(0, 1))
+        for x, y in zip(found[:2], whole[:2], strict=True):
+            torch.testing.assert_close(x, y.unflatten(1, (group, length))[:, :, some].flatten(1, 2))
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_those_of_the_rows_with_the_same_cells(causal: bool) -> None:
+    """A block of equal queries opens what each would, so the gradients are those of rows by themselves."""
+    case = {"causal": causal, "group": 2, "queries": 83, "keys": 96, "segment": 16}
+    (q, k, v), _ = problem(case, torch.float64)
+    found = []
+    for share in (1, 16):
+        x = [y.clone().requires_grad_() for y in (q[:, :, torch.arange(83) // 16 * 16], k, v)]
+        output = nf.attention(*x, is_causal=causal, enable_gqa=True, method=method_of({**case, "share": share}))
+        upstream = torch.randn(output.shape, generator=seeded(3), dtype=torch.float64)
+        found.append([output.detach(), *torch.autograd.grad(output, x, upstream)])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("wrong", [0, -16, 2, 8, 24, 100, 512, True, 64.0, "64"])
+def test_wrong_shares(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"share must be 1 .* or a power of two from 16 to 256, got .*; use share=64"):
+        nf.Cells(share=wrong)
+
+
+@pytest.mark.parametrize("share", [None, 1, *SHARES])
+def test_shares(share: int | None) -> None:
+    method = nf.Cells(share=share, cell_size=4, probes=2)
+    assert nf.attention(*inputs(1, 1, queries=40), method=method).shape == (1, 1, 40, 8)
+
+
+def test_the_kernels_in_triton_have_no_blocks() -> None:
+    for share in (1, 64):
+        method = nf.Cells(share=share)
+        problem = check(*inputs(1, 1, queries=64), None, 0.0, True, None, False)
+        assert method._unsupported(problem, method.sizes(problem)) == ("share=64" if share > 1 else None)
+
+
+def test_a_cache_has_no_blocks() -> None:
+    with pytest.raises(ValueError, match=r"opens cells for each query by itself, got .*; leave share out"):
+        CellStore(nf.Cells(share=64))
+    CellStore(nf.Cells(share=1))
