@@ -140,7 +140,6 @@ class Cells:
             segments=length // sizes.segment if sizes.segment else 1,
             probes=sizes.probes,
             cells=length // sizes.cell_size,
-            share=sizes.share,
         )
 
     def sizes(self, problem: Problem) -> CellSizes:

@@ -354,13 +354,6 @@ def test_shares(share: int | None) -> None:
     assert nf.attention(*inputs(1, 1, queries=40), method=method).shape == (1, 1, 40, 8)
 
 
-def test_the_kernels_in_triton_have_no_blocks() -> None:
-    for share in (1, 64):
-        method = nf.Cells(share=share)
-        problem = check(*inputs(1, 1, queries=64), None, 0.0, True, None, False)
-        assert method._unsupported(problem, method.sizes(problem)) == ("share=64" if share > 1 else None)
-
-
 def test_a_cache_has_no_blocks() -> None:
     with pytest.raises(ValueError, match=r"opens cells for each query by itself, got .*; leave share out"):
         CellStore(nf.Cells(share=64))

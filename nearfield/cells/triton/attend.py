@@ -262,7 +262,6 @@ def attend(
     lists: Lists,
     output: Tensor,
     lse: Tensor,
-    cell_tile: int = 32,
 ) -> None:
     """Fills in `output` `[entries, rows, value_dim]` and log-normalisers `lse` `[entries, rows]`."""
     entries, rows, dim = queries.shape
@@ -306,7 +305,7 @@ def attend(
         FULL=dim == padded(dim) and value_dim == padded(value_dim),
         BM=size,
         BN=blocks.keys,
-        BC=cell_tile,
+        BC=blocks.cells,
         BD=padded(dim),
         BV=padded(value_dim),
         BK=min(64, padded(dim)),

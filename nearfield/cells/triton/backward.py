@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import closed_keys
+from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.triton.far import far_dcross, far_dmoments, far_dq
 from nearfield.cells.triton.forward import layout_for
 from nearfield.cells.triton.layout import Layout
@@ -53,7 +53,12 @@ def backward(
     visible = visible.to(torch.int32).contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_for(keys, sizes)
-    rows = backward_rows(queries, visible, output, lse, do)
+    block_sees = visible
+    if sizes.share > 1:
+        number = torch.arange(visible.shape[1], device=visible.device)
+        opened = opened[:, blocks_of_rows(len(number), sizes, visible.device)]
+        block_sees = visible[:, number - number % (len(number) // sizes.group) % sizes.share]
+    rows = backward_rows(queries, visible, block_sees, output, lse, do)
     # First, so that it keeps the device busy while many small kernels are launched.
     local_dq(rows, keys, values, layout, sizes, scale, dq)
     row_starts = _row_starts(rows.visible, layout, sizes)
@@ -63,7 +68,7 @@ def backward(
     found = []
     for part in _entries(4 * rows.count * layout.mark_words, (queries, keys, values)):
         own, own_tables = rows.part(part, slice(None)), tables.of(part)
-        marks = mark(opened[part], own.visible, layout, sizes)
+        marks = mark(opened[part], own.block_sees, layout, sizes)
         into = dq[part], far_mass[part], tilt_delta[part]
         _dq_of_cells(own, keys[part], values[part], own_tables, layout, sizes, scale, opened[part], marks, *into)
         found.append(far_dmoments(own, own_tables, layout, sizes, scale, marks, tilt_delta[part], row_starts[part], SPLITS))

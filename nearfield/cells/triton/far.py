@@ -409,7 +409,7 @@ def far_dq(
     assert far_mass.stride(0) == rows.lse.stride(0) == tilt_delta.stride(0) == rows.delta.stride(0)
     _far_dq[(cdiv(count, blocks.rows), entries)](
         queries=rows.queries,
-        visible=rows.visible,
+        visible=rows.block_sees,
         do=rows.do,
         lse=rows.lse,
         delta=rows.delta,
@@ -433,7 +433,7 @@ def far_dq(
         dim=dim,
         value_dim=value_dim,
         **strides(query=rows.queries),
-        visible_entry=rows.visible.stride(0),
+        visible_entry=rows.block_sees.stride(0),
         **strides(do=rows.do),
         row_entry=rows.lse.stride(0),
         opened_entry=opened.stride(0),
@@ -606,7 +606,7 @@ def far_dmoments(
         tile_span, tile_cell = layout.cell_tiles(blocks.keys)
         _far_dmoments[(tile_span.shape[0], entries, splits)](
             queries=rows.queries,
-            visible=rows.visible,
+            visible=rows.block_sees,
             do=rows.do,
             lse=rows.lse,
             delta=rows.delta,
@@ -634,7 +634,7 @@ def far_dmoments(
             dim=dim,
             value_dim=value_dim,
             **strides(query=rows.queries),
-            visible_entry=rows.visible.stride(0),
+            visible_entry=rows.block_sees.stride(0),
             **strides(do=rows.do),
             row_entry=rows.lse.stride(0),
             words=layout.mark_words,

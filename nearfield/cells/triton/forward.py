@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
+from nearfield.cells.triton.attend import attend
 from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
 from nearfield.cells.triton.far import far_forward
 from nearfield.cells.triton.layout import Layout, layout_of
@@ -16,6 +17,7 @@ from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budg
 from nearfield.cells.triton.moments import moments_of, tabulate
 from nearfield.cells.triton.near import group, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.route import route
+from nearfield.cells.triton.share import open_together
 from nearfield.kernels import backends
 from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
@@ -61,6 +63,12 @@ def forward(
     visible = visible.to(torch.int32).contiguous()
     entries, rows, _ = queries.shape
     layout = layout_for(keys, sizes)
+    if sizes.share > 1:
+        assign(keys, visible, sizes, layout, iterations, seed, cell_of)
+        tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
+        lists = open_together(queries, visible, tables, layout, sizes, scale, opened)
+        attend(queries, keys, values, visible, tables, layout, sizes, scale, lists, output, lse)
+        return
     # First, so that it keeps the device busy while the many small kernels that make cells are launched.
     local_forward(queries, keys, values, visible, layout, sizes, scale, output, lse)
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)

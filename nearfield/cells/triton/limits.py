@@ -26,7 +26,6 @@ def unsupported(
     segments: int = 0,
     probes: int = 0,
     cells: int = 0,
-    share: int = 1,
 ) -> str | None:
     """What the kernels of whole sequences cannot serve, in words for an error; None: they serve it all.
 
@@ -41,8 +40,6 @@ def unsupported(
         return "dropout"
     if samples:
         return f"samples={samples}"
-    if share > 1:
-        return f"share={share}"
     if segments > MOST_SEGMENTS:
         return f"more than {MOST_SEGMENTS} segments; use a larger segment"
     if probes > MOST_PROBES:

@@ -223,6 +223,8 @@ class BackwardRows:
 
     queries: Tensor
     visible: Tensor
+    block_sees: Tensor
+    """how many keys the first row of a row's block sees: as many segments are closed for all of them"""
     do: Tensor
     """the gradient of the output"""
     lse: Tensor
@@ -235,7 +237,7 @@ class BackwardRows:
         return self.queries.shape[1]
 
     def part(self, entries: slice, rows: slice) -> BackwardRows:
-        return BackwardRows(*(x[entries, rows] for x in (self.queries, self.visible, self.do, self.lse, self.delta)))
+        return BackwardRows(*(x[entries, rows] for x in vars(self).values()))
 
 
 @Kernel
@@ -249,7 +251,9 @@ def _delta(output, do, delta, rows, value_dim, output_entry, output_row, do_entr
     tl.store(delta + entry * rows + row, tl.sum(output_i.to(tl.float32) * do_i.to(tl.float32), 1), mask=row < rows)
 
 
-def backward_rows(queries: Tensor, visible: Tensor, output: Tensor, lse: Tensor, do: Tensor) -> BackwardRows:
+def backward_rows(
+    queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor
+) -> BackwardRows:
     entries, rows, value_dim = output.shape
     delta = torch.empty(entries, rows, device=output.device)
     _delta[(cdiv(rows, 64), entries)](
@@ -263,7 +267,7 @@ def backward_rows(queries: Tensor, visible: Tensor, output: Tensor, lse: Tensor,
         BV=padded(value_dim),
         num_warps=4,
     )
-    return BackwardRows(queries, visible, do, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
+    return BackwardRows(queries, visible, block_sees, do, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
 
 
 @triton.jit
@@ -282,6 +286,7 @@ def _local_dq(
     keys,
     values,
     visible,
+    block_sees,
     do,
     lse,
     delta,
@@ -319,6 +324,7 @@ def _local_dq(
     keys += entry * key_entry
     values += entry * value_entry
     visible += entry * visible_entry
+    block_sees += entry * visible_entry
     do += entry * do_entry
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
@@ -327,7 +333,8 @@ def _local_dq(
     lse_i = tl.load(lse + entry * row_entry + row, mask=there, other=float("inf")) * LOG2E
     delta_i = tl.load(delta + entry * row_entry + row, mask=there, other=0.0)
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
-    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    first_sees = tl.load(block_sees + row, mask=there, other=0).to(tl.int32)
+    closed = closed_segments(first_sees, segment, window, segments, CAUSAL)
     acc = tl.zeros([BM, BD], tl.float32)
     if CAUSAL:
         local = tl.where(there & (sees > 0), closed * segment, 2147483647)
@@ -380,6 +387,7 @@ def local_dq(
         keys=keys,
         values=values,
         visible=rows.visible,
+        block_sees=rows.block_sees,
         do=rows.do,
         lse=rows.lse,
         delta=rows.delta,
@@ -414,6 +422,7 @@ def _local_dkv(
     keys,
     values,
     visible,
+    block_sees,
     do,
     lse,
     delta,
@@ -455,6 +464,7 @@ def _local_dkv(
     block, entry, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     queries += entry * query_entry
     visible += entry * visible_entry
+    block_sees += entry * visible_entry
     do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
@@ -498,7 +508,8 @@ def _local_dkv(
             delta_i = tl.load(delta + row, mask=there, other=0.0)
             sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
             if CAUSAL:
-                local = closed_segments(sees, segment, window, segments, CAUSAL) * segment
+                first_sees = tl.load(block_sees + row, mask=there, other=0).to(tl.int32)
+                local = closed_segments(first_sees, segment, window, segments, CAUSAL) * segment
             else:
                 local = sees
             seen = real[:, None] & there[None, :] & (key_position[:, None] < sees[None, :])
@@ -547,6 +558,7 @@ def local_dkv(
             keys=keys,
             values=values,
             visible=rows.visible,
+            block_sees=rows.block_sees,
             do=rows.do,
             lse=rows.lse,
             delta=rows.delta,

@@ -247,12 +247,12 @@ def open_together(
 ) -> Lists:
     """Fills in `opened` `[entries, blocks, probes]`: the cells that blocks of rows open; -1 where there are fewer.
 
-    Cells beyond `probes * cell_size` keys stay closed.
+    They have no more keys than so many cells of mean size.
     """
     entries, rows, dim = queries.shape
     positions, number = rows // sizes.group, opened.shape[1]
     columns = 32 * layout.mark_words
-    most_keys = sizes.probes * sizes.cell_size
+    most_keys = sizes.probes * cdiv(layout.segment, layout.cells_per_segment)
     most_listed = cdiv(sizes.sinks + most_keys, 128) * 128
     log2_size = torch.empty(entries, number, columns, device=queries.device)
     listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)

@@ -24,6 +24,8 @@ class TileSizes(NamedTuple):
     stages: int
     keys: int = 64
     """keys, or cells, that it meets at a time"""
+    cells: int = 32
+    """cells, where it meets both"""
 
 
 class DecodeTiles(NamedTuple):

@@ -14,7 +14,7 @@ from nearfield.cells import reference as cells_reference
 from nearfield.cells.far_field import ROUTE_SPREADS
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import closed_keys
+from nearfield.cells.spans import blocks_of_rows, closed_keys
 
 pytest.importorskip("triton")
 
@@ -39,10 +39,12 @@ class Case:
     span_levels: int = 1
     padding: int = 0
     """keys at the end that no row sees; with a mask the first rows see nothing"""
+    share: int = 1
 
     @property
     def sizes(self) -> CellSizes:
-        return CellSizes(self.group, self.segment, self.window, self.sinks, self.cell_size, self.probes, 0, self.span_levels)
+        numbers = self.group, self.segment, self.window, self.sinks, self.cell_size, self.probes, 0, self.span_levels
+        return CellSizes(*numbers, self.share)
 
     def visible(self) -> Tensor:
         if not self.segment:
@@ -68,6 +70,17 @@ CASES = {
     ),
     "causal-capped-span_levels": Case(group=2, length=30, keys=90, segment=8, span_levels=2),
     "causal-short": Case(length=10, keys=10, segment=16, span_levels=1),
+    "shared": Case(length=70, keys=130, share=16),
+    "shared-groups-padding-odd-dims": Case(
+        entries=2, group=2, length=40, keys=83, dim=24, value_dim=20, cell_size=5, probes=4, padding=7, share=32
+    ),
+    "shared-all-opened": Case(probes=20, share=64),
+    "shared-nothing-visible": Case(length=5, keys=9, padding=9, share=16),
+    "shared-causal": Case(length=70, keys=70, segment=16, span_levels=3, share=16),
+    "shared-causal-groups-window-padding": Case(
+        entries=2, group=2, length=52, keys=52, value_dim=32, segment=8, window=1, cell_size=2, span_levels=3, padding=11, share=16
+    ),
+    "shared-causal-across-segments": Case(group=2, length=50, keys=90, segment=24, span_levels=3, share=32),
 }
 
 
@@ -106,9 +119,9 @@ class Run:
             rows = len(visible[entry])
             none = torch.empty(rows, 0, device=DEVICE)
             cell_of, opened = self.cell_of[entry].long(), self.opened[entry].long()
-            plan = CellPlan(cell_of, opened, none.long(), none.to(dtype))
+            plan = CellPlan(cell_of, opened, none.long(), none.to(dtype)).by_row(blocks_of_rows(rows, case.sizes, DEVICE))
             inputs = [x[entry].to(dtype).requires_grad_() for x in (self.queries, self.keys, self.values)]
-            closed = closed_keys(visible[entry], case.sizes)
+            closed = closed_keys(visible[entry], case.sizes, case.group)
             output, lse = cells_reference.reference_attention(
                 inputs[0] * self.scale, *inputs[1:], visible[entry], closed, case.segment, plan, cells
             )
@@ -133,7 +146,7 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch
     output = torch.full((case.entries, rows, case.value_dim), torch.nan, device=DEVICE, dtype=dtype)
     lse = torch.full((case.entries, rows), torch.nan, device=DEVICE)
     cell_of = torch.full((case.entries, case.span_levels, case.keys), -77, dtype=torch.int32, device=DEVICE)
-    opened = torch.full((case.entries, rows, case.probes), -77, dtype=torch.int32, device=DEVICE)
+    opened = torch.full((case.entries, case.sizes.blocks_of(rows), case.probes), -77, dtype=torch.int32, device=DEVICE)
     return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
 
 
