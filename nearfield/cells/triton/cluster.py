@@ -11,7 +11,7 @@ from torch import Tensor
 from nearfield.cells.partition.kmeans import MOST_TIMES_THE_MEAN
 from nearfield.cells.triton.layout import Layout, PackedCells
 from nearfield.cells.triton.tuning import blocks_for
-from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
+from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, next_power_of_2, padded, precision, strides
 
 
 @Kernel
@@ -187,6 +187,8 @@ def _nearest(
     found_level,
     sinks,
     PREPARED: tl.constexpr,
+    FULL: tl.constexpr,
+    TILES: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -195,7 +197,7 @@ def _nearest(
 ):
     """For a block of points, the cell c of their span with the largest x.c - |c|^2 / 2, where x = (point - offset) * weight.
 
-    PREPARED: points are already of this form. Otherwise they are keys, those before `sinks` and from `beyond` on are left out, and
+    FULL: no columns are missing. PREPARED: points are already of this form. Otherwise they are keys, those before `sinks` and from `beyond` on are left out, and
     the members of each cell are counted.
     """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -207,7 +209,8 @@ def _nearest(
     column = tl.arange(0, BD)
     wide = column < dim
     points += entry * point_entry
-    x = tl.load(points + point[:, None] * point_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    mask = there[:, None] if FULL else there[:, None] & wide[None, :]
+    x = tl.load(points + point[:, None] * point_row + column[None, :], mask=mask, other=0.0)
     if not PREPARED:
         shift = tl.load(offset + (entry * spans + span) * dim + column, mask=wide, other=0.0)
         stretch = tl.load(weight + (entry * spans + span) * dim + column, mask=wide, other=0.0)
@@ -216,21 +219,23 @@ def _nearest(
     centroids += entry * cells * dim
     half += entry * cells
     lane = tl.arange(0, BC)
-    # Every lane keeps its own best cell: comparing lanes for every tile would take longer than the product.
+    # Every lane keeps its own best score, with the number of its tile in the last bits: comparing lanes for every tile would take
+    # longer than the product.
     best = tl.full([BP, BC], -float("inf"), tl.float32)
-    chosen = tl.zeros([BP, BC], tl.int32) + first
+    tile = 0
     for start in range(first, last, BC):
         cell = start + lane
-        real = cell < last
-        c = tl.load(centroids + cell[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
-        below = tl.load(half + cell, mask=real, other=float("inf"))
+        at = centroids + tl.minimum(cell, last - 1)[:, None] * dim + column[None, :]
+        c = tl.load(at) if FULL else tl.load(at, mask=wide[None, :], other=0.0)
+        below = tl.load(half + cell, mask=cell < last, other=1e30)
         score = tl.dot(x, tl.trans(c), input_precision=IP) - below[None, :]
-        better = score > best
-        best = tl.where(better, score, best)
-        chosen = tl.where(better, start, chosen)
+        score = ((score.to(tl.int32, bitcast=True) & -TILES) | tile).to(tl.float32, bitcast=True)
+        best = tl.maximum(best, score)
+        tile += 1
     top = tl.max(best, 1)
     # Of equals the first. Comparisons with NaN are false: stay inside the span.
-    winner = tl.min(tl.where(best == top[:, None], chosen + lane[None, :], 2147483647), 1)
+    place = (best.to(tl.int32, bitcast=True) & (TILES - 1)) * BC + lane[None, :]
+    winner = first + tl.min(tl.where(best == top[:, None], place, 1 << 30), 1)
     winner = tl.minimum(winner, last - 1)
     level = tl.load(span_level + span).to(tl.int64)
     if not PREPARED:
@@ -365,6 +370,8 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, beyond: Ten
             found_level=level,
             sinks=layout.sinks,
             PREPARED=prepared,
+            FULL=dim == padded(dim),
+            TILES=next_power_of_2(cdiv(layout.most_cells, tuned.keys)),
             BP=tuned.rows,
             BC=tuned.keys,
             BD=padded(dim),

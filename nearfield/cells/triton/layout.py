@@ -156,6 +156,11 @@ class Layout:
         return self.span_of_cell.shape[0]
 
     @property
+    def most_cells(self) -> int:
+        """in one span"""
+        return max((span.segments for span in self.spans.all), default=0) * self.cells_per_segment
+
+    @property
     def level_cells(self) -> list[tuple[int, int]]:
         """The range of cells of each level of spans."""
         edges = self.spans.edges(self.cells_per_segment)

@@ -183,10 +183,11 @@ def _products(
     early = sinks + tl.arange(0, BM)
     known = early < tl.minimum((sinks // segment + 1) * segment, length)
     count = tl.maximum(tl.sum(known.to(tl.float32), 0), 1.0)
-    place = early.to(tl.int64)[:, None]
-    key = tl.load(keys + place * key_row + column[None, :], mask=known[:, None] & wide[None, :], other=0.0)
-    val = tl.load(values + place * value_row + value_column[None, :], mask=known[:, None] & value_wide[None, :], other=0.0)
-    key_shift, value_shift = tl.sum(key.to(tl.float32), 0) / count, tl.sum(val.to(tl.float32), 0) / count
+    at = early.to(tl.int64)[:, None]
+    early_key = tl.load(keys + at * key_row + column[None, :], mask=known[:, None] & wide[None, :], other=0.0)
+    early_value = tl.load(values + at * value_row + value_column[None, :], mask=known[:, None] & value_wide[None, :], other=0.0)
+    key_shift = tl.sum(early_key.to(tl.float32), 0) / count
+    value_shift = tl.sum(early_value.to(tl.float32), 0) / count
     total = tl.zeros([BV, BD], tl.float32)
     if part < chunks:
         per_segment = (segment + CHUNK - 1) // CHUNK
@@ -219,9 +220,9 @@ def _products(
             )
             middle = (middle - value_shift[None, :]) * size[:, None]
             total = tl.dot(tl.trans(middle), mean - key_shift[None, :], total, input_precision="tf32x3")
-    place = products + ((entry * parts + part) * value_dim + value_column[:, None]) * dim + column[None, :]
+    into = products + ((entry * parts + part) * value_dim + value_column[:, None]) * dim + column[None, :]
     # `log2_size` says where something is not finite; here it would reach rows that do not see it.
-    tl.store(place, tl.where(total * 0.0 == 0.0, total, 0.0), mask=value_wide[:, None] & wide[None, :])
+    tl.store(into, tl.where(total * 0.0 == 0.0, total, 0.0), mask=value_wide[:, None] & wide[None, :])
 
 
 @dataclass(frozen=True)

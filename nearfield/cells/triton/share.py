@@ -22,6 +22,9 @@ BISECTIONS = 18
 OCTAVES = 40
 """The threshold of votes is sought by bisection between the largest vote and 2^-40 of it: to 1 part in 10,000."""
 
+CELLS_PER_WARP = 2048
+"""A program holds the votes of all cells in registers."""
+
 SLOTS = 16
 """Opened cells whose members one program lists."""
 
@@ -155,36 +158,25 @@ def _vote(
 
     # The least threshold, up to bisection, that few enough cells with few enough keys exceed.
     every = tl.arange(0, BW)
+    vote = tl.load(votes + every, mask=every < columns, other=0.0).to(tl.int32, bitcast=True)
+    cell, real = _cells_of(tile_cell, tile_begin, tile_end, every, columns, TILE)
+    size = tl.load(starts + cell + 1, mask=real, other=0) - tl.load(starts + cell, mask=real, other=0)
     high = top
     low = tl.maximum(top - RANGE, 0) - 1
     for _ in range(STEPS):
         middle = low + (high - low) // 2
-        reach = 0
-        keys = 0
-        for start in range(0, columns, BW):
-            column = start + every
-            vote = tl.load(votes + column, mask=column < columns, other=0.0).to(tl.int32, bitcast=True)
-            taken = (vote > middle) & (vote > 0)
-            cell = tl.load(tile_cell + column // TILE, mask=taken, other=0) + column % TILE
-            size = tl.load(starts + cell + 1, mask=taken, other=0) - tl.load(starts + cell, mask=taken, other=0)
-            reach += tl.sum(taken.to(tl.int32), 0)
-            keys += tl.sum(size, 0)
+        taken = (vote > middle) & (vote > 0)
+        reach, keys = tl.sum(taken.to(tl.int32), 0), tl.sum(tl.where(taken, size, 0), 0)
         fits = (reach <= probes) & (keys <= most_keys)
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, middle)
-    filled = 0
-    for start in range(0, columns, BW):
-        column = start + every
-        vote = tl.load(votes + column, mask=column < columns, other=0.0).to(tl.int32, bitcast=True)
-        taken = (vote > high) & (vote > 0)
-        cell, real = _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE)
-        rank = tl.cumsum(taken.to(tl.int32), 0)
-        tl.store(opened + filled + rank - 1, cell, mask=taken)
-        filled += tl.sum(taken.to(tl.int32), 0)
-        size = tl.load(log2_size + cell, mask=real & (taken == 0), other=-float("inf"))
-        tl.store(votes + column, size, mask=column < columns)
-    for start in range(filled, probes, BW):
-        tl.store(opened + start + every, tl.full([BW], -1, tl.int32), mask=start + every < probes)
+    taken = (vote > high) & (vote > 0)
+    rank = tl.cumsum(taken.to(tl.int32), 0)
+    tl.store(opened + rank - 1, cell, mask=taken)
+    filled = tl.sum(taken.to(tl.int32), 0)
+    tl.store(opened + every, tl.full([BW], -1, tl.int32), mask=(every >= filled) & (every < probes))
+    left = tl.load(log2_size + cell, mask=real & (taken == 0), other=-float("inf"))
+    tl.store(votes + every, left, mask=every < columns)
 
 
 @Kernel
@@ -292,11 +284,11 @@ def open_together(
         RANGE=OCTAVES << 23,
         TILE=COLUMNS,
         BC=tuned.keys,
-        BW=min(2048, next_power_of_2(columns)),
+        BW=next_power_of_2(max(columns, sizes.probes)),
         BD=padded(dim),
         DT=dot_type(queries.dtype),
         IP=precision(queries.dtype),
-        num_warps=tuned.warps,
+        num_warps=max(tuned.warps, next_power_of_2(columns) // CELLS_PER_WARP),
         num_stages=tuned.stages,
     )
     _list_keys[(number, entries, cdiv(sizes.probes, SLOTS))](
