@@ -1,7 +1,7 @@
-"""Where bench_peers_gpu.py finds other attention methods: among the installed packages or in a folder of packages and repositories.
+"""Where bench_peers_gpu.py finds other attention methods: among the installed packages or in a folder of repositories.
 
-Some of them import at their top what they do not need for attention itself, or an extension that has to be compiled. Here only the
-files that are needed are imported, and the rest is replaced: by torch's own kernels where something is called, by nothing elsewhere.
+Some of them import at their top what attention itself does not need, or an extension that has to be compiled. Here only the files
+that are needed are imported, and the rest is replaced: by torch's own kernels where something is called, by nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +69,27 @@ def stand_in(name: str, **contents: Any) -> None:
     sys.modules[name] = module
 
 
+def in_present_triton(name: str) -> None:
+    """Import a module whose kernels transpose inside of `tl.dot`, as Triton 2.0 allowed: from a copy that does so before."""
+    if name in sys.modules:
+        return
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        raise ImportError(f"there is no module {name}")
+    text = Path(found.origin).read_text(encoding="utf-8")
+    text = re.sub(r"tl\.dot\((.+), (\w+), trans_b=True\)", r"tl.dot(\1, tl.trans(\2))", text)
+    text = re.sub(r"tl\.dot\((.+), (\w+), trans_a=True\)", r"tl.dot(tl.trans(\1), \2)", text)
+    # A file and not a string: Triton reads the source of its kernels again.
+    copy = Path(tempfile.mkdtemp()) / Path(found.origin).name
+    copy.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, copy)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
 def errors_of(loaders: Iterable[tuple[str, Callable[[], Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
     """What could be loaded, and of the rest why not."""
     loaded, missing = {}, {}
@@ -91,7 +114,7 @@ def torch_varlen_forward(
     dropout_p: float = 0.0,
     **ignored: Any,
 ) -> tuple[Tensor, Tensor, None, None]:
-    """flash-attn's function of this name by the kernel that torch brings: output `[rows, heads, dim]`, logsumexp `[heads, rows]`."""
+    """flash-attn's function of this name by torch's own kernel: output `[rows, heads, dim]`, logsumexp `[heads, rows]`."""
     found = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens_q.int(), cu_seqlens_k.int(), max_seqlen_q, max_seqlen_k, dropout_p, causal, False, scale=softmax_scale
     )
@@ -117,7 +140,7 @@ def torch_varlen_backward(
     dropout_p: float = 0.0,
     **ignored: Any,
 ) -> None:
-    """flash-attn's function of this name by the kernel that torch brings; writes dq, dk and dv."""
+    """flash-attn's function of this name by torch's own kernel; writes dq, dk and dv."""
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the random numbers for dropout, of which there is none
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
     found = torch.ops.aten._flash_attention_backward(

@@ -1,4 +1,4 @@
-"""FlexAttention over chosen blocks of 128 x 128: a baseline of bench_peers_gpu.py, and the kernel for peers that only choose blocks.
+"""FlexAttention over chosen blocks of 128 x 128: a baseline of bench_peers_gpu.py, and a kernel for peers that choose blocks.
 
 The blocks of a row of blocks are those with the largest product of mean query and mean key; the diagonal one and the first are
 always among them. This choice sees the queries of a whole block, so it is not strictly causal.
@@ -28,13 +28,13 @@ class Blocks(NamedTuple):
 
 
 def kept_blocks(count: int, share: float, device: torch.device | str) -> Tensor:
-    """How many blocks each of `count` rows of blocks reads: its share of those it sees, the first and the diagonal one at least."""
+    """How many blocks each of `count` rows of blocks reads: its share of those it sees, the first and its own at least."""
     seen = torch.arange(1, count + 1, device=device)
     # In float64 0.1 * 10 may be a little over 1.
     return torch.minimum((seen * share - 1e-9).ceil().long().clamp(min=2), seen)
 
 
-def by_pooled(query: Tensor, key: Tensor, share: float, width: int | None = None) -> Blocks:
+def by_pooled(query: Tensor, key: Tensor, share: float) -> Blocks:
     """The blocks with the largest product of the means, in all `share` of those that a row of blocks sees."""
     means = [x.unflatten(2, (-1, BLOCK)).mean(3, dtype=torch.float32) for x in (query, key)]
     scores = means[0] @ means[1].mT
@@ -45,7 +45,7 @@ def by_pooled(query: Tensor, key: Tensor, share: float, width: int | None = None
     counts = kept_blocks(count, share, scores.device) - 1
     most = min(count, max(1, math.ceil(share * count)))
     indices = scores.topk(most, -1).indices.int()
-    return Blocks(counts.int().expand(scores.shape[:-1]), _widen(indices, width or most))
+    return Blocks(counts.int().expand(scores.shape[:-1]), indices)
 
 
 def by_mask(mask: Tensor) -> Blocks:
@@ -100,10 +100,9 @@ def causal(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
 def block_mask(blocks: Blocks, n: int, backward: bool, mask_mod: Any = causal) -> BlockMask:
     """What FlexAttention needs. Its backward pass reads the blocks column by column as well, which takes longer to prepare."""
     rows = n // BLOCK
-    own = torch.arange(rows, dtype=torch.int32, device=blocks.counts.device).expand(blocks.counts.shape)[..., None].contiguous()
-    diagonal, full = own, blocks.indices
-    if backward:  # torch takes the width of these lists for the number of columns
-        diagonal, full = _widen(diagonal, rows), _widen(full[..., :rows], rows)
+    own = torch.arange(rows, dtype=torch.int32, device=blocks.counts.device).expand(blocks.counts.shape)[..., None]
+    # torch takes the width of these lists for the number of columns, so that they are as wide as if all blocks were read.
+    diagonal, full = _widen(own, rows), _widen(blocks.indices, rows)
     more: dict[str, Any] = {"compute_q_blocks": backward} if "compute_q_blocks" in _parameters() else {}
     return BlockMask.from_kv_blocks(
         torch.ones_like(blocks.counts).contiguous(),
@@ -118,7 +117,7 @@ def block_mask(blocks: Blocks, n: int, backward: bool, mask_mod: Any = causal) -
 
 
 def _widen(indices: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(indices, (0, max(0, width - indices.shape[-1])))
+    return torch.nn.functional.pad(indices, (0, width - indices.shape[-1])).contiguous()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The methods that bench_peers_gpu.py compares, behind one interface: ours, FlexAttention over blocks, and those of `peers_others`."""
+"""The methods of bench_peers_gpu.py behind one interface: here ours and FlexAttention over blocks, in `peers_others` the rest."""
 
 from __future__ import annotations
 
@@ -114,9 +114,7 @@ class PooledBlocks(Peer):
 
     @torch.no_grad()
     def _blocks(self, query: Tensor, key: Tensor, share: float) -> peers_flex.Blocks:
-        # One width for all shares: FlexAttention is compiled for each width.
-        count = query.shape[2] // peers_flex.BLOCK
-        return peers_flex.by_pooled(query, key, share, width=count if share > SHARES[-1] else int(SHARES[-1] * count) + 2)
+        return peers_flex.by_pooled(query, key, share)
 
 
 def share_of_blocks(n: int, block: int, most: int) -> float:

@@ -15,7 +15,7 @@ from unittest import mock
 import peers_flex
 import torch
 from gpu_timing import QKV
-from peers_find import bare_package, stand_in, torch_varlen_backward, torch_varlen_forward
+from peers_find import bare_package, in_present_triton, stand_in, torch_varlen_backward, torch_varlen_forward
 from peers_methods import TARGET, Arguments, Ours, Peer, PooledBlocks, blocks_for, share_of_blocks
 from torch import Tensor
 
@@ -48,7 +48,7 @@ class BlockSparse(Peer):
 
 
 class VerticalSlash(Peer):
-    """MInference's vertical-slash pattern, chosen by the last 64 rows. Its lists are made by `peers_slash`, not by its extension."""
+    """MInference's vertical-slash pattern, chosen by the last 64 rows; `peers_slash` makes its lists, not its extension."""
 
     name = "MInference vertical-slash"
 
@@ -151,7 +151,7 @@ class XAttention(Peer):
 
 
 def _over_mask(query: Tensor, key: Tensor, value: Tensor, *more: Any, **ignored: Any) -> Tensor:
-    """The function of this place in `block_sparse_attn`: inputs `[n, heads, dim]`, the fifth of the others is a mask of blocks."""
+    """The function that XAttention expects: inputs `[n, heads, dim]`, the fifth of the others is a mask of blocks."""
     usual = [x.transpose(0, 1)[None].contiguous() for x in (query, key, value)]
     return peers_flex.attend(*usual, peers_flex.by_mask(more[4]))[0].transpose(0, 1)
 
@@ -162,7 +162,7 @@ def _on_any_card(choose: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(*inputs: Any, **options: Any) -> Any:
         known: AbstractContextManager[Any] = nullcontext()
         if torch.cuda.is_available():
-            known = mock.patch.object(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(name="100"))
+            known = mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(name="100"))
         with known:
             return choose(*inputs, **options)
 
@@ -276,6 +276,7 @@ class HyperAttention(Peer):
     trains = True
 
     def __init__(self) -> None:
+        in_present_triton("models.attention.flash_attn_triton_for_hyper")
         self._class = importlib.import_module("models.attention.hyper_attn").HyperAttention
         self._made: dict[tuple[Any, ...], torch.nn.Module] = {}
 

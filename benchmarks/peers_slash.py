@@ -1,4 +1,4 @@
-"""What MInference's vertical-slash kernel is told to read: columns (keys for all later rows) and slashes (keys so far before a row).
+"""What MInference's vertical-slash kernel is told to read: columns (keys for all later rows) and slashes (keys at a distance).
 
 Its package turns these into lists for each block of 64 rows with a compiled extension. Here a Triton kernel does so.
 """
@@ -88,8 +88,8 @@ def convert_vertical_slash_indexes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each block of rows: how many blocks of keys and where they begin, and how many single keys and which.
 
-    `vertical` is sorted upwards, `slash` downwards and ends with 0, both int32 `[batch, heads, count]`. A block of rows reads, for
-    each slash, the keys that its rows see at this distance, as blocks that do not overlap; and the columns outside of these.
+    `vertical` is sorted upwards, `slash` downwards and ends with 0, both int32 `[batch, heads, count]`. A block of rows reads,
+    for each slash, the keys that its rows see at this distance, as blocks that do not overlap; and the columns outside of these.
     """
     if block_size_M != block_size_N:
         raise ValueError(f"blocks must be square, got {block_size_M} x {block_size_N}")
