@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -135,7 +135,7 @@ class XAttention(Peer):
         if arguments["threshold"] is not None:
             return arguments
         low, high = 0.0, 1.0
-        for _ in range(8):
+        for _ in range(10):
             middle = (low + high) / 2
             read = self.share(inputs, arguments | {"threshold": middle})
             assert read is not None
@@ -158,16 +158,26 @@ def _over_mask(query: Tensor, key: Tensor, value: Tensor, *more: Any, **ignored:
 
 def _on_any_card(choose: Callable[..., Any]) -> Callable[..., Any]:
     """XAttention uses its Triton kernels only on cards with "100" in their name, and its other way needs padded inputs."""
+    properties = torch.cuda.get_device_properties
 
     def chosen(*inputs: Any, **options: Any) -> Any:
-        known: AbstractContextManager[Any] = nullcontext()
-        if torch.cuda.is_available():
-            known = mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(name="100"))
-        with known:
+        with mock.patch.object(torch.cuda, "get_device_properties", lambda *card: _Renamed(properties(*card))):
             return choose(*inputs, **options)
 
     chosen.on_any_card = True  # type: ignore[attr-defined]
     return chosen
+
+
+class _Renamed:
+    """The properties of a card, but for its name."""
+
+    name = "100"
+
+    def __init__(self, properties: Any) -> None:
+        self._properties = properties
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._properties, name)
 
 
 class MoBA(Peer):
@@ -187,7 +197,7 @@ class MoBA(Peer):
         self._attention = module.parallel_moba
 
     def settings(self, n: int) -> dict[str, Arguments]:
-        block = max(64, n // 256)
+        block = max(64, 2 ** round(math.log2(n / 256)))
         return {
             "3 x 2048": {"chunk_size": 2048, "topk": 3},
             f"{TARGET:.0%}": {"chunk_size": block, "topk": blocks_for(n, block)},
@@ -308,7 +318,7 @@ class HyperAttention(Peer):
 
 
 class FlashSparse(Peer):
-    """flash-sparse-attn skips the values of tiles whose weights are small; it reads all keys. Tuned over four tiles, not 54."""
+    """flash-sparse-attn skips the values of tiles whose weights are small; it reads all keys. Tuned over two tiles, not 54."""
 
     name = "flash-sparse-attn"
     heads_first = False
@@ -344,7 +354,7 @@ def _few(configs: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
     def chosen(*inputs: Any, **options: Any) -> list[Any]:
         every = configs(*inputs, **options)
-        sizes = ((128, 64), (128, 128), (64, 64), (64, 128))
+        sizes = ((128, 64), (64, 64))
         some = [x for x in every if (x.kwargs["TILE_M"], x.kwargs["TILE_N"]) in sizes and x.num_stages == 2]
         return [x for x in some if x.num_warps == (8 if x.kwargs["TILE_M"] == 128 else 4)] or every
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cells_plot import CELLS, QUIET, SDPA
 
@@ -26,7 +27,29 @@ LOOKS = {
 }
 SHORT = {"MInference block-sparse": "MInference blocks", "MInference vertical-slash": "MInference slash"}
 
+SHARED = "#a8432b"
+PLACES = (
+    (7, 0, "left", "center"),
+    (0, 7, "center", "bottom"),
+    (0, -7, "center", "top"),
+    (-7, 0, "right", "center"),
+    (5, 6, "left", "bottom"),
+    (5, -6, "left", "top"),
+    (-5, 6, "right", "bottom"),
+    (-5, -6, "right", "top"),
+)
+"""Where a name may stand beside its point: offset and alignment."""
+
 Point = tuple[float, float, str]
+
+
+class Name(NamedTuple):
+    """To be written beside one of these points, best beside the first."""
+
+    text: str
+    points: list[tuple[float, float]]
+    color: str
+    weight: str
 
 
 def plot(sections: dict[str, Any], folder: Path) -> None:
@@ -44,10 +67,16 @@ def plot(sections: dict[str, Any], folder: Path) -> None:
     with plt.rc_context(style):
         figure, axes = plt.subplots(1, len(panels), figsize=(4.9 * len(panels), 4.9), squeeze=False, sharey=True)
         figure.set_layout_engine("constrained", w_pad=0.1)
+        names = []
         for axis, (kind, (n, dim, found)) in zip(axes[0], panels.items(), strict=True):
-            _draw(axis, found)
+            names.append(_draw(axis, found))
             axis.set_title(f"{TITLES[kind]}, {n:,} keys, d = {dim}", loc="left", fontsize=9)
         axes[0, 0].set_ylabel("mean relative error of a row")
+        # Names are placed where everything else has found its place for good.
+        figure.canvas.draw()
+        figure.set_layout_engine("none")
+        for axis, some in zip(axes[0], names, strict=True):
+            _write(axis, some)
         figure.savefig(folder / "peers.png", dpi=160)
         plt.close(figure)
 
@@ -72,23 +101,24 @@ def _points(found: dict[str, Any]) -> dict[str, list[Point]]:
     return points
 
 
-def _draw(axis: Any, found: dict[str, Any]) -> None:
+def _draw(axis: Any, found: dict[str, Any]) -> list[Name]:
+    """All but the names, which it returns."""
     axis.set(xscale="log", yscale="log", xlabel="times as fast as SDPA")
     points = _points(found)
-    texts: list[tuple[float, float, str, str, str]] = []
-    for name, line, label in (("rows", "-", "Cells"), ("shared", (0, (4, 1.5)), "Cells, shared")):
+    names: list[Name] = []
+    for name, line, label, color in (("rows", "-", "Cells", CELLS), ("shared", (0, (4, 1.5)), "Cells, shared", SHARED)):
         if own := sorted(points.pop(name, [])):
-            axis.plot([x for x, _, _ in own], [y for _, y, _ in own], "o", linestyle=line, color=CELLS, linewidth=2, markersize=5)
-            texts.append((*own[-1][:2], label, CELLS, "bold"))
+            xy = [point[:2] for point in own]
+            axis.plot(*zip(*xy, strict=True), "o", linestyle=line, color=color, linewidth=2, markersize=5)
+            names.append(Name(label, xy[::-1], color, "bold"))
     for name, some in points.items():
         color, marker = LOOKS.get(name, (QUIET, "o"))
-        some = sorted(some)
-        axis.plot([x for x, _, _ in some], [y for _, y, _ in some], ":", color=color, linewidth=0.8, alpha=0.6, zorder=1)
-        axis.plot([x for x, _, _ in some], [y for _, y, _ in some], marker, color=color, markersize=6, linestyle="none")
-        texts.append((*some[-1][:2], SHORT.get(name, name), color, "normal"))
-    sdpa = found["sdpa"]["errors"]["mean"]
-    axis.plot([1], [sdpa], "o", color=SDPA, markersize=6)
-    texts.append((1.0, sdpa, "SDPA", SDPA, "bold"))
+        xy = [point[:2] for point in sorted(some)]
+        axis.plot(*zip(*xy, strict=True), marker, linestyle=":", color=color, linewidth=0.8, markersize=6)
+        names.append(Name(SHORT.get(name, name), xy[::-1], color, "normal"))
+    exact = found["sdpa"]["errors"]["mean"]
+    axis.plot([1], [exact], "o", color=SDPA, markersize=6)
+    names.append(Name("SDPA", [(1.0, exact)], SDPA, "bold"))
     axis.axvline(1, color=SDPA, linewidth=1, linestyle=(0, (2, 2)), zorder=0)
     axis.margins(x=0.22, y=0.1)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}×")
@@ -96,40 +126,34 @@ def _draw(axis: Any, found: dict[str, Any]) -> None:
     axis.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
     axis.tick_params(axis="x", which="minor", labelsize=8)
     axis.grid(alpha=0.25, linewidth=0.6)
-    _label(axis, texts)
+    return names
 
 
-def _label(axis: Any, texts: list[tuple[float, float, str, str, str]]) -> None:
-    """Write each name beside its last point, where it covers no other name and, if possible, no point."""
-    figure = axis.figure
-    figure.canvas.draw()
-    points = [
-        axis.transData.transform(xy) for line in axis.lines for xy in line.get_xydata() if line.get_marker() not in ("", "None")
-    ]
-    taken: list[Any] = []
-    places = [(7, 0, "left", "center"), (0, 8, "center", "bottom"), (0, -8, "center", "top"), (-7, 0, "right", "center")]
-    places += [(6, 7, "left", "bottom"), (6, -7, "left", "top"), (-6, 7, "right", "bottom"), (-6, -7, "right", "top")]
+def _write(axis: Any, names: list[Name]) -> None:
+    """Each name beside one of its points, where it covers the least: other names, points and lines, in this order."""
+    renderer = axis.figure.canvas.get_renderer()
+    lines = [axis.transData.transform(line.get_xydata()) for line in axis.lines[:-1]]
+    marks = [point for line in lines for point in line]
+    between = [a + (b - a) * part / 16 for line in lines for a, b in pairwise(line) for part in range(1, 16)]
     frame = axis.get_window_extent()
-    for x, y, text, color, weight in sorted(texts, key=lambda item: item[1]):
-        best: tuple[float, Any] | None = None
-        for dx, dy, across, up in places:
-            options: Any = {
-                "textcoords": "offset points",
-                "color": color,
-                "fontsize": 8,
-                "weight": weight,
-                "ha": across,
-                "va": up,
-            }
-            written = axis.annotate(text, (x, y), (dx, dy), **options)
-            box = written.get_window_extent(figure.canvas.get_renderer())
-            cost = 10.0 * sum(box.overlaps(other) for other in taken) + sum(box.contains(*point) for point in points)
-            cost += 20.0 * (box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1)
-            if best is not None and best[0] <= cost:
-                written.remove()
-                continue
-            if best is not None:
-                best[1].remove()
-            best = cost, written
-        assert best is not None
-        taken.append(best[1].get_window_extent(figure.canvas.get_renderer()))
+    taken: list[Any] = []
+
+    def cost(box: Any) -> float:
+        outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
+        covered = 3.0 * sum(box.padded(5).contains(*point) for point in marks) + 0.3 * sum(
+            box.contains(*point) for point in between
+        )
+        return 40.0 * outside + 20.0 * sum(box.overlaps(other) for other in taken) + covered
+
+    for name in sorted(names, key=lambda name: len(name.points)):
+        tries = []
+        for number, (point, (dx, dy, across, up)) in enumerate(product(name.points, PLACES)):
+            where: Any = {"textcoords": "offset points", "ha": across, "va": up}
+            text = axis.annotate(name.text, point, (dx, dy), color=name.color, fontsize=8, weight=name.weight, **where)
+            box = text.get_window_extent(renderer)
+            tries.append((cost(box) + 0.01 * number, number, text, box))
+        best = min(tries)
+        for _, _, text, _ in tries:
+            if text is not best[2]:
+                text.remove()
+        taken.append(best[3])

@@ -84,6 +84,25 @@ def test_captured_layers_are_cut_to_whole_blocks(load: Callable[[str], Any], tmp
     assert torch.equal(found[1][1][0].cpu(), query[:, :, :256].bfloat16())
 
 
+def test_real_layers_are_measured_at_their_own_length_and_averaged(run: Callable[..., str], tmp_path: Path) -> None:
+    for layer in (1, 7):
+        query, key, value = gaussian("cpu", 4, 2, 300, 64)
+        torch.save({"q": query, "k": key, "v": value}, tmp_path / f"layer_{layer:02}.pt")
+    arguments = ("--quick", "--only", "forward", "training", "grouped", "--kinds", "real", "--methods", "nearfield", "Flex")
+    assert "real inputs are left out" in run(*arguments)
+    run(*arguments, "--captured", str(tmp_path), "--out", str(tmp_path))
+    sections = {name: found["results"] for name, found in json.loads((tmp_path / "peers.json").read_text()).items()}
+    assert set(sections) == {"self_tests", "forward/256/64", "training/256/64"}
+    forward, training = (sections[f"{mode}/256/64"]["parts"]["real"] for mode in ("forward", "training"))
+    assert forward["about"]["layers"] == ["layer_01", "layer_07"]
+    assert training["about"]["layers"] == ["layer_01"]
+    for label in ("Cells(probes=2)", "FlexAttention, pooled blocks, 20%"):
+        layers = [layer[label] for layer in forward["about"]["per_layer"]]
+        assert len(set(layers)) == 2
+        assert forward["methods"][label]["errors"]["mean"] == pytest.approx(sum(layers) / 2)
+    assert training["methods"]["Cells(probes=2)"]["ms"] > 0  # FlexAttention has no gradients on a CPU
+
+
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 1.0])
 def test_pooled_blocks_keep_the_share_they_promise(load: Callable[[str], Any], share: float) -> None:
     flex, device = load("peers_flex"), load("gpu_timing").DEVICE
