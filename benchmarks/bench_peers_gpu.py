@@ -6,10 +6,12 @@ python benchmarks/bench_peers_gpu.py --minutes 9 --resume                # what 
 python benchmarks/bench_peers_gpu.py --quick                             # tiny sizes, on a CPU too; written only with --out
 python benchmarks/bench_peers_gpu.py --plot-only                         # the figure from the saved results
 
-forward            8 heads; time, memory, error and share of keys                    about 6 minutes on an H200 for all lengths
-training           8 heads, forward and backward, of those that have gradients       6 minutes
-grouped            16 heads of queries for one of keys, which NSA needs              3 minutes
-grouped_training   the same with backward                                            3 minutes
+forward            8 heads; time, memory, error and share of keys                    at most 7 minutes on an H200, all lengths
+training           8 heads, forward and backward, of those that have gradients       9 minutes
+grouped            16 heads of queries for one of keys, which NSA needs              6 minutes
+grouped_training   the same with backward                                            9 minutes
+
+These are guesses, without the time that kernels take to compile, once.
 
 Inputs: `strewn` and `runs` are made (peers_inputs.py), `real` are layers that gpu_capture.py has saved, at their own length.
 Peers are installed packages, or lie in the folder --peers, whose subfolders are packages or repositories; those that are missing
