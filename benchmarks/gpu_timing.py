@@ -39,12 +39,14 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Call = Callable[[], object]
 
 
-def clustered(n: int, dim: int, heads: int = HEADS, seed: int = 0) -> QKV:
+def clustered(n: int, dim: int, heads: int = HEADS, seed: int = 0, run: int = 1, group: int = 1) -> QKV:
     """The family `clustered` of nearfield.synthetic in bfloat16, `[1, heads, n, dim]`, made where it is used.
 
     The library's own is made on the CPU, which takes minutes for a million keys. Head by head, so that float32 copies stay small.
+    `run` keys in a row come from one cluster, and so do as many queries; each head of keys has `group` heads of queries.
     """
-    inputs = tuple(torch.empty(1, heads, n, dim, dtype=DTYPE, device=DEVICE) for _ in range(3))
+    sizes = (heads * group, heads, heads)
+    inputs = tuple(torch.empty(1, count, n, dim, dtype=DTYPE, device=DEVICE) for count in sizes)
     generator = torch.Generator(DEVICE).manual_seed(seed)
     few = max(1, round(math.sqrt(n)))
 
@@ -52,11 +54,12 @@ def clustered(n: int, dim: int, heads: int = HEADS, seed: int = 0) -> QKV:
         return torch.randn(rows, dim, generator=generator, device=DEVICE)
 
     def pick() -> Tensor:
-        return torch.randint(few, (n,), generator=generator, device=DEVICE)
+        return torch.randint(few, (-(-n // run),), generator=generator, device=DEVICE).repeat_interleave(run)[:n]
 
     for head in range(heads):
         centres, values, own = normal(few), normal(few), pick()
-        inputs[0][0, head] = 7.0 / math.sqrt(dim) * centres[pick()] + 0.3 * normal(n)
+        for member in range(head * group, (head + 1) * group):
+            inputs[0][0, member] = 7.0 / math.sqrt(dim) * centres[pick()] + 0.3 * normal(n)
         inputs[1][0, head] = centres[own] + 0.3 * normal(n)
         inputs[2][0, head] = values[own] + 0.5 * normal(n)
     return inputs[0], inputs[1], inputs[2]
