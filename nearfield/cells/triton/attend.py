@@ -15,15 +15,11 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
-from nearfield.cells.triton.layout import COLUMNS as TILE_COLUMNS
-from nearfield.cells.triton.layout import Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
 from nearfield.cells.triton.local import add_keys
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
-
-
-COLUMNS = tl.constexpr(TILE_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,8 @@ def _attend(
     variance,
     mean_value,
     cross,
-    run_edges,
-    run_start,
-    run_stop,
+    tile_edges,
+    tile_cell,
     output,
     lse,
     positions,
@@ -107,6 +102,7 @@ def _attend(
     CAUSAL: tl.constexpr,
     NARROW: tl.constexpr,
     FULL: tl.constexpr,
+    TILE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
@@ -184,46 +180,46 @@ def _attend(
             m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
 
     # Cells left closed.
-    first_run, last_run = tl.load(run_edges + closed), tl.load(run_edges + closed + 1)
-    if last_run > first_run:
+    first_tile = tl.load(tile_edges + closed)
+    tiles = tl.load(tile_edges + closed + 1) - first_tile
+    if tiles > 0:
         centroid += entry * cells * dim
         variance += entry * cells * dim
         mean_value += entry * cells * value_dim
         cross += (entry * (segments + 1) + closed) * value_dim * dim
         log2_size += block * columns
+        tile_cell += first_tile
         square = squares(query, scale, DT)
         l_before, m_before = l_i, m_i
         lane_c = tl.arange(0, BC)
-        for run in range(first_run, last_run):
-            stop = tl.load(run_stop + run)
-            for start in range(tl.load(run_start + run), stop, BC):
-                log2_n = tl.load(log2_size + lane_c)
-                log2_size += BC
-                # Beyond the ends of a span there are cells of other spans, or none: their sizes are zero here.
-                cell = tl.minimum(tl.maximum(start + lane_c, 0), cells - 1)
-                mean, value = _tile(
-                    centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL
-                )
-                if FULL:
-                    var = tl.load(variance + cell[:, None] * dim + column[None, :])
-                else:
-                    var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
-                logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
-                spread = tl.dot(square, tl.trans(var), input_precision=IP)
-                if NARROW:
-                    # float16 holds no weight far above 1.
-                    logit = log2_cell_mass(logit, spread)
-                m_new = tl.maximum(m_i, tl.max(logit, 1))
-                base = tl.where(m_new > -float("inf"), m_new, 0.0)
-                p = tl.exp2(logit - base[:, None])
-                if not NARROW:
-                    p = p * boost(spread)
-                alpha = tl.exp2(m_i - base)
-                l_i = l_i * alpha + tl.sum(p, 1)
-                acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
-                m_i = m_new
-            # A run begins with a tile of 64.
-            log2_size += (COLUMNS - (stop - tl.load(run_start + run)) % COLUMNS) % COLUMNS // BC * BC
+        # One ahead, so that nothing waits for it.
+        next_cell = tl.load(tile_cell)
+        for start in range(0, tiles * TILE, BC):
+            # Beyond the ends of a span there are cells of other spans, or none: their sizes are zero here.
+            cell = tl.minimum(tl.maximum(next_cell + start % TILE + lane_c, 0), cells - 1)
+            next_cell = tl.load(tile_cell + tl.minimum((start + BC) // TILE, tiles - 1))
+            log2_n = tl.load(log2_size + start + lane_c)
+            mean, value = _tile(
+                centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL
+            )
+            if FULL:
+                var = tl.load(variance + cell[:, None] * dim + column[None, :])
+            else:
+                var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
+            logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
+            spread = tl.dot(square, tl.trans(var), input_precision=IP)
+            if NARROW:
+                # float16 holds no weight far above 1.
+                logit = log2_cell_mass(logit, spread)
+            m_new = tl.maximum(m_i, tl.max(logit, 1))
+            base = tl.where(m_new > -float("inf"), m_new, 0.0)
+            p = tl.exp2(logit - base[:, None])
+            if not NARROW:
+                p = p * boost(spread)
+            alpha = tl.exp2(m_i - base)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
+            m_i = m_new
         far_l = l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0))
         tilt = tl.zeros([BM, BV], tl.float32)
         for start in range(0, BD, BK):
@@ -280,9 +276,8 @@ def attend(
         variance=tables.variance,
         mean_value=tables.value,
         cross=tables.cross,
-        run_edges=layout.run_edges,
-        run_start=layout.run_start,
-        run_stop=layout.run_stop,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
         output=output,
         lse=lse,
         positions=positions,
@@ -303,6 +298,7 @@ def attend(
         CAUSAL=sizes.segment > 0,
         NARROW=queries.dtype == torch.float16,
         FULL=dim == padded(dim) and value_dim == padded(value_dim),
+        TILE=COLUMNS,
         BM=size,
         BN=blocks.keys,
         BC=blocks.cells,

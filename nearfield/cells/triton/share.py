@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.attend import Lists
-from nearfield.cells.triton.far_field import LEAST_SCORE, ROUTE_SPREADS, VOID, squares, wide_cell_score
+from nearfield.cells.triton.far_field import NOT_FINITE, ROUTE_SPREADS, VOID, squares, wide_cell_score
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
@@ -40,16 +40,19 @@ def _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE: tl.constex
 
 
 @triton.jit
-def _pool_scores(pooled, square, centroid, variance, log_exists, cell, real, column, wide, dim, scale, IP: tl.constexpr):
-    """Scores of cells for pooled queries, to base 2."""
-    at = cell[:, None] * dim + column[None, :]
-    load = real[:, None] & wide[None, :]
-    mean = tl.load(centroid + at, mask=load, other=0.0)
-    var = tl.load(variance + at, mask=load, other=0.0)
+def _pool_scores(
+    pooled, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL: tl.constexpr, IP: tl.constexpr
+):
+    """Scores of cells for pooled queries, to base 2. Where a column has no cell they are those of any other."""
+    at = tl.minimum(tl.maximum(cell, 0), cells - 1)[:, None] * dim + column[None, :]
+    if FULL:
+        mean, var = tl.load(centroid + at), tl.load(variance + at)
+    else:
+        mean = tl.load(centroid + at, mask=wide[None, :], other=0.0)
+        var = tl.load(variance + at, mask=wide[None, :], other=0.0)
     first = tl.dot(pooled, tl.trans(mean), input_precision=IP)
     spread = tl.dot(square, tl.trans(var), input_precision=IP)
-    exists = tl.load(log_exists + cell, mask=real, other=VOID)
-    return wide_cell_score(first * scale, spread, exists[None, :]) * LOG2E
+    return wide_cell_score(first * scale, spread, 0.0) * LOG2E
 
 
 @Kernel
@@ -58,7 +61,6 @@ def _vote(
     visible,
     centroid,
     variance,
-    log_exists,
     log2_size,
     starts,
     tile_edges,
@@ -86,6 +88,7 @@ def _vote(
     POOLS: tl.constexpr,
     STEPS: tl.constexpr,
     RANGE: tl.constexpr,
+    FULL: tl.constexpr,
     TILE: tl.constexpr,
     BC: tl.constexpr,
     BW: tl.constexpr,
@@ -103,7 +106,6 @@ def _vote(
     queries += entry * query_entry + (member * positions).to(tl.int64) * query_row
     centroid += entry * cells * dim
     variance += entry * cells * dim
-    log_exists += entry * cells
     log2_size += entry * cells
     starts += entry * cells
     votes += block * most_columns
@@ -137,9 +139,10 @@ def _vote(
     l_i = tl.zeros([POOLS], tl.float32)
     for start in range(0, columns, BC):
         cell, real = _cells_of(tile_cell, tile_begin, tile_end, start + lane, columns, TILE)
-        score = _pool_scores(pooled, square, centroid, variance, log_exists, cell, real, coordinate, wide, dim, scale, IP)
-        size = tl.load(log2_size + cell, mask=real, other=0.0)
-        score = tl.where(score > LEAST_SCORE, score + size[None, :], -float("inf"))
+        score = _pool_scores(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
+        size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+        # A cell with a member that is not finite is not opened.
+        score += tl.where(size < NOT_FINITE, size, -float("inf"))[None, :]
         m_new = tl.maximum(m_i, tl.max(score, 1))
         l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(score - m_new[:, None]), 1)
         m_i = m_new
@@ -148,11 +151,12 @@ def _vote(
     top = 0
     for start in range(0, columns, BC):
         cell, real = _cells_of(tile_cell, tile_begin, tile_end, start + lane, columns, TILE)
-        score = _pool_scores(pooled, square, centroid, variance, log_exists, cell, real, coordinate, wide, dim, scale, IP)
-        # Numbers that are not negative are in the same order as their bits.
+        score = _pool_scores(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
+        size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
         vote = tl.sum(tl.exp2(score - lse[:, None]), 0)
-        vote = tl.where(real & (vote < float("inf")), vote, 0.0)
+        vote = tl.where((size > -float("inf")) & (size < NOT_FINITE) & (vote < float("inf")), vote, 0.0)
         tl.store(votes + start + lane, vote, mask=start + lane < columns)
+        # Numbers that are not negative are in the same order as their bits.
         top = tl.maximum(top, tl.max(vote.to(tl.int32, bitcast=True), 0))
     tl.debug_barrier()
 
@@ -255,7 +259,6 @@ def open_together(
         visible=visible,
         centroid=tables.centroid,
         variance=tables.variance,
-        log_exists=tables.log_exists,
         log2_size=tables.log2_size,
         starts=tables.starts,
         tile_edges=layout.tile_edges,
@@ -282,6 +285,7 @@ def open_together(
         POOLS=max(16, next_power_of_2(cdiv(sizes.share, POOL))),
         STEPS=BISECTIONS,
         RANGE=OCTAVES << 23,
+        FULL=dim == padded(dim),
         TILE=COLUMNS,
         BC=tuned.keys,
         BW=next_power_of_2(max(columns, sizes.probes)),
