@@ -140,8 +140,10 @@ class Problem:
         """How many keys each row sees, `[batch * kv_heads, group * length]`. A general mask is not taken into account."""
         groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
         if self.is_causal:
-            position = torch.arange(self.query.shape[2], device=self.key.device).repeat(self.group_size)
-            visible = (position + 1).clamp(max=length).expand(groups, -1)
+            queries = self.query.shape[2]
+            visible = torch.arange(1, queries + 1, device=self.key.device)
+            visible = visible if queries <= length else visible.clamp_(max=length)
+            visible = (visible if self.group_size == 1 else visible.repeat(self.group_size)).expand(groups, -1)
         else:
             rows = self.group_size * self.query.shape[2]
             visible = torch.full((1, 1), length, device=self.key.device).expand(groups, rows)
@@ -180,6 +182,11 @@ class Problem:
 def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """Queries and a positive scale with the same product."""
     return (query, scale) if scale > 0 else (query * (-1.0 if scale else 0.0), -scale or 1.0)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether gradients of some of them are wanted."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def is_traced() -> bool:

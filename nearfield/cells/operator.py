@@ -24,6 +24,7 @@ from nearfield.cells.torch.head import Head, assign
 from nearfield.checks import double_backward_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
+from nearfield.problem import is_traced, needs_grad
 
 
 class Recipe(NamedTuple):
@@ -230,7 +231,11 @@ class CellsResult(NamedTuple):
 
 def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
     """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
-    return CellsResult(*_Cells.apply(queries, keys, values, visible, seed, *recipe.arguments()))
+    arguments = queries, keys, values, visible, seed, *recipe.arguments()
+    if is_traced() or needs_grad(queries, keys, values) or recipe.memory.heads:
+        return CellsResult(*_Cells.apply(*arguments))
+    # An autograd function looks up its own signature at every call, which takes longer than all the rest.
+    return CellsResult(*torch.ops.nearfield.cells(*arguments))
 
 
 class _Cells(torch.autograd.Function):

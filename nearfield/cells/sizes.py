@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from nearfield.problem import Problem
+from nearfield.problem import Problem, needs_grad
 
 MOST_SPAN_LEVELS = 8
 """Causal: closed segments are joined into spans of at most 2^7 of them."""
@@ -64,9 +62,10 @@ class MemoryPolicy(NamedTuple):
         transposed output keeps that for its own backward pass; an output already laid out that way is kept once for both.
         """
         query = problem.query
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, problem.key, problem.value))
+        if not needs_grad(query, problem.key, problem.value):
+            return MemoryPolicy()
         transposed = query.shape[1] > 1 and query.stride(1) < query.stride(2)
-        return MemoryPolicy(1.0, query.shape[1] if transposed else 0) if needs_grad else MemoryPolicy()
+        return MemoryPolicy(1.0, query.shape[1] if transposed else 0)
 
 
 def default_cell_size(length: int, causal: bool = False, on_gpu: bool = False) -> int:

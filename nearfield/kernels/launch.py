@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from itertools import zip_longest
-from operator import attrgetter
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -62,12 +62,13 @@ class Kernel:
         values = tuple(arguments.values())
         tensors = values[: self.tensors]
         device = tensors[0].get_device()
+        addresses = [x.data_ptr() for x in tensors]
+        alignments = 0 if not functools.reduce(or_, addresses) & 15 else tuple(address & 15 for address in addresses)
         # Of the options, only the last name: with their number and order it determines the others.
-        alignments, last_name = [x.data_ptr() & 15 for x in tensors], next(reversed(arguments))
-        key = (device, grid, last_name, *map(_dtype_of, tensors), *alignments, *values[self.tensors :])
+        key = (device, grid, next(reversed(arguments)), alignments, *map(_dtype_of, tensors), *values[self.tensors :])
         run = self.remembered.get(key)
         if run is not None:
-            run(*values[: len(self.parameters)], stream=_compat.raw_stream(device))
+            run(_compat.raw_stream(device), tensors, addresses, values[self.tensors : len(self.parameters)])
             return
         self.check(arguments)
         compiled = self.jitted[grid](**arguments)

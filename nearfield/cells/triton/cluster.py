@@ -175,7 +175,7 @@ def _nearest(
     half,
     cell_edges,
     span_level,
-    beyond,
+    visible,
     found,
     sizes,
     cells,
@@ -185,8 +185,10 @@ def _nearest(
     point_row,
     found_entry,
     found_level,
+    visible_entry,
     sinks,
     PREPARED: tl.constexpr,
+    LIMITED: tl.constexpr,
     FULL: tl.constexpr,
     TILES: tl.constexpr,
     BP: tl.constexpr,
@@ -197,8 +199,8 @@ def _nearest(
 ):
     """For a block of points, the cell c of their span with the largest x.c - |c|^2 / 2, where x = (point - offset) * weight.
 
-    FULL: no columns are missing. PREPARED: points are already of this form. Otherwise they are keys, those before `sinks` and from `beyond` on are left out, and
-    the members of each cell are counted.
+    FULL: no columns are missing. PREPARED: points are already of this form. Otherwise they are keys, sinks and (LIMITED) what the first row does not see are left out,
+    and the members of each cell are counted.
     """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
@@ -240,7 +242,9 @@ def _nearest(
     level = tl.load(span_level + span).to(tl.int64)
     if not PREPARED:
         # These are in no cell.
-        there = there & (point >= sinks) & (point < tl.load(beyond + entry))
+        there = there & (point >= sinks)
+        if LIMITED:
+            there = there & (point < tl.load(visible + entry * visible_entry))
         tl.atomic_add(sizes + entry * cells + winner, 1, mask=there, sem="relaxed")
     tl.store(found + entry * found_entry + level * found_level + point, winner, mask=there)
 
@@ -299,10 +303,10 @@ def _means(
     tl.store(half + into, tl.sum(rounded * rounded, 1) / 2, mask=real)
 
 
-def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, beyond: Tensor, found: Tensor) -> Tensor:
+def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Tensor | None, found: Tensor) -> Tensor:
     """Fills in `found` `[entries, span_levels, n]`: the cell of each key `[entries, n, dim]` in every span that has it; -1: none.
 
-    Keys before `layout.sinks` and from `beyond` `[entries]` on are in no cell. Returns how many keys each cell has,
+    Keys before `layout.sinks`, and those that the first row of `visible` `[entries, rows]` does not see, are in no cell. Returns how many keys each cell has,
     `[entries, cells]`, int32. Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all
     cells are made in one step, from 16 keys per cell rather than 32, and an empty cell starts again at some key of the sample.
     """
@@ -359,7 +363,7 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, beyond: Ten
             half=half,
             cell_edges=layout.cell_edges,
             span_level=layout.span_level,
-            beyond=beyond,
+            visible=found if visible is None else visible,
             found=into,
             sizes=sizes,
             cells=layout.cells,
@@ -368,8 +372,10 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, beyond: Ten
             **strides(point=points),
             found_entry=into.stride(0),
             found_level=level,
+            visible_entry=0 if visible is None else visible.stride(0),
             sinks=layout.sinks,
             PREPARED=prepared,
+            LIMITED=visible is not None,
             FULL=dim == padded(dim),
             TILES=next_power_of_2(cdiv(layout.most_cells, tuned.keys)),
             BP=tuned.rows,

@@ -25,11 +25,7 @@ from nearfield.problem import with_positive_scale
 
 def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor) -> Tensor:
     """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their sizes."""
-    if sizes.segment:
-        beyond = torch.full((len(keys),), keys.shape[1], dtype=torch.int32, device=keys.device)
-    else:
-        beyond = visible.amax(1)
-    found = kmeans(keys, layout, iterations, seed, beyond, cell_of)
+    found = kmeans(keys, layout, iterations, seed, None if sizes.segment else visible, cell_of)
     limit_cell_sizes_(cell_of, found, layout)
     return found
 
@@ -60,8 +56,9 @@ def forward(
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
-    visible = visible.to(torch.int32).contiguous()
     entries, rows, _ = queries.shape
+    # Where all entries see the same, one row of numbers serves them all.
+    visible = visible[:1].to(torch.int32).expand(entries, -1) if visible.stride(0) == 0 else visible.to(torch.int32).contiguous()
     layout = layout_for(keys, sizes)
     if sizes.share > 1:
         assign(keys, visible, sizes, layout, iterations, seed, cell_of)
@@ -110,8 +107,7 @@ def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
     found = torch.empty(heads, 1, length, dtype=torch.int32, device=keys.device)
     with backends.device_guard(keys.device):
         for some in entry_parts(heads):
-            beyond = torch.full((some.stop - some.start,), length, dtype=torch.int32, device=keys.device)
-            limit_cell_sizes_(found[some], kmeans(keys[some], layout, iterations, seed, beyond, found[some]), layout)
+            limit_cell_sizes_(found[some], kmeans(keys[some], layout, iterations, seed, None, found[some]), layout)
     return found[:, 0]
 
 

@@ -233,9 +233,8 @@ class Moments:
     starts: Tensor
     cell_of_member: Tensor
     """`[members]`: the cell of each member, in the order of `order`; numbers continue from entry to entry"""
-    size: Tensor
-    """`[entries, cells]`, as all that follows: how many keys, float32"""
     centroid: Tensor
+    """`[entries, cells, ...]`, as all that follows"""
     value: Tensor
     log_exists: Tensor
     log2_size: Tensor
@@ -243,9 +242,16 @@ class Moments:
     low_variance: Tensor
     low_value: Tensor
 
+    @property
+    def size(self) -> Tensor:
+        """`[entries, cells]`: how many keys, float32"""
+        return self.starts.diff().view(self.log_exists.shape).float()
+
     def of(self, entries: slice) -> Moments:
-        """Those of some entries; `order`, `starts` and `cell_of_member` stay whole."""
-        return replace(self, **{field.name: getattr(self, field.name)[entries] for field in fields(self)[3:]})
+        """Those of some entries; `order` and `cell_of_member` stay whole."""
+        cells = self.log_exists.shape[1]
+        starts = self.starts[entries.start * cells : entries.stop * cells + 1]
+        return replace(self, starts=starts, **{field.name: getattr(self, field.name)[entries] for field in fields(self)[3:]})
 
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
@@ -281,9 +287,8 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             BV=padded(value_dim),
             num_warps=2 if max(dim, value_dim) <= 64 else 4 if max(dim, value_dim) <= 128 else 8,
         )
-    size = starts.diff().view(entries, cells).float()
     low = log_exists, log2_size, low_centroid, low_variance, low_value
-    return Moments(order, starts, cell_of_member, size, centroid, value, *low)
+    return Moments(order, starts, cell_of_member, centroid, value, *low)
 
 
 def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> Tables:

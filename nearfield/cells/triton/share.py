@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.cells.far_field import POOL
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.attend import Lists
 from nearfield.cells.triton.far_field import NOT_FINITE, ROUTE_SPREADS, VOID, squares, wide_cell_score
@@ -14,9 +15,6 @@ from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
-
-POOL = 8
-"""Rows whose queries are averaged before they vote."""
 
 BISECTIONS = 18
 OCTAVES = 40

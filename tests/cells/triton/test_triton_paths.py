@@ -197,7 +197,12 @@ class Compiler:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def compile_and_launch(**arguments: Any) -> Any:
             self.compiled.append((grid, arguments))
-            return lambda *values, stream: self.launched.append((grid, values, stream))
+
+            def run(stream: int, tensors: Any, addresses: list[int], others: Any) -> None:
+                assert addresses == [x.data_ptr() for x in tensors]
+                self.launched.append((grid, (*tensors, *others), stream))
+
+            return run
 
         return compile_and_launch
 
@@ -296,7 +301,7 @@ def test_keywords_go_in_the_order_of_the_signature(known: bool, monkeypatch: pyt
 def test_every_kernel_has_block_sizes() -> None:
     """Every card of the file has all of them, for all head dimensions."""
     kernels = {f"{name}_{kind}" for name in ("local", "near", "far") for kind in ("fwd", "dq", "dkv")} - {"far_dkv"}
-    kernels |= {"route", "nearest", "moments_dkv", "far_dmoments"}
+    kernels |= {"route", "nearest", "means", "vote", "attend", "moments_dkv", "far_dmoments"}
     for table in tuning._tables()["cards"].values():
         assert set(table["blocks"]) == kernels
         assert table["fields"] == list(tuning.TileSizes._fields)
