@@ -16,8 +16,9 @@ from torch import Tensor
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
-from nearfield.cells.triton.local import add_keys
+from nearfield.cells.triton.local import add_keys, edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
 
@@ -244,6 +245,254 @@ def _attend(
     )
     lse_i = (m_i + tl.log2(tl.where(blind, 1.0, l_i))) * LN2
     tl.store(lse + entry * lse_entry + row, tl.where(blind, -float("inf"), lse_i), mask=there)
+
+
+@Kernel
+def _attend_rows(
+    queries,
+    keys,
+    values,
+    visible,
+    marks,
+    log2_size,
+    centroid,
+    variance,
+    mean_value,
+    cross,
+    tile_edges,
+    tile_cell,
+    tile_begin,
+    tile_end,
+    output,
+    lse,
+    positions,
+    rows,
+    cells,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    visible_entry,
+    output_entry,
+    output_row,
+    lse_entry,
+    words,
+    scale,
+    segment,
+    window,
+    segments,
+    sinks,
+    CAUSAL: tl.constexpr,
+    NARROW: tl.constexpr,
+    FULL: tl.constexpr,
+    TILE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Where each row opens cells by itself: sinks, keys after its last closed segment, and the cells that it left closed.
+
+    A sink that is also one of the keys after the last closed segment counts once.
+    """
+    entry = tl.program_id(1).to(tl.int64)
+    # The last blocks of a causal head see most: they begin first.
+    row, there = rows_at(tl.num_programs(0) - 1 - tl.program_id(0), positions, BM)
+    queries += entry * query_entry
+    keys += entry * key_entry
+    values += entry * value_entry
+    visible += entry * visible_entry
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    scale2 = scale * LOG2E
+    m_i = tl.full([BM], -float("inf"), tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    if CAUSAL:
+        local = tl.where(there & (sees > 0), closed * segment, 2147483647)
+        begin, middle, whole, last, sink_tiles, before, tiles = edges_of(sees, local, there, sinks, BN)
+        for start in range(middle, whole, BN):
+            own = start + tl.arange(0, BN)
+            key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
+            qk = tl.dot(query, tl.trans(key), input_precision=IP)
+            m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+    else:
+        local = sees
+        begin, middle, whole, last = 0, 0, 0, tl.max(sees, 0)
+        sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
+        before, tiles = sink_tiles, sink_tiles
+    for tile in range(tiles):
+        own, real, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
+        key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
+        qk = tl.dot(query, tl.trans(key), input_precision=IP)
+        if CAUSAL:
+            # Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
+            fine = value.to(tl.float32) * 0.0 == 0.0
+            odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
+            value = tl.where(fine, value, 0.0).to(value.dtype)
+            qk = tl.where(odd[None, :], float("nan"), qk)
+        seen = real[None, :] & (own[None, :] < sees[:, None]) & (is_sink == (own[None, :] < local[:, None]))
+        qk = tl.where(seen, qk, -float("inf"))
+        m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+
+    # Cells left closed.
+    centroid += entry * cells * dim
+    variance += entry * cells * dim
+    mean_value += entry * cells * value_dim
+    log2_size += entry * cells
+    cross += entry * (segments + 1) * value_dim * dim
+    marks += (entry * rows + row) * words
+    square = squares(query, scale, DT)
+    lane = tl.arange(0, BC)
+    least = tl.min(tl.where(there, closed, segments), 0)
+    for past in range(least, tl.max(closed, 0) + 1):
+        mine = (closed == past) & there
+        l_before, m_before = l_i, m_i
+        first_tile = tl.load(tile_edges + past)
+        # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
+        columns = tl.where(tl.max(mine.to(tl.int32), 0) > 0, (tl.load(tile_edges + past + 1) - first_tile) * TILE, 0)
+        # One ahead, so that nothing waits for them.
+        next_cell, first_cell = tl.load(tile_cell + first_tile), tl.load(tile_begin + first_tile)
+        last_cell = tl.load(tile_end + first_tile)
+        for start in range(0, columns, BC):
+            cell = next_cell + start % TILE + lane
+            real = (cell >= first_cell) & (cell < last_cell)
+            next_tile = first_tile + tl.minimum(start + BC, columns - 1) // TILE
+            next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
+            last_cell = tl.load(tile_end + next_tile)
+            log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+            at = tl.minimum(tl.maximum(cell, 0), cells - 1)
+            mean, value = _tile(
+                centroid, mean_value, at, at >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL
+            )
+            if FULL:
+                var = tl.load(variance + at[:, None] * dim + column[None, :])
+            else:
+                var = tl.load(variance + at[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
+            taken = is_marked(marks + start // 32, there, lane, BC)
+            logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
+            spread = tl.dot(square, tl.trans(var), input_precision=IP)
+            if NARROW:
+                # float16 holds no weight far above 1.
+                logit = tl.where(taken, -float("inf"), log2_cell_mass(logit, spread))
+            m_new = tl.where(mine, tl.maximum(m_i, tl.max(logit, 1)), m_i)
+            base = tl.where(m_new > -float("inf"), m_new, 0.0)
+            p = tl.where(mine[:, None], tl.exp2(logit - base[:, None]), 0.0)
+            if not NARROW:
+                p = tl.where(taken, 0.0, p * boost(spread))
+            alpha = tl.exp2(m_i - base)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
+            m_i = m_new
+        if columns > 0:
+            far_l = tl.where(mine, l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)), 0.0)
+            tilt = tl.zeros([BM, BV], tl.float32)
+            for start in range(0, BD, BK):
+                some = start + tl.arange(0, BK)
+                part = tl.load(
+                    queries + row[:, None] * query_row + some[None, :], mask=there[:, None] & (some < dim)[None, :], other=0.0
+                )
+                matrix = tl.load(
+                    cross + (past * value_dim + value_column[None, :]) * dim + some[:, None],
+                    mask=value_wide[None, :] & (some < dim)[:, None],
+                    other=0.0,
+                )
+                tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
+            acc += tl.where(mine[:, None], (far_l * scale)[:, None] * tilt, 0.0)
+
+    # A cell with a member that is not finite outweighs everything.
+    l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    blind = l_i <= 0.0
+    result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
+    tl.store(
+        output + entry * output_entry + row[:, None] * output_row + value_column[None, :],
+        result.to(output.dtype.element_ty),
+        mask=there[:, None] & value_wide[None, :],
+    )
+    lse_i = tl.where(blind, -float("inf"), m_i + tl.log2(tl.where(blind, 1.0, l_i)))
+    tl.store(lse + entry * lse_entry + row, lse_i, mask=there)
+
+
+def attend_rows(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    marks: Tensor,
+    members: int,
+    output: Tensor,
+    lse: Tensor,
+) -> None:
+    """Fills in `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]`, without opened cells.
+
+    `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened. `members`: of how many heads
+    these rows are, equally many of each.
+    """
+    entries, rows, dim = queries.shape
+    value_dim, positions = values.shape[2], rows // members
+    blocks = blocks_for("attend_rows", max(dim, value_dim), queries.dtype, queries.device)
+    _attend_rows[(members * cdiv(positions, blocks.rows), entries)](
+        queries=queries,
+        keys=keys,
+        values=values,
+        visible=visible,
+        marks=marks,
+        log2_size=tables.log2_size,
+        centroid=tables.centroid,
+        variance=tables.variance,
+        mean_value=tables.value,
+        cross=tables.cross,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
+        output=output,
+        lse=lse,
+        positions=positions,
+        rows=rows,
+        cells=layout.cells,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=queries, key=keys, value=values),
+        visible_entry=visible.stride(0),
+        **strides(output=output),
+        lse_entry=lse.stride(0),
+        words=layout.mark_words,
+        scale=scale,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        sinks=sizes.sinks,
+        CAUSAL=sizes.segment > 0,
+        NARROW=queries.dtype == torch.float16,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
+        TILE=COLUMNS,
+        BM=blocks.rows,
+        BN=blocks.keys,
+        BC=blocks.cells,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        BK=min(64, padded(dim)),
+        DT=dot_type(queries.dtype),
+        IP=precision(queries.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
 
 
 def attend(

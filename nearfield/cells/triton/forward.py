@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.attend import attend
+from nearfield.cells.triton.attend import attend, attend_rows
 from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
-from nearfield.cells.triton.far import far_forward
 from nearfield.cells.triton.layout import Layout, layout_of
-from nearfield.cells.triton.local import local_forward
-from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, parts_of, slabs_of
+from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, parts_of, pieces_of, slabs_of
 from nearfield.cells.triton.moments import moments_of, tabulate
 from nearfield.cells.triton.near import group, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.route import route
@@ -66,16 +64,19 @@ def forward(
         lists = open_together(queries, visible, tables, layout, sizes, scale, opened)
         attend(queries, keys, values, visible, tables, layout, sizes, scale, lists, output, lse)
         return
-    # First, so that it keeps the device busy while the many small kernels that make cells are launched.
-    local_forward(queries, keys, values, visible, layout, sizes, scale, output, lse)
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
     budget = memory_budget((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()), beyond)
     counts = torch.zeros(entries, tables.cells, dtype=torch.int32, device=keys.device)
+    positions = rows // sizes.group
     for some, part in parts_of(entries, rows, 4 * layout.mark_words, budget.parts):
-        query, sees, own_tables = queries[some, part], visible[some, part], tables.of(some)
-        marks = route(query, sees, own_tables, layout, sizes, scale, opened[some, part], counts[some])
-        far_forward(query, sees, own_tables, layout, sizes, scale, marks, output[some, part], lse[some, part])
+        own_tables = tables.of(some)
+        marks = route(queries[some, part], visible[some, part], own_tables, layout, sizes, scale, opened[some, part], counts[some])
+        members = sizes.group if part == slice(0, rows) else 1
+        for own in [part] if members > 1 else pieces_of(part, positions):
+            inputs = queries[some, own], keys[some], values[some], visible[some, own], own_tables
+            own_marks = marks if own == part else marks[:, own.start - part.start : own.stop - part.start].contiguous()
+            attend_rows(*inputs, layout, sizes, scale, own_marks, members, output[some, own], lse[some, own])
         del marks
     value_dim, size = values.shape[2], near_forward_blocks(queries, values, sizes).rows
     per_row = sizes.probes * (value_dim * queries.element_size() + 4)

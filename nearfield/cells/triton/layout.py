@@ -121,11 +121,11 @@ class Layout:
     tile_edges: Tensor
     """`[segments + 2]`: like `run_edges`, for tiles of `COLUMNS` columns"""
     tile_cell: Tensor
-    """`[tiles]`: the cell in the first column of each tile"""
+    """`[tiles + 1]`: the cell in the first column of each tile; one more, so that it is never empty"""
     tile_begin: Tensor
-    """`[tiles]`: the first cell of its span"""
+    """`[tiles + 1]`: the first cell of its span"""
     tile_end: Tensor
-    """`[tiles]`: one after the last cell of its span"""
+    """`[tiles + 1]`: one after the last cell of its span"""
     span_of_cell: Tensor
     """`[cells]`"""
     sees_span: Tensor
@@ -290,9 +290,9 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         run_stop=on_device(run_stop),
         span_column=span_column.to(device),
         tile_edges=on_device(tile_edges),
-        tile_cell=on_device(tile_cell),
-        tile_begin=on_device(tile_begin),
-        tile_end=on_device(tile_end),
+        tile_cell=on_device([*tile_cell, 0]),
+        tile_begin=on_device([*tile_begin, 0]),
+        tile_end=on_device([*tile_end, 0]),
         span_of_cell=span_of_cell,
         sees_span=(span_column >= 0).to(device, torch.float32),
         span_seen_from=on_device(span.first + span.segments for span in spans.all),

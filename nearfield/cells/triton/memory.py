@@ -53,6 +53,12 @@ def parts_of(entries: int, rows: int, per_row: int, available: int) -> Iterator[
             yield slice(first, min(first + some, entries)), slice(start, min(start + step, rows))
 
 
+def pieces_of(part: slice, size: int) -> Iterator[slice]:
+    """A range, cut at the multiples of `size`."""
+    for start in range(part.start - part.start % size, part.stop, size):
+        yield slice(max(start, part.start), min(start + size, part.stop))
+
+
 class Slab(NamedTuple):
     """Rows whose pairs are grouped together: all rows of some entries, or some rows of one."""
 
