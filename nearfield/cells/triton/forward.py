@@ -15,7 +15,7 @@ from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budg
 from nearfield.cells.triton.moments import moments_of, tabulate
 from nearfield.cells.triton.near import group, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.route import route
-from nearfield.cells.triton.share import open_together
+from nearfield.cells.triton.share import list_bytes, open_together
 from nearfield.kernels import backends
 from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
@@ -61,8 +61,13 @@ def forward(
     if sizes.share > 1:
         assign(keys, visible, sizes, layout, iterations, seed, cell_of)
         tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
-        lists = open_together(queries, visible, tables, layout, sizes, scale, opened)
-        attend(queries, keys, values, visible, tables, layout, sizes, scale, lists, output, lse)
+        budget = memory_budget((queries, keys, values, output), (cell_of, opened, *vars(tables).values()), beyond)
+        step = max(1, budget.parts // list_bytes(layout, sizes, opened.shape[1]))
+        for first in range(0, entries, step):
+            some = slice(first, min(first + step, entries))
+            query, sees, own_tables = queries[some], visible[some], tables.of(some)
+            lists = open_together(query, sees, own_tables, layout, sizes, scale, opened[some])
+            attend(query, keys[some], values[some], sees, own_tables, layout, sizes, scale, lists, output[some], lse[some])
         return
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)

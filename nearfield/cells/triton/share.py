@@ -123,11 +123,13 @@ def _vote(
     for i in tl.static_range(POOL):
         position = begin + pool * POOL + i
         there = position < end
-        total += tl.load(
+        query = tl.load(
             queries + position.to(tl.int64)[:, None] * query_row + coordinate[None, :],
             mask=there[:, None] & wide[None, :],
             other=0.0,
         ).to(tl.float32)
+        # A query that is not finite must not decide for the others.
+        total += tl.where(query * 0.0 == 0.0, query, 0.0)
     held = tl.minimum(tl.maximum(end - begin - pool * POOL, 0), POOL)
     pooled = (total / tl.maximum(held, 1).to(tl.float32)[:, None]).to(DT)
     square = squares(pooled, scale * ROUTE_SPREADS, DT)
@@ -236,6 +238,17 @@ def _list_keys(
             tl.store(listed + start + lane, start + lane, mask=start + lane < own_sinks)
 
 
+def _most_listed(layout: Layout, sizes: CellSizes) -> tuple[int, int]:
+    """The most keys that a block opens, and the length of its list."""
+    most_keys = sizes.probes * cdiv(layout.segment, layout.cells_per_segment)
+    return most_keys, cdiv(sizes.sinks + most_keys, 128) * 128
+
+
+def list_bytes(layout: Layout, sizes: CellSizes, blocks: int) -> int:
+    """How much memory the lists of an entry take."""
+    return 4 * blocks * (32 * layout.mark_words + _most_listed(layout, sizes)[1])
+
+
 def open_together(
     queries: Tensor, visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, opened: Tensor
 ) -> Lists:
@@ -246,8 +259,7 @@ def open_together(
     entries, rows, dim = queries.shape
     positions, number = rows // sizes.group, opened.shape[1]
     columns = 32 * layout.mark_words
-    most_keys = sizes.probes * cdiv(layout.segment, layout.cells_per_segment)
-    most_listed = cdiv(sizes.sinks + most_keys, 128) * 128
+    most_keys, most_listed = _most_listed(layout, sizes)
     log2_size = torch.empty(entries, number, columns, device=queries.device)
     listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)
     count = torch.empty(entries, number, dtype=torch.int32, device=queries.device)
