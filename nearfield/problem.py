@@ -107,6 +107,10 @@ class Problem:
         return self.query.shape[1] // max(1, self.key.shape[1])
 
     @property
+    def needs_grad(self) -> bool:
+        return needs_grad(self.query, self.key, self.value)
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return (*self.leading, self.query.shape[2], self.value.shape[3])
 
@@ -185,6 +189,11 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 def is_traced() -> bool:
     """Whether tensors may have no values to look at: under torch.compile or inside a transform of torch.func."""
     return torch.compiler.is_compiling() or _compat.in_functorch_transform()
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether what is computed from these tensors now will have a gradient."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def check(

@@ -83,7 +83,11 @@ def test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass(
     query, key, value = torch.randn(3, 1, 1, 48, 16, generator=seeded(0)).to(DEVICE).unbind(0)
     with torch.set_grad_enabled(recorded):
         nf.attention(
-            query, key.requires_grad_(needed), value, method=nf.Cells(8, 2, partition=nf.KMeans(iterations=1)), backend="triton"
+            query,
+            key.requires_grad_(needed),
+            value,
+            method=nf.Cells(8, 2, partition=nf.KMeans(iterations=1), share=1),
+            backend="triton",
         )
     assert asked == [share]
 
