@@ -48,8 +48,8 @@ class Cells:
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
         share: how many consecutive queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256. Blocks are
-            counted from the first query of a call, in each head by itself. None: 128 on a GPU where there is no causal mask and no
-            gradient, and neither draws nor dropout; 1 everywhere else, also under torch.compile and in transforms of torch.func.
+            counted from the first query of a call, in each head by itself. None: 128 on a GPU if there is no causal mask and no
+            gradient, and neither draws nor dropout; else 1, as always under torch.compile and in transforms of torch.func.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
     are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
@@ -87,7 +87,7 @@ class Cells:
         check_positive("window", self.window, optional=True, least=0)
         check_positive("sinks", self.sinks, least=0)
         check_positive("segment", self.segment, optional=True)
-        _check_share(self.share)
+        check_share(self.share)
         check_partition("partition", self.partition)
         make_known(self.partition)
 
@@ -166,7 +166,7 @@ class Cells:
         return defaults.default_share(problem.is_causal, on_gpu, problem.needs_grad)
 
 
-def _check_share(share: object) -> None:
+def check_share(share: object) -> None:
     """A power of two, so that blocks are made of whole pools, and parts of the work of whole blocks."""
     if share is not None and (isinstance(share, bool) or not isinstance(share, int) or share not in defaults.SHARES):
         raise ValueError(
