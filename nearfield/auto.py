@@ -7,7 +7,7 @@ from typing import Any
 
 from nearfield import crossover
 from nearfield.audit import CONFIDENCE, audit_rows, run_audit
-from nearfield.cells.method import Cells
+from nearfield.cells.method import Cells, check_share
 from nearfield.checks import check_fraction, check_positive
 from nearfield.exact import Exact
 from nearfield.problem import Call, Method, Problem, is_traced
@@ -44,6 +44,7 @@ class Auto:
         eps: the tolerance, between 0 and 1; None: whatever `Cells()` gives.
         crossover: the number of keys from which on to use cells, in place of the measured one. On a GPU it is meant for eight
             heads; with fewer heads it takes more keys.
+        share: that of its cells, see `Cells`.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
@@ -54,6 +55,7 @@ class Auto:
 
     eps: float | None = None
     crossover: int | None = None
+    share: int | None = None
 
     any_mask = True
 
@@ -61,12 +63,13 @@ class Auto:
         if self.eps is not None:
             check_fraction("eps", self.eps)
         check_positive("crossover", self.crossover, optional=True)
+        check_share(self.share)
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         if self._prefers_exact(problem, call):
             return _run_chosen(Exact(), problem, call)
         if self.eps is None:
-            return _run_chosen(Cells(), problem, call)
+            return _run_chosen(self._cells, problem, call)
         if is_traced():
             raise RuntimeError(
                 f"Auto(eps={self.eps}) looks at its own error and cannot be traced; use Cells(...) under torch.compile and vmap"
@@ -76,7 +79,11 @@ class Auto:
         return self._within_eps(problem, call)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
-        return self.eps is None and Cells().is_async(problem, backend)
+        return self.eps is None and self._cells.is_async(problem, backend)
+
+    @property
+    def _cells(self) -> Cells:
+        return Cells(share=self.share)
 
     def _prefers_exact(self, problem: Problem, call: Call) -> bool:
         if call.gradient is not None or problem.has_general_mask:
@@ -95,7 +102,7 @@ class Auto:
         # Any of several audits may be the one that passes, so each gets its share of the 5%.
         rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
         steps: list[dict[str, Any]] = []
-        method: Cells | Exact = Cells()
+        method: Cells | Exact = self._cells
         while True:
             if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
                 method = Exact()

@@ -107,6 +107,10 @@ class Problem:
         return self.query.shape[1] // max(1, self.key.shape[1])
 
     @property
+    def needs_grad(self) -> bool:
+        return needs_grad(self.query, self.key, self.value)
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return (*self.leading, self.query.shape[2], self.value.shape[3])
 

@@ -51,6 +51,16 @@ def test_long_inputs_get_cells() -> None:
     assert torch.equal(est.output, nf.attention(q, k, v, method=nf.Cells()))
 
 
+@pytest.mark.parametrize("eps", [None, 0.5])
+def test_its_cells_have_the_share_that_is_given(eps: float | None) -> None:
+    q, k, v = make("clustered", 1, 1, 2048, 32, seed=3)
+    est = nf.estimate(q, k, v, method=nf.Auto(eps, crossover=512, share=32), generator=seeded(0))
+    assert est.info["chosen"] == repr(nf.Cells(share=32))
+    assert torch.equal(est.output, nf.attention(q, k, v, method=nf.Cells(share=32)))
+    with pytest.raises(ValueError, match="share must be 1"):
+        nf.Auto(share=3)
+
+
 def test_few_queries_do_not_repay_cells() -> None:
     q, k, v = inputs(1, 1, queries=20, keys=200, dim=8)
     assert nf.estimate(q, k, v, method=nf.Auto(crossover=100)).info["chosen"] == "Exact()"

@@ -47,8 +47,9 @@ class Cells:
         sinks: how many of the first keys are near for every row.
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
-        share: how many consecutive queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256; None: 1.
-            Blocks are counted from the first query of a call, in each head by itself.
+        share: how many consecutive queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256. Blocks are
+            counted from the first query of a call, in each head by itself. None: 128 on a GPU if there is no causal mask and no
+            gradient, and neither draws nor dropout; else 1, as always under torch.compile and in transforms of torch.func.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
     are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
@@ -86,7 +87,7 @@ class Cells:
         check_positive("window", self.window, optional=True, least=0)
         check_positive("sinks", self.sinks, least=0)
         check_positive("segment", self.segment, optional=True)
-        _check_share(self.share)
+        check_share(self.share)
         check_partition("partition", self.partition)
         make_known(self.partition)
 
@@ -149,7 +150,7 @@ class Cells:
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
         probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu)
-        share = self.share or defaults.default_share(causal, on_gpu)
+        share = self.share or self._default_share(problem, on_gpu)
         sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples, share=share)
         if not causal:
             return sizes._replace(probes=max(1, min(probes, sizes.cells_in(length))))
@@ -158,8 +159,14 @@ class Cells:
         most = length // segment * sizes.cells_in(segment)
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
 
+    def _default_share(self, problem: Problem, on_gpu: bool) -> int:
+        # A traced program may be differentiated later. Draws and dropout are served in torch, which gains nothing.
+        if is_traced() or self.samples or problem.dropout_p:
+            return 1
+        return defaults.default_share(problem.is_causal, on_gpu, problem.needs_grad)
 
-def _check_share(share: object) -> None:
+
+def check_share(share: object) -> None:
     """A power of two, so that blocks are made of whole pools, and parts of the work of whole blocks."""
     if share is not None and (isinstance(share, bool) or not isinstance(share, int) or share not in defaults.SHARES):
         raise ValueError(

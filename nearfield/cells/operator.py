@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearfield.cells import reference
 from nearfield.cells.partition import from_plain
+from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import closed_keys
@@ -73,16 +74,16 @@ def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed
     recipe = Recipe.of(settings)
     results = empty_results(queries, keys, values, recipe.sizes, recipe.engine)
     output, lse, stderr, *plans = results
+    partition = from_plain(recipe.partition, recipe.options)
     if recipe.engine == "triton":
         from nearfield.cells.triton.forward import forward as run
 
+        assert isinstance(partition, KMeans)  # see `cells.triton.limits`
         cell_of, opened = plans[:2]
         with backends.device_guard(queries.device):
-            iterations, start = recipe.options
-            cells = recipe.sizes, recipe.scale, iterations, start
+            cells = recipe.sizes, recipe.scale, partition.iterations_or(KERNEL_ITERATIONS), partition.seed
             run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, recipe.memory.beyond)
         return results
-    partition = from_plain(recipe.partition, recipe.options)
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in plans))
         key = _wide(keys[entry])

@@ -14,7 +14,7 @@ from nearfield.attention import attention
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
 from nearfield.hf.masks import LazyMask, Pattern
-from nearfield.problem import Method, is_traced
+from nearfield.problem import Method, is_traced, needs_grad
 
 LEAST_SHARE = 0.5
 """A method serves the last rows of a sequence if there are at least this many of them per key."""
@@ -33,6 +33,8 @@ class LayerCall:
     method: Method | None = None
     scale: float | None = None
     dropout: float = 0.0
+    prefill: Method | None = None
+    """what serves causal calls in place of `method`, where no gradient is wanted; None: `method`"""
 
     @property
     def rows(self) -> int:
@@ -50,6 +52,7 @@ class LayerCall:
     def by_method(self, is_causal: bool, key_padding: Tensor | None = None) -> Tensor:
         """Attention by the method; `key_padding` `[batch, keys]` is False for padding."""
         mask = None if key_padding is None else key_padding[:, None, None, :].to(self.query.device)
+        is_prefill = self.prefill is not None and is_causal and not needs_grad(self.query, self.key, self.value)
         return attention(
             self.query,
             self.key,
@@ -59,7 +62,7 @@ class LayerCall:
             is_causal,
             self.scale,
             enable_gqa=True,
-            method=self.method,
+            method=self.prefill if is_prefill else self.method,
         )
 
     def by_sdpa(self, mask: Tensor | None) -> Tensor:

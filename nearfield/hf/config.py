@@ -10,8 +10,9 @@
 }
 
 Optional are `num_hidden_layers`, which keeps the file from being used with a model of another depth; `default`, for layers that
-are not listed (`Auto` if it is missing); and `about`, which may hold anything, such as how the file was made. A method takes the
-arguments of its class. A partition or an index is written the same way: `{"index": {"name": "KMeansIndex", ...}}`.
+are not listed (`Auto` if it is missing); `prefill`, as in `hf.register`; and `about`, which may hold anything, such as how the
+file was made. A method takes the arguments of its class. A partition or an index is written the same way:
+`{"index": {"name": "KMeansIndex", ...}}`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ from nearfield.problem import Method
 
 FORMAT, VERSION = "nearfield-layers", 1
 
-ENTRIES = ("format", "version", "about", "num_hidden_layers", "default", "layers")
+ENTRIES = ("format", "version", "about", "num_hidden_layers", "prefill", "default", "layers")
+
+PREFILLS = ("strict", "shared")
+
+PREFILL_SHARE = 128
+"""How many rows of a prompt open cells together with `prefill="shared"`."""
 
 METHODS: dict[str, type] = {one.__name__: one for one in (Exact, TopK, LazyGumbel, Cells, Auto)}
 
@@ -55,10 +61,28 @@ M = TypeVar("M")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What a file says: methods by layer number, one for `"default"`, and the depth of the model if it is given."""
+    """What a file says: methods by layer number, one for `"default"`; depth of the model and `prefill` if they are given."""
 
     methods: Mapping[int | str, Method]
     num_hidden_layers: int | None = None
+    prefill: str | None = None
+
+
+def check_prefill(prefill: object) -> None:
+    if prefill not in PREFILLS:
+        raise ValueError(
+            "prefill must be 'strict' (each row opens cells by itself) or 'shared' "
+            f"({PREFILL_SHARE} rows of a prompt open cells together), got {prefill!r}; leave it out for 'strict'"
+        )
+
+
+def sharing_rows(methods: Mapping[int | str, Method]) -> dict[int | str, Method]:
+    """Those of the methods that open cells row by row because nothing else was asked for, with `PREFILL_SHARE`."""
+    return {
+        layer: dataclasses.replace(method, share=PREFILL_SHARE)
+        for layer, method in methods.items()
+        if isinstance(method, Cells | Auto) and method.share is None
+    }
 
 
 def by_layer(methods: M | Mapping[int | str, M] | None, default: M) -> dict[int | str, M]:
@@ -99,6 +123,8 @@ def write_config(path: Path, config: LayerConfig, about: Mapping[str, Any] | Non
         lines.append('  "about": ' + json.dumps(about, indent=2).replace("\n", "\n  "))
     if config.num_hidden_layers is not None:
         lines.append(f'  "num_hidden_layers": {config.num_hidden_layers}')
+    if config.prefill is not None:
+        lines.append(f'  "prefill": "{config.prefill}"')
     if "default" in config.methods:
         lines.append(f'  "default": {json.dumps(describe(config.methods["default"]))}')
     listed = ",\n".join(f'    "{layer}": {json.dumps(describe(method))}' for layer, method in sorted(numbered.items()))
@@ -156,6 +182,8 @@ def _parse_config(given: object, where: str) -> LayerConfig:
     depth = given.get("num_hidden_layers")
     with _errors_naming(where):
         check_positive("num_hidden_layers", depth, optional=True)
+        if "prefill" in given:
+            check_prefill(given["prefill"])
     layers = given.get("layers", {})
     if not isinstance(layers, Mapping):
         raise ValueError(f'{where}: "layers" must be an object from layer numbers to methods, got {layers!r}')
@@ -167,7 +195,7 @@ def _parse_config(given: object, where: str) -> LayerConfig:
         if layer in methods:
             raise ValueError(f"{where}: layer {layer} appears twice; remove one of them")
         methods[layer] = parse_method(f"{where}, layer {layer}", method)
-    return LayerConfig(methods, depth)
+    return LayerConfig(methods, depth, given.get("prefill"))
 
 
 def _parse_layer(where: str, name: Any, depth: int | None) -> int:

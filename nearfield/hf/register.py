@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nearfield.auto import Auto
 from nearfield.checks import check_method
 from nearfield.hf.calls import LayerCall, serve
-from nearfield.hf.config import LayerConfig, by_layer, read_config
+from nearfield.hf.config import LayerConfig, by_layer, check_prefill, read_config, sharing_rows
 from nearfield.hf.masks import LazyMask, make_mask
 from nearfield.hf.stored import StoredKeys, serve_stored
 from nearfield.problem import Method, to_autocast_dtype
@@ -38,6 +38,7 @@ def register(
     method: Method | Mapping[int | str, Method] | None = None,
     *,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    prefill: str | None = None,
 ) -> None:
     """Make `attn_implementation=name` mean attention by `method` in all models of Transformers.
 
@@ -47,6 +48,11 @@ def register(
             numbers, and `"default"` for all other layers (`Auto()` if it is missing).
         config: instead of `method`, the path of a file that names the methods, or its contents as a dictionary. `nearfield eval`
             writes such files; `nearfield.hf.config` describes them.
+        prefill: `"strict"`, the default: every row opens cells by itself, unless its method says otherwise. `"shared"`: where a
+            model in eval mode reads several tokens under a causal mask, and no gradient is wanted, `Cells` without a `share` of
+            their own (also those of `Auto`) take `share=128`. Positions 0 to 127 open the same cells then, 128 to 255, and so
+            on: the choice depends on later tokens of a block, and on nothing after it. Single tokens and training are as with
+            `"strict"`. None: what `config` says.
 
     The method serves bidirectional and causal attention, with any padding, of whole sequences (packed ones each by itself) and
     of the last half or more of a sequence. Everything else is exact attention, with the mask of a bounded number of rows at a
@@ -62,6 +68,7 @@ def register(
         >>> model.set_attn_implementation("nearfield")
         >>> hf.register("nearfield-top64", nearfield.TopK(64))
         >>> hf.register("nearfield-mixed", {0: nearfield.Exact(), "default": nearfield.Cells()})
+        >>> hf.register("nearfield-shared", prefill="shared")
         >>> layers = {"1": {"method": "Cells", "cell_size": 16, "probes": 18}}
         >>> hf.register("nearfield-tuned", config={"format": "nearfield-layers", "version": 1, "layers": layers})
     """
@@ -69,8 +76,12 @@ def register(
         raise ValueError("config and method both say which methods to use; give one of them")
     attentions, masks = _interfaces()
     _check_name(name, attentions)
+    if prefill is not None:
+        check_prefill(prefill)
     found = LayerConfig(_methods(method)) if config is None else read_config(config)
-    function = AttentionFunction({"default": Auto(), **found.methods}, found.num_hidden_layers)
+    methods = {"default": Auto(), **found.methods}
+    shared = (prefill or found.prefill) == "shared"
+    function = AttentionFunction(methods, found.num_hidden_layers, sharing_rows(methods) if shared else {})
     attentions.register(name, function)
     masks.register(name, make_mask)
 
@@ -114,6 +125,8 @@ class AttentionFunction:
     methods: Mapping[int | str, Method]
     num_hidden_layers: int | None = None
     """of the model that the methods were chosen for, if known"""
+    prefill: Mapping[int | str, Method] = field(default_factory=dict)
+    """methods that serve prompts in place of those of the same layer in `methods`"""
 
     def __call__(
         self,
@@ -133,23 +146,27 @@ class AttentionFunction:
         # Under autocast, rotary embeddings leave queries and keys in another dtype than values. A cell cache has cast its own.
         stored = isinstance(key, StoredKeys)
         query, key, value = (*to_autocast_dtype(query), key, value) if stored else to_autocast_dtype(query, key, value)
-        call = LayerCall(query, key, value, self._method(module), _scale(scaling, query.shape[-1]), dropout)
+        layer = self._layer(module)
+        # Checkpointing may compute a training step once without gradients and once with them: both by the same method.
+        prefill = self.prefill.get(layer) if query.shape[2] > 1 and not module.training else None
+        call = LayerCall(query, key, value, self.methods[layer], _scale(scaling, query.shape[-1]), dropout, prefill)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
         return output.transpose(1, 2).contiguous(), None
 
-    def _method(self, module: nn.Module) -> Method:
+    def _layer(self, module: nn.Module) -> int | str:
+        """The name in `methods` of the method for this layer."""
         if self.num_hidden_layers is not None:
             self._check_model(module)
         if len(self.methods) == 1:
-            return self.methods["default"]
+            return "default"
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ValueError(
                 f"{type(module).__name__} does not know its layer number (layer_idx), so it cannot choose a method by layer; "
                 "register one method for all layers"
             )
-        return self.methods.get(layer, self.methods["default"])
+        return layer if layer in self.methods else "default"
 
     def _check_model(self, module: nn.Module) -> None:
         layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -197,6 +198,18 @@ def test_cells_read_as_many_keys_as_top_k() -> None:
 def test_what_cannot_be_compared(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_config_is_measured_as_it_would_be_registered() -> None:
+    one = nf.Cells(4, 2, segment=16, sinks=2)
+    losses = []
+    for method, prefill in ((one, None), (one, "shared"), (replace(one, share=128), None)):
+        texts, config = {"one": tokens(1, 256)}, LayerConfig({1: method}, 2, prefill)
+        found = evaluate(model("llama"), texts, budgets=(0.2,), config=config).results[-1]
+        assert found.setting.kind == "config"
+        losses.append(found.perplexities[0].perplexity)
+    strict, shared, by_hand = losses
+    assert shared == by_hand != strict
 
 
 # Errors of heads.

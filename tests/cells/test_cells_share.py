@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from nearfield.cells.partition import to_plain
 from nearfield.cells.sizes import CellSizes, default_share
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.torch import forward as torch_forward
+from nearfield.kernels import backends
 from nearfield.problem import check
 
 SHARES = (16, 32, 64, 128, 256)
@@ -249,7 +250,54 @@ def test_a_single_row_is_a_block_of_its_own_by_default() -> None:
     problem = check(*inputs(1, 1, queries=64), None, 0.0, True, None, False)
     assert nf.Cells().sizes(problem).share == nf.Cells(share=1).sizes(problem).share == 1
     assert nf.Cells(share=32).sizes(problem).share == 32
-    assert {default_share(causal, on_gpu) for causal in (False, True) for on_gpu in (False, True)} == {1}
+
+
+def test_the_default_by_mask_device_and_gradient() -> None:
+    together = {settings for settings in product((False, True), repeat=3) if default_share(*settings) != 1}
+    assert together == {(False, True, False)}, "no mask, on a GPU, no gradient"
+    assert default_share(causal=False, on_gpu=True, needs_grad=False) == 128
+
+
+def share_of(method: nf.Cells, needed: bool = False, causal: bool = False, dropout: float = 0.0) -> int:
+    q, k, v = inputs(1, 1, queries=64)
+    return method.sizes(check(q, k, v.requires_grad_(needed), None, dropout, causal, None, False)).share
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are those of a GPU. Nothing is to be run."""
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_on_a_gpu_rows_share_where_nothing_can_leak_and_nothing_is_trained() -> None:
+    assert share_of(nf.Cells()) == share_of(nf.Cells(probes=3, partition=nf.Blocks())) == 128
+    assert share_of(nf.Cells(), needed=True) == share_of(nf.Cells(), causal=True) == 1
+    with torch.no_grad():
+        assert share_of(nf.Cells(), needed=True) == 128
+        assert share_of(nf.Cells(), needed=True, causal=True) == 1
+    assert share_of(nf.Cells(samples=2)) == share_of(nf.Cells(), dropout=0.1) == 1
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("share", [1, 16, 128, 256])
+def test_a_share_that_is_given_is_kept(share: int) -> None:
+    method = nf.Cells(share=share)
+    assert {share_of(method, needed, causal) for needed in (False, True) for causal in (False, True)} == {share}
+    assert share_of(nf.Cells(share=share, samples=2)) == share_of(method, dropout=0.1) == share
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("how", ["compile", "vmap"])
+def test_rows_of_a_traced_call_are_by_themselves_unless_told_otherwise(how: str) -> None:
+    def shares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        problem = check(q, k, v)
+        return torch.tensor([nf.Cells().sizes(problem).share, nf.Cells(share=32).sizes(problem).share])
+
+    torch.compiler.reset()
+    traced = torch.compile(shares, backend="eager", fullgraph=True) if how == "compile" else torch.vmap(shares, out_dims=None)
+    assert traced(*inputs(2, 1, queries=64)).tolist() == [1, 32]
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -120,6 +120,22 @@ def test_kmeans_weighs_coordinates_by_their_root_mean_square() -> None:
     assert torch.equal(found, nf.KMeans(iterations=4, seed=1).build(1000.0 * keys, 12)), "the unit does not matter"
 
 
+def test_kmeans_iterates_five_times_in_torch() -> None:
+    keys = normal(2, 300, 4)
+    found = nf.KMeans(seed=1).build(keys, 12)
+    assert torch.equal(found, nf.KMeans(iterations=5, seed=1).build(keys, 12))
+    assert not any(torch.equal(found, nf.KMeans(iterations=other, seed=1).build(keys, 12)) for other in (2, 4, 6))
+
+
+def test_iterations_that_are_given_are_kept() -> None:
+    assert repr(nf.KMeans()) == "KMeans(iterations=None, seed=0)"
+    assert len({nf.KMeans(), nf.KMeans(None), nf.KMeans(5), nf.KMeans(0)}) == 3
+    for partition in (nf.KMeans(), nf.KMeans(5), nf.KMeans(0, seed=2)):
+        assert pickle.loads(pickle.dumps(partition)) == partition
+    assert to_plain(nf.KMeans(seed=3)) == ("KMeans", (-1, 3))
+    assert to_plain(nf.KMeans(0)) == ("KMeans", (0, 0))
+
+
 @pytest.mark.parametrize("name", ["kmeans", "hash"])
 def test_a_common_offset_is_taken_out_before_distances(name: str) -> None:
     """float32 around 10^4 has steps of 10^-3: differences of squares would have lost all of it."""

@@ -73,6 +73,7 @@ def test_what_is_no_method_of_the_library_cannot_be_written() -> None:
         ({**HEAD, "layers": {"first": EXACT}}, "must be layer numbers, such as \"0\"; got 'first'"),
         ({**HEAD, "layers": {"-1": EXACT}}, "got '-1'"),
         ({**HEAD, "num_hidden_layers": 2, "layers": {"2": EXACT}}, "a model of 2 layers has no layer 2"),
+        ({**HEAD, "prefil": "shared"}, "'prefil', did you mean 'prefill'"),
         ({**HEAD, "num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({**HEAD, "layers": {"1": EXACT, "01": EXACT}}, "layer 1 appears twice"),
         ({**HEAD, "layers": {"0": "Exact"}}, "config, layer 0 must be an object such as"),

@@ -485,4 +485,32 @@ MUTANTS = (
         "(plan.opened, (rows // head.sizes.share).clamp(max=len(plan.opened) - 1))",
         (PARITY + "[share-uneven-groups-float64]",),
     ),
+    Mutant(
+        "cells: share: rows share by default with a causal mask",
+        "default_share",
+        "on_gpu and not causal and not needs_grad",
+        "on_gpu and not needs_grad",
+        ("test_the_default_by_mask_device_and_gradient",),
+    ),
+    Mutant(
+        "cells: share: rows of a traced call share by default",
+        "Cells._default_share",
+        "is_traced() or ",
+        "",
+        ("test_rows_of_a_traced_call_are_by_themselves_unless_told_otherwise",),
+    ),
+    Mutant(
+        "hf: prompts share rows where a gradient is wanted",
+        "LayerCall.by_method",
+        " and not needs_grad(self.query, self.key, self.value)",
+        "",
+        ("test_gradients_are_as_they_were_in_eval_mode",),
+    ),
+    Mutant(
+        "hf: prompts share rows in the first pass of checkpointing",
+        "AttentionFunction.__call__",
+        " and not module.training",
+        "",
+        ("test_checkpointing_computes_both_passes_alike",),
+    ),
 )

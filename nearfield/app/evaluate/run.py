@@ -33,7 +33,7 @@ from nearfield.app.evaluate.settings import (
     usual_segment,
 )
 from nearfield.exact import Exact
-from nearfield.hf.config import LayerConfig
+from nearfield.hf.config import LayerConfig, sharing_rows
 from nearfield.problem import Method
 
 
@@ -142,7 +142,9 @@ def evaluate(
                 f"config is for a model of {config.num_hidden_layers} layers, but this one has {layer_count(model)}; "
                 "choose one for it with a tolerance"
             )
-        settings.append(Setting("config", {"default": Exact(), **config.methods}))
+        by_layer = {"default": Exact(), **config.methods}
+        # The model reads each text at once, as a prompt.
+        settings.append(Setting("config", by_layer | sharing_rows(by_layer) if config.prefill == "shared" else by_layer))
     passes = _Passes(model, {name: found[:, :count].to(model.device) for name, found in texts.items()}, progress)
     progress.start((2 + len(settings) + (TRIALS if tolerance is not None else 0)) * len(texts) * ticks_per_pass(model))
 

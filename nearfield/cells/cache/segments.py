@@ -10,7 +10,7 @@ from torch import Tensor
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.moments import tabulate
 from nearfield.cells.partition import Partition, build_cells
-from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.partition.kmeans import ITERATIONS, KMeans
 from nearfield.cells.triton.limits import unsupported
 from nearfield.kernels import backends
 
@@ -163,7 +163,8 @@ def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
         return _group_in_torch(keys, cells, partition)
     from nearfield.cells.triton.forward import group_keys
 
-    return group_keys(keys, cells, partition.iterations, partition.seed).long()
+    # As many as in torch: a segment is grouped once, and read at every step.
+    return group_keys(keys, cells, partition.iterations_or(ITERATIONS), partition.seed).long()
 
 
 def _group_in_torch(keys: Tensor, cells: int, partition: Partition) -> Tensor:

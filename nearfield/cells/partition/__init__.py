@@ -85,16 +85,17 @@ def make_known(partition: Partition) -> None:
 
 
 def to_plain(partition: Partition) -> tuple[str, tuple[int, ...]]:
-    """A partition as an operator takes it: a name and integers."""
+    """A partition as an operator takes it: a name and integers, -1 for an option that is None."""
     if is_built_in(partition):
-        return type(partition).__name__, dataclasses.astuple(partition)  # type: ignore[call-overload]
+        options = dataclasses.astuple(partition)  # type: ignore[call-overload]
+        return type(partition).__name__, tuple(-1 if option is None else option for option in options)
     return "own", (id(partition),)
 
 
 def from_plain(name: str, options: Sequence[int]) -> Partition:
     """The partition that `to_plain` was given."""
     if name != "own":
-        return BUILT_IN[name](*options)
+        return BUILT_IN[name](*(None if option == -1 else option for option in options))
     found = _OWN[options[0]]() if options[0] in _OWN else None
     if found is None:
         raise RuntimeError(

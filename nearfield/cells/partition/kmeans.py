@@ -11,6 +11,9 @@ from torch import Tensor
 from nearfield.checks import check_positive, check_seed
 from nearfield.chunks import row_chunks
 
+ITERATIONS, KERNEL_ITERATIONS = 5, 2
+"""Lloyd iterations by default: in torch, and in the Triton kernels of a call, where each one is a noticeable part of it."""
+
 DIRECT_CELLS = 256
 """Up to this many cells k-means runs directly. More are made in two steps: large cells first, then their parts."""
 
@@ -27,7 +30,8 @@ class KMeans:
     O(length sqrt(cells) dim) instead of O(length cells dim).
 
     Args:
-        iterations: Lloyd iterations, on a sample of 32 keys per cell.
+        iterations: Lloyd iterations, on a sample of 32 keys per cell; None: 5 on a CPU, and 2 in the Triton kernels of a GPU. A
+            cache groups its keys once for many steps, and takes 5 on either.
         seed: for the choice of the first centroids.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
@@ -35,12 +39,15 @@ class KMeans:
     torch.Size([1, 1000])
     """
 
-    iterations: int = 5
+    iterations: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive("iterations", self.iterations, least=0)
+        check_positive("iterations", self.iterations, optional=True, least=0)
         check_seed("seed", self.seed)
+
+    def iterations_or(self, default: int) -> int:
+        return default if self.iterations is None else self.iterations
 
     def build(self, keys: Tensor, cells: int) -> Tensor:
         length = keys.shape[1]
@@ -51,7 +58,7 @@ class KMeans:
         return torch.stack([self._in_two_steps(*entry, cells) for entry in zip(keys, weight, strict=True)])
 
     def _lloyd(self, keys: Tensor, cells: int, weight: Tensor) -> Tensor:
-        return lloyd(keys, cells, self.iterations, 32 * cells, self.seed, weight)
+        return lloyd(keys, cells, self.iterations_or(ITERATIONS), 32 * cells, self.seed, weight)
 
     def _in_two_steps(self, keys: Tensor, weight: Tensor, cells: int) -> Tensor:
         length = keys.shape[0]

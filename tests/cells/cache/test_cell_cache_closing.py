@@ -141,6 +141,16 @@ def test_keys_that_are_alike_do_not_share_one_cell() -> None:
     assert max(int(own.bincount().max()) for own in found) <= 9 * -(-SEGMENT // CELLS)
 
 
+def test_a_cache_iterates_five_times_by_kernels_as_well(by_kernels: list[int]) -> None:
+    keys, values, outside = clustered(1), normal(1, SEGMENT, 4), sinks(1)
+    found, five, two = (
+        close_segment(keys, values, None, outside, CELLS, partition).order for partition in (nf.KMeans(), nf.KMeans(5), TWICE)
+    )
+    assert torch.equal(found, five)
+    assert not torch.equal(found, two)
+    assert by_kernels == [1, 1, 1]
+
+
 def test_iterations_and_seed_are_those_of_the_partition(by_kernels: list[int]) -> None:
     keys, values, outside = clustered(1), normal(1, SEGMENT, 4), sinks(1)
     first, again, other, rough = (

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -501,15 +502,33 @@ def test_rows_that_see_a_nan_are_nan_and_no_others(which: str, whole: bool) -> N
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_query_that_is_not_finite_spoils_its_own_row_at_most(causal: bool, bad: float) -> None:
     q, k, v = grouped()
-    before = attend(q, k, v, is_causal=causal)
+    by_itself = replace(FEW, share=1)
+    before, before_shared = attend(q, k, v, by_itself, is_causal=causal), attend(q, k, v, is_causal=causal)
     rows = torch.zeros(1, 4, 1000, dtype=torch.bool, device=DEVICE)
     for head, position in ((0, 999), (1, 0), (2, 300), (3, SEGMENT)):
         rows[0, head, position] = True
     q[rows] = bad
-    after = attend(q, k, v, is_causal=causal)
+    after = attend(q, k, v, by_itself, is_causal=causal)
     if math.isnan(bad):
         assert_spoiled(after, before, rows)
     assert torch.equal(after[~rows], before[~rows])
+    # Without a mask, rows open cells together: the others of a block may get other cells, and none is spoiled.
+    shared = attend(q, k, v, is_causal=causal)
+    block = torch.arange(1000, device=DEVICE) // (1 if causal else 128)
+    near = (rows[..., None] & (block[:, None] == block)).any(-2)
+    assert bool(shared[~rows].isfinite().all())
+    assert torch.equal(shared[~near], before_shared[~near])
+
+
+@pytest.mark.parametrize("needed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_open_cells_together_without_a_mask_and_without_gradients(causal: bool, needed: bool) -> None:
+    q, k, v = tensors()
+    est = nf.estimate(q, k.requires_grad_(needed), v, is_causal=causal, method=FEW)
+    assert est.info["share"] == (1 if causal or needed else 128)
+    assert est.info["backend"] == "triton"
+    given = attend(q, k, v, replace(FEW, share=est.info["share"]), is_causal=causal)
+    assert torch.equal(est.output, given)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

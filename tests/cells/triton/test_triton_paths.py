@@ -83,9 +83,31 @@ def test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass(
     query, key, value = torch.randn(3, 1, 1, 48, 16, generator=seeded(0)).to(DEVICE).unbind(0)
     with torch.set_grad_enabled(recorded):
         nf.attention(
-            query, key.requires_grad_(needed), value, method=nf.Cells(8, 2, partition=nf.KMeans(iterations=1)), backend="triton"
+            query,
+            key.requires_grad_(needed),
+            value,
+            method=nf.Cells(8, 2, partition=nf.KMeans(iterations=1), share=1),
+            backend="triton",
         )
     assert asked == [share]
+
+
+@pytest.mark.parametrize(("given", "made"), [(None, 2), (0, 0), (1, 1), (5, 5)])
+def test_kernels_iterate_twice_unless_told_otherwise(given: int | None, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Seen(Exception):
+        """Enough is known."""
+
+    def watched(keys: Tensor, layout: Any, iterations: int, seed: int, *_: Any) -> Tensor:
+        asked.extend((iterations, seed))
+        raise Seen
+
+    monkeypatch.setattr(triton_forward, "kmeans", watched)
+    query, key, value = torch.randn(3, 1, 1, 32, 16, generator=seeded(0)).to(DEVICE).unbind(0)
+    with pytest.raises(Seen):
+        nf.attention(query, key, value, method=nf.Cells(8, 2, partition=nf.KMeans(given, seed=3)), backend="triton")
+    assert asked == [made, 3]
 
 
 def test_more_memory_means_fewer_parts() -> None:
