@@ -149,8 +149,8 @@ class Cells:
         on_gpu = backends.runs_triton(problem.key.device)
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
-        probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu)
         share = self.share or self._default_share(problem, on_gpu)
+        probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu, share)
         sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples, share=share)
         if not causal:
             return sizes._replace(probes=max(1, min(probes, sizes.cells_in(length))))
@@ -160,8 +160,9 @@ class Cells:
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
 
     def _default_share(self, problem: Problem, on_gpu: bool) -> int:
-        # A traced program may be differentiated later. Draws and dropout are served in torch, which gains nothing.
-        if is_traced() or self.samples or problem.dropout_p:
+        # A traced program may be differentiated later. Draws and dropout are served in torch, which gains nothing. Who has chosen
+        # how many cells are opened has chosen it for single rows.
+        if is_traced() or self.samples or problem.dropout_p or self.probes is not None:
             return 1
         return defaults.default_share(problem.is_causal, on_gpu, problem.needs_grad)
 

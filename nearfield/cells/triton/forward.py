@@ -79,8 +79,9 @@ def forward(
         marks = route(queries[some, part], visible[some, part], own_tables, layout, sizes, scale, opened[some, part], counts[some])
         members = sizes.group if part == slice(0, rows) else 1
         for own in [part] if members > 1 else pieces_of(part, positions):
-            inputs = queries[some, own], keys[some], values[some], visible[some, own], own_tables
+            query, sees = queries[some, own], visible[some, own]
             own_marks = marks if own == part else marks[:, own.start - part.start : own.stop - part.start].contiguous()
+            inputs = query, keys[some], values[some], sees, own_tables
             attend_rows(*inputs, layout, sizes, scale, own_marks, members, output[some, own], lse[some, own])
         del marks
     value_dim, size = values.shape[2], near_forward_blocks(queries, values, sizes).rows

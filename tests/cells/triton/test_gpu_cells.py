@@ -240,17 +240,18 @@ def captured(function: Callable[[], Any]) -> tuple[Any, Any]:
     return graph, found
 
 
+@pytest.mark.parametrize("share", [1, 64])
 @pytest.mark.parametrize("causal", [False, True])
-def test_captured_forward(causal: bool) -> None:
-    static = tensors()
-    graph, output = captured(lambda: attend(*static, is_causal=causal))
+def test_captured_forward(causal: bool, share: int) -> None:
+    static, method = tensors(), replace(FEW, share=share)
+    graph, output = captured(lambda: attend(*static, method, is_causal=causal))
     for seed in (1, 2):
         fresh = tensors(seed=seed)
         for x, y in zip(static, fresh, strict=True):
             x.copy_(y)
         output.fill_(torch.nan)
         graph.replay()
-        assert_same([output], [attend(*fresh, is_causal=causal)])
+        assert_same([output], [attend(*fresh, method, is_causal=causal)])
 
 
 def test_a_captured_graph_keeps_what_it_reads() -> None:
@@ -401,10 +402,11 @@ def test_another_device() -> None:
     assert_same([x.cpu() for x in found], [x.cpu() for x in expected])
 
 
+@pytest.mark.parametrize("share", [1, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_output_is_the_same_every_time(causal: bool) -> None:
+def test_the_output_is_the_same_every_time(causal: bool, share: int) -> None:
     values = tensors(4096)
-    outputs = [attend(*values, is_causal=causal) for _ in range(4)]
+    outputs = [attend(*values, replace(FEW, share=share), is_causal=causal) for _ in range(4)]
     assert_same(outputs[1:], outputs[:1] * 3)
 
 
@@ -436,16 +438,18 @@ PLACES = [1, SEGMENT + 44, 2 * SEGMENT, 2 * SEGMENT + 64, 3 * SEGMENT - 1, 999]
 """The first row, the middle of a segment, the edge of one, the edge of a block of rows, the end of a segment, the last row."""
 
 
+@pytest.mark.parametrize("share", [1, 64])
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_future_has_no_influence_on_any_bit(change: str) -> None:
+def test_the_future_has_no_influence_on_any_bit(change: str, share: int) -> None:
+    """Where rows open cells together, nothing after their block has."""
     values = grouped()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> nf.Estimate:
-        return nf.estimate(q, k, v, is_causal=True, enable_gqa=True, method=FEW)
+        return nf.estimate(q, k, v, is_causal=True, enable_gqa=True, method=replace(FEW, share=share))
 
     before = run(*values)
     assert bool(before.output.isfinite().all())
-    for start in PLACES:
+    for start in [place // share * share for place in PLACES if place >= share]:
         for which in ("q", "k", "v", "qkv"):
             changed = [x.clone() for x in values]
             for letter, x in zip("qkv", changed, strict=True):
@@ -483,38 +487,40 @@ def assert_spoiled(after: Tensor, before: Tensor, rows: Tensor, whole: bool = Tr
     assert not bool(rows.all())
 
 
+@pytest.mark.parametrize("share", [1, 64])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "one-number"])
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_rows_that_see_a_nan_are_nan_and_no_others(which: str, whole: bool) -> None:
+def test_rows_that_see_a_nan_are_nan_and_no_others(which: str, whole: bool, share: int) -> None:
+    method = replace(FEW, share=share)
     columns = slice(None) if whole else slice(7, 8)
     for position in (3, SEGMENT - 1, SEGMENT, 2 * SEGMENT + 70, 999):
         for causal in (True, False):
             q, k, v = grouped()
-            before = attend(q, k, v, is_causal=causal)
+            before = attend(q, k, v, method, is_causal=causal)
             (k if which == "key" else v)[0, 1, position, columns] = torch.nan
             seen = torch.zeros(1, 4, 1000, dtype=torch.bool, device=DEVICE)
             seen[:, 2:, position if causal else 0 :] = True
             # One NaN in a value is in one column of an exact sum.
-            assert_spoiled(attend(q, k, v, is_causal=causal), before, seen, whole or which == "key")
+            assert_spoiled(attend(q, k, v, method, is_causal=causal), before, seen, whole or which == "key")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_query_that_is_not_finite_spoils_its_own_row_at_most(causal: bool, bad: float) -> None:
     q, k, v = grouped()
-    by_itself = replace(FEW, share=1)
-    before, before_shared = attend(q, k, v, by_itself, is_causal=causal), attend(q, k, v, is_causal=causal)
+    together = replace(FEW, share=64)
+    before, before_shared = attend(q, k, v, is_causal=causal), attend(q, k, v, together, is_causal=causal)
     rows = torch.zeros(1, 4, 1000, dtype=torch.bool, device=DEVICE)
     for head, position in ((0, 999), (1, 0), (2, 300), (3, SEGMENT)):
         rows[0, head, position] = True
     q[rows] = bad
-    after = attend(q, k, v, by_itself, is_causal=causal)
+    after = attend(q, k, v, is_causal=causal)
     if math.isnan(bad):
         assert_spoiled(after, before, rows)
     assert torch.equal(after[~rows], before[~rows])
-    # Without a mask, rows open cells together: the others of a block may get other cells, and none is spoiled.
-    shared = attend(q, k, v, is_causal=causal)
-    block = torch.arange(1000, device=DEVICE) // (1 if causal else 128)
+    # Where rows open cells together, the others of a block may get other cells, and none is spoiled.
+    shared = attend(q, k, v, together, is_causal=causal)
+    block = torch.arange(1000, device=DEVICE) // 64
     near = (rows[..., None] & (block[:, None] == block)).any(-2)
     assert bool(shared[~rows].isfinite().all())
     assert torch.equal(shared[~near], before_shared[~near])
@@ -524,11 +530,13 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_at_most(causal: bool, bad
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_open_cells_together_without_a_mask_and_without_gradients(causal: bool, needed: bool) -> None:
     q, k, v = tensors()
-    est = nf.estimate(q, k.requires_grad_(needed), v, is_causal=causal, method=FEW)
-    assert est.info["share"] == (1 if causal or needed else 128)
-    assert est.info["backend"] == "triton"
-    given = attend(q, k, v, replace(FEW, share=est.info["share"]), is_causal=causal)
-    assert torch.equal(est.output, given)
+    for method, share in ((nf.Cells(), 1 if causal or needed else 128), (FEW, 1), (nf.Cells(share=64), 64)):
+        est = nf.estimate(q, k.requires_grad_(needed), v, is_causal=causal, method=method)
+        assert est.info["share"] == share
+        assert est.info["backend"] == "triton"
+        sizes = {name: est.info[name] for name in ("cell_size", "probes", "share")}
+        segment = {"segment": est.info["segment"]} if causal else {}
+        assert torch.equal(est.output, attend(q, k, v, nf.Cells(**sizes, **segment), is_causal=causal))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -668,8 +676,8 @@ def peak(function: Callable[[], Any], *given: Tensor) -> int:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
-def test_memory(training: bool, causal: bool) -> None:
+@pytest.mark.parametrize(("training", "share"), [(False, 1), (False, 128), (True, 1)], ids=["forward", "shared", "training"])
+def test_memory(training: bool, share: int, causal: bool) -> None:
     """No more than half as much again as FlashAttention takes."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     q, k, v, upstream = torch.randn(4, 1, 8, 65536, 64, generator=generator, device=DEVICE, dtype=BF16).unbind(0)
@@ -685,7 +693,7 @@ def test_memory(training: bool, causal: bool) -> None:
 
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         flash = of(F.scaled_dot_product_attention)
-    cells = of(lambda *values, **options: nf.attention(*values, method=nf.Cells(), **options))
+    cells = of(lambda *values, **options: nf.attention(*values, method=nf.Cells(share=share), **options))
     least = q.numel() * q.element_size() * (8 if training else 4)
     assert least <= flash < 2 * least
     assert least <= cells <= 1.5 * flash, f"{cells / 2**20:.0f} MiB, FlashAttention {flash / 2**20:.0f} MiB"

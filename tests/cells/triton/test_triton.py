@@ -247,18 +247,19 @@ def test_of_equal_scores_some_are_opened(name: str) -> None:
 
 
 GRID: list[Any] = [
-    pytest.param(dtype, dim, segment, id=f"{str(dtype)[6:]}-{dim}-{'causal' if segment else 'plain'}")
+    pytest.param(dtype, dim, segment, share, id=f"{str(dtype)[6:]}-{dim}-{'causal' if segment else 'plain'}-{share}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for dim in (16, 40, 64, 128, 256)
     for segment in (0, 128)
+    for share in (1, 128)
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "dim", "segment"), GRID)
-def test_every_dtype_and_dimension(dtype: torch.dtype, dim: int, segment: int) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "segment", "share"), GRID)
+def test_every_dtype_and_dimension(dtype: torch.dtype, dim: int, segment: int, share: int) -> None:
     """Off by no more than twice what plain torch in the same dtype is off by."""
-    case = Case(2, 2, 300, 417, dim, dim, segment, 1 if segment else 0, 16, 16, 8, 3 if segment else 1, padding=9)
+    case = Case(2, 2, 300, 417, dim, dim, segment, 1 if segment else 0, 16, 16, 8, 3 if segment else 1, padding=9, share=share)
     found = run(case, dtype)
     output, _, grads = found.expected()
     plain, _, plain_grads = found.expected(dtype)
