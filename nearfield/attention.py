@@ -56,8 +56,8 @@ def attention(
         backend: `"auto"`, or a set of kernels by name (`"reference"`, `"cpu"`, `"triton"`).
         check_finite: raise ValueError on NaN or inf. Without it the rows that see a NaN come out NaN (for plain short inputs
             without a mask: in the columns that hold it), and all other rows are untouched, but for the choice of cells where rows
-            open them together with a bad query (see `Cells`). On a GPU, where nothing waits to look at inputs, a NaN may spoil just
-            its own column of the rows that see it, and exact attention does what SDPA does.
+            open them together with a bad query (see `Cells`). On a GPU, where nothing waits to look at inputs, a NaN may spoil
+            just its own column of the rows that see it, and exact attention does what SDPA does.
             Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
 
     Returns:
