@@ -30,7 +30,7 @@ GROUP = 8
 """Cells per group where the best ones are found in two stages."""
 FEW_SCORES = 1 << 15
 """With fewer scores than this, one stage is faster."""
-POOL = 2
+POOL = 8
 """Rows that open cells together are averaged so many at a time before they vote."""
 
 

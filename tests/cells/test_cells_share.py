@@ -118,10 +118,10 @@ def members_seen(cell_of: Tensor, closed: int, sizes: CellSizes) -> dict[int, li
 
 
 def votes_by_hand(queries: Tensor, keys: Tensor, members: dict[int, list[int]]) -> dict[int, float]:
-    """w_c: every two rows on average, then each mean's e^{s_c} over the sum of n e^s, then the sum over the means."""
+    """w_c: every eight rows on average, then each mean's e^{s_c} over the sum of n e^s, then the sum over the means."""
     votes = dict.fromkeys(members, 0.0)
-    for start in range(0, len(queries), 2):
-        mean = queries[start : start + 2].mean(0)
+    for start in range(0, len(queries), 8):
+        mean = queries[start : start + 8].mean(0)
         score = {}
         for cell, own in members.items():
             spread = float((mean.square() * keys[own].var(0, correction=0)).sum())
@@ -192,18 +192,18 @@ def test_no_cell_has_keys() -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 31, 32, 33, 80])
 @pytest.mark.parametrize("share", [16, 32])
-def test_means_of_two_rows(share: int, length: int) -> None:
+def test_means_of_eight_rows(share: int, length: int) -> None:
     queries = torch.randn(3, length, 5, generator=seeded(0), dtype=torch.float64)
     means, present = far_field.pooled(queries, share)
-    assert far_field.POOL == 2
+    assert far_field.POOL == 8
     expected = []
     for run in queries:
         for start in range(0, length, share):
             block = run[start : min(start + share, length)]
-            expected.append([part.mean(0) for part in block.split(2)])
-    assert means.shape == (len(expected), share // 2, 5)
+            expected.append([part.mean(0) for part in block.split(8)])
+    assert means.shape == (len(expected), share // 8, 5)
     for number, parts in enumerate(expected):
-        assert present[number].tolist() == [place < len(parts) for place in range(share // 2)]
+        assert present[number].tolist() == [place < len(parts) for place in range(share // 8)]
         torch.testing.assert_close(means[number, : len(parts)], torch.stack(parts))
     assert bool(means.isfinite().all())
 
