@@ -13,9 +13,9 @@ from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
 from nearfield.cells.triton.far import far_forward
 from nearfield.cells.triton.layout import Layout, layout_of
 from nearfield.cells.triton.local import local_forward
-from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, parts_of, slabs_of
-from nearfield.cells.triton.moments import moments_of, tabulate
-from nearfield.cells.triton.near import group, merge, near_forward, near_forward_blocks
+from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_parts, memory_budget, slabs_of, units_of
+from nearfield.cells.triton.moments import Tables, moments_of, tabulate
+from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.route import route
 from nearfield.cells.triton.share import open_together
 from nearfield.kernels import backends
@@ -23,7 +23,9 @@ from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
 
 
-def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor) -> Tensor:
+def assign(
+    keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor
+) -> Tensor:
     """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their sizes."""
     if sizes.segment:
         beyond = torch.full((len(keys),), keys.shape[1], dtype=torch.int32, device=keys.device)
@@ -61,7 +63,6 @@ def forward(
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
-    entries, rows, _ = queries.shape
     layout = layout_for(keys, sizes)
     if sizes.share > 1:
         assign(keys, visible, sizes, layout, iterations, seed, cell_of)
@@ -73,26 +74,68 @@ def forward(
     local_forward(queries, keys, values, visible, layout, sizes, scale, output, lse)
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
-    budget = memory_budget((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()), beyond)
-    counts = torch.zeros(entries, tables.cells, dtype=torch.int32, device=keys.device)
-    for some, part in parts_of(entries, rows, 4 * layout.mark_words, budget.parts):
-        query, sees, own_tables = queries[some, part], visible[some, part], tables.of(some)
-        marks = route(query, sees, own_tables, layout, sizes, scale, opened[some, part], counts[some])
-        far_forward(query, sees, own_tables, layout, sizes, scale, marks, output[some, part], lse[some, part])
+    inputs, ours = (queries, keys, values, output), (cell_of, opened, visible)
+    budget = memory_budget(inputs, (*ours, *vars(tables).values()), beyond)
+    _closed_cells(queries, visible, tables, layout, sizes, scale, opened, output, lse, budget)
+    order, starts, cells = tables.order, tables.starts, tables.cells
+    # Without the other tables there is more room for partial results.
+    del tables
+    budget = memory_budget(inputs, (*ours, order, starts), beyond)
+    _opened_cells(queries, keys, values, order, starts, cells, sizes, scale, opened, output, lse, budget)
+
+
+def _closed_cells(
+    queries: Tensor,
+    visible: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    budget: MemoryBudget,
+) -> None:
+    """Fills in the opened cells, and adds to output and log-normaliser what comes from the others, part by part."""
+    entries, rows, _ = queries.shape
+    # There are no pairs yet: marks may take their memory too.
+    units = units_of(entries, rows, 4 * layout.mark_words, budget.parts + budget.pairs)
+    for part in map(units.slices, units.parts()):
+        query, sees, own_tables = queries[part], visible[part], tables.of(part[0])
+        marks = route(query, sees, own_tables, layout, sizes, scale, opened[part])
+        far_forward(query, sees, own_tables, layout, sizes, scale, marks, output[part], lse[part])
         del marks
+
+
+def _opened_cells(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    cells: int,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    budget: MemoryBudget,
+) -> None:
+    """Adds to output and log-normaliser what comes from opened cells, part by part. `order`, `starts`: see `Tables`."""
+    entries, rows, slots = opened.shape
     value_dim, size = values.shape[2], near_forward_blocks(queries, values, sizes).rows
-    per_row = sizes.probes * (value_dim * queries.element_size() + 4)
-    for slab in slabs_of(entries, rows, sizes.probes, per_row, budget):
-        own, part = slab.entries, slab.rows
-        query, key, value, found, own_tables = queries[own, part], keys[own], values[own], opened[own, part], tables.of(own)
-        groups = group(found, own_tables, size, counts[own].view(-1) if part == slice(0, rows) else None)
-        into, ends = output[own, part], lse[own, part]
-        for some in slab.parts:
-            parts = queries.new_empty((some.stop - some.start, *found.shape[1:], value_dim))
-            parts_lse = torch.empty(parts.shape[:3], device=queries.device)
-            near_forward(query, key, value, own_tables, sizes, groups, some, scale, parts, parts_lse)
-            merge(parts, parts_lse, found[some], into[some], ends[some])
-            del parts
+    per_row = slots * (value_dim * queries.element_size() + 4)
+    units = units_of(entries, rows, per_row, budget.parts)
+    for slab in slabs_of(units, group_bytes(units.size, slots, cells, size), budget.pairs):
+        groups = group(opened, starts, cells, units, slice(slab[0].start, slab[-1].stop), size) if cells else None
+        parts = queries.new_empty((units.together, units.size, slots, value_dim))
+        parts_lse = torch.empty(parts.shape[:3], device=queries.device)
+        for some in slab:
+            if groups is not None:
+                near_forward(queries, keys, values, order, sizes, groups, some, scale, parts, parts_lse)
+            merge(parts, parts_lse, opened, units, some, output, lse)
+        # Before the next pairs are grouped, which takes memory too.
+        del groups, parts, parts_lse
 
 
 def layout_for(keys: Tensor, sizes: CellSizes) -> Layout:
