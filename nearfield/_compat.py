@@ -82,7 +82,10 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
     sizes = (*grid, 1, 1)[:3]
     run = compiled.run
     if version == (3, 6) and not run.global_scratch_size and not run.profile_scratch_size:
-        start, flags = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+        start, flags = (
+            run.launch,
+            (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None),
+        )
         kernel = compiled.function
         return lambda stream, tensors, addresses, others: start(*sizes, stream, kernel, *flags, *addresses, *others)
     runner = compiled[sizes]

@@ -37,7 +37,18 @@ class Lists:
 
 @triton.jit
 def _tile(
-    keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, ALL: tl.constexpr, FULL: tl.constexpr
+    keys,
+    values,
+    position,
+    real,
+    key_row,
+    value_row,
+    column,
+    value_column,
+    wide,
+    value_wide,
+    ALL: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Keys and values `[positions, columns]`; zeros where they are not `real`, unless ALL are. FULL: no columns are missing."""
     key_at = keys + position.to(tl.int64)[:, None] * key_row + column[None, :]
@@ -165,12 +176,16 @@ def _attend(
         whole = begin + tl.maximum(least - begin, 0) // BN * BN
         for start in range(begin, whole, BN):
             own = start + lane
-            key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
+            key, value = _tile(
+                keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL
+            )
             qk = tl.dot(query, tl.trans(key), input_precision=IP)
             m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, IP)
         for start in range(whole, last, BN):
             own = start + lane
-            key, value = _tile(keys, values, own, own < last, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
+            key, value = _tile(
+                keys, values, own, own < last, key_row, value_row, column, value_column, wide, value_wide, False, FULL
+            )
             qk = tl.dot(query, tl.trans(key), input_precision=IP)
             # Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
             fine = value.to(tl.float32) * 0.0 == 0.0
@@ -324,7 +339,9 @@ def _attend_rows(
         begin, middle, whole, last, sink_tiles, before, tiles = edges_of(sees, local, there, sinks, BN)
         for start in range(middle, whole, BN):
             own = start + tl.arange(0, BN)
-            key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
+            key, value = _tile(
+                keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL
+            )
             qk = tl.dot(query, tl.trans(key), input_precision=IP)
             m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
     else:

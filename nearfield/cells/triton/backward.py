@@ -13,9 +13,9 @@ from nearfield.cells.triton.far import far_dcross, far_dmoments, far_dq
 from nearfield.cells.triton.forward import layout_for
 from nearfield.cells.triton.layout import Layout
 from nearfield.cells.triton.local import BackwardRows, backward_rows, local_dkv, local_dq
-from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of
+from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of, units_of
 from nearfield.cells.triton.moments import Tables, moments_dkv, moments_of, tabulate
-from nearfield.cells.triton.near import group, near_dkv, near_dq, near_dq_blocks
+from nearfield.cells.triton.near import group, group_bytes, near_dkv, near_dq, near_dq_blocks
 from nearfield.cells.triton.route import mark
 from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
@@ -142,14 +142,17 @@ def _dq_of_cells(
     dim = keys.shape[2]
     per_row = slots * dim * keys.element_size()
     budget = memory_budget((rows.queries, rows.do, keys, values), (), MemoryPolicy().beyond)
-    for slab in slabs_of(entries, count, slots, per_row, budget):
-        own, own_opened = rows.part(slab.entries, slab.rows), opened[slab.entries, slab.rows]
-        own_keys, own_values, own_tables = keys[slab.entries], values[slab.entries], tables.of(slab.entries)
-        own_marks = marks[slab.entries, slab.rows]
-        into = [x[slab.entries, slab.rows] for x in (dq, far_mass, tilt_delta)]
-        groups = group(own_opened, own_tables, near_dq_blocks(keys, values, sizes).rows)
-        for some in slab.parts:
-            parts = keys.new_empty((some.stop - some.start, *own_opened.shape[1:], dim))
-            near_dq(own, own_keys, own_values, own_tables, sizes, groups, some, scale, parts)
-            one, one_tables, one_marks = own.part(some, slice(None)), own_tables.of(some), own_marks[some].contiguous()
-            far_dq(one, one_tables, layout, sizes, scale, own_opened[some], one_marks, parts, *(x[some] for x in into))
+    units, size = units_of(entries, count, per_row, budget.parts), near_dq_blocks(keys, values, sizes).rows
+    for slab in slabs_of(units, group_bytes(units.size, slots, tables.cells, size), budget.pairs):
+        groups = None
+        if tables.cells:
+            groups = group(opened, tables.starts, tables.cells, units, slice(slab[0].start, slab[-1].stop), size)
+        parts = keys.new_empty((units.together, units.size, slots, dim))
+        for some in slab:
+            if groups is not None:
+                near_dq(rows, keys, values, tables.order, sizes, groups, some, scale, parts)
+            part = units.slices(some)
+            into = [x[part] for x in (dq, far_mass, tilt_delta)]
+            own_tables, own_marks = tables.of(part[0]), marks[part].contiguous()
+            far_dq(rows.part(*part), own_tables, layout, sizes, scale, opened[part], own_marks, parts, *into)
+        del groups, parts

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import (
-    NOT_FINITE,
-    boost,
     boost_backward,
     cell_logit,
     cell_mass,
-    cell_moments,
-    log2_cell_mass,
     squares,
 )
 from nearfield.cells.triton.layout import Layout, closed_segments

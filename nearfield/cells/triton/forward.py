@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -11,9 +12,9 @@ from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.attend import attend, attend_rows
 from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
 from nearfield.cells.triton.layout import Layout, layout_of
-from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, parts_of, pieces_of, slabs_of
-from nearfield.cells.triton.moments import moments_of, tabulate
-from nearfield.cells.triton.near import group, merge, near_forward, near_forward_blocks
+from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_parts, memory_budget, pieces_of, slabs_of, units_of
+from nearfield.cells.triton.moments import Tables, moments_of, tabulate
+from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.route import route
 from nearfield.cells.triton.share import list_bytes, open_together
 from nearfield.kernels import backends
@@ -21,7 +22,9 @@ from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
 
 
-def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor) -> Tensor:
+def assign(
+    keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor
+) -> Tensor:
     """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their sizes."""
     found = kmeans(keys, layout, iterations, seed, None if sizes.segment else visible, cell_of)
     limit_cell_sizes_(cell_of, found, layout)
@@ -54,49 +57,99 @@ def forward(
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
-    entries, rows, _ = queries.shape
     # Where all entries see the same, one row of numbers serves them all.
-    visible = visible[:1].to(torch.int32).expand(entries, -1) if visible.stride(0) == 0 else visible.to(torch.int32).contiguous()
+    same = visible.stride(0) == 0
+    visible = visible[:1].to(torch.int32).expand(len(queries), -1) if same else visible.to(torch.int32).contiguous()
     layout = layout_for(keys, sizes)
     if sizes.share > 1:
         assign(keys, visible, sizes, layout, iterations, seed, cell_of)
         tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, *vars(tables).values()), beyond)
         step = max(1, budget.parts // list_bytes(layout, sizes, opened.shape[1]))
-        for first in range(0, entries, step):
-            some = slice(first, min(first + step, entries))
+        for first in range(0, len(queries), step):
+            some = slice(first, min(first + step, len(queries)))
             query, sees, own_tables = queries[some], visible[some], tables.of(some)
             lists = open_together(query, sees, own_tables, layout, sizes, scale, opened[some])
             attend(query, keys[some], values[some], sees, own_tables, layout, sizes, scale, lists, output[some], lse[some])
         return
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)
     tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
-    budget = memory_budget((queries, keys, values, output), (cell_of, opened, visible, *vars(tables).values()), beyond)
-    counts = torch.zeros(entries, tables.cells, dtype=torch.int32, device=keys.device)
-    positions = rows // sizes.group
-    for some, part in parts_of(entries, rows, 4 * layout.mark_words, budget.parts):
-        own_tables = tables.of(some)
-        marks = route(queries[some, part], visible[some, part], own_tables, layout, sizes, scale, opened[some, part], counts[some])
-        members = sizes.group if part == slice(0, rows) else 1
-        for own in [part] if members > 1 else pieces_of(part, positions):
-            query, sees = queries[some, own], visible[some, own]
-            own_marks = marks if own == part else marks[:, own.start - part.start : own.stop - part.start].contiguous()
-            inputs = query, keys[some], values[some], sees, own_tables
-            attend_rows(*inputs, layout, sizes, scale, own_marks, members, output[some, own], lse[some, own])
+    inputs, ours = (queries, keys, values, output), (cell_of, opened, visible)
+    budget = memory_budget(inputs, (*ours, *vars(tables).values()), beyond)
+    _closed_cells(queries, keys, values, visible, tables, layout, sizes, scale, opened, output, lse, budget)
+    order, starts, cells = tables.order, tables.starts, tables.cells
+    # Without the other tables there is more room for partial results.
+    del tables
+    budget = memory_budget(inputs, (*ours, order, starts), beyond)
+    _opened_cells(queries, keys, values, order, starts, cells, sizes, scale, opened, output, lse, budget)
+
+
+def _closed_cells(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    budget: MemoryBudget,
+) -> None:
+    """Fills in the opened cells, and output and log-normaliser with what comes from everything else, part by part."""
+    entries, rows, _ = queries.shape
+    # There are no pairs yet: marks may take their memory too.
+    units = units_of(entries, rows, 4 * layout.mark_words, budget.parts + budget.pairs)
+    for part in map(units.slices, units.parts()):
+        query, sees, own_tables = queries[part], visible[part], tables.of(part[0])
+        marks = route(query, sees, own_tables, layout, sizes, scale, opened[part])
+        # A block of rows belongs to one head.
+        members = sizes.group if query.shape[1] == rows else 1
+        for own in [slice(0, rows)] if members > 1 else _within_heads(part[1], rows // sizes.group):
+            inputs = query[:, own], keys[part[0]], values[part[0]], sees[:, own], own_tables
+            own_marks = marks[:, own].contiguous()
+            into = output[part][:, own], lse[part][:, own]
+            attend_rows(*inputs, layout, sizes, scale, own_marks, members, *into)
         del marks
+
+
+def _within_heads(part: slice, length: int) -> Iterator[slice]:
+    """The rows of a part, head by head, counted from its first row."""
+    for piece in pieces_of(part, length):
+        yield slice(piece.start - part.start, piece.stop - part.start)
+
+
+def _opened_cells(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    cells: int,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    budget: MemoryBudget,
+) -> None:
+    """Adds to output and log-normaliser what comes from opened cells, part by part. `order`, `starts`: see `Tables`."""
+    entries, rows, slots = opened.shape
     value_dim, size = values.shape[2], near_forward_blocks(queries, values, sizes).rows
-    per_row = sizes.probes * (value_dim * queries.element_size() + 4)
-    for slab in slabs_of(entries, rows, sizes.probes, per_row, budget):
-        own, part = slab.entries, slab.rows
-        query, key, value, found, own_tables = queries[own, part], keys[own], values[own], opened[own, part], tables.of(own)
-        groups = group(found, own_tables, size, counts[own].view(-1) if part == slice(0, rows) else None)
-        into, ends = output[own, part], lse[own, part]
-        for some in slab.parts:
-            parts = queries.new_empty((some.stop - some.start, *found.shape[1:], value_dim))
-            parts_lse = torch.empty(parts.shape[:3], device=queries.device)
-            near_forward(query, key, value, own_tables, sizes, groups, some, scale, parts, parts_lse)
-            merge(parts, parts_lse, found[some], into[some], ends[some])
-            del parts
+    per_row = slots * (value_dim * queries.element_size() + 4)
+    units = units_of(entries, rows, per_row, budget.parts)
+    for slab in slabs_of(units, group_bytes(units.size, slots, cells, size), budget.pairs):
+        groups = group(opened, starts, cells, units, slice(slab[0].start, slab[-1].stop), size) if cells else None
+        parts = queries.new_empty((units.together, units.size, slots, value_dim))
+        parts_lse = torch.empty(parts.shape[:3], device=queries.device)
+        for some in slab:
+            if groups is not None:
+                near_forward(queries, keys, values, order, sizes, groups, some, scale, parts, parts_lse)
+            merge(parts, parts_lse, opened, units, some, output, lse)
+        # Before the next pairs are grouped, which takes memory too.
+        del groups, parts, parts_lse
 
 
 def layout_for(keys: Tensor, sizes: CellSizes) -> Layout:
@@ -114,7 +167,8 @@ def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
     found = torch.empty(heads, 1, length, dtype=torch.int32, device=keys.device)
     with backends.device_guard(keys.device):
         for some in entry_parts(heads):
-            limit_cell_sizes_(found[some], kmeans(keys[some], layout, iterations, seed, None, found[some]), layout)
+            beyond = torch.full((some.stop - some.start,), length, dtype=torch.int32, device=keys.device)
+            limit_cell_sizes_(found[some], kmeans(keys[some], layout, iterations, seed, beyond, found[some]), layout)
     return found[:, 0]
 
 

@@ -115,9 +115,7 @@ def _delta(output, do, delta, rows, value_dim, output_entry, output_row, do_entr
     tl.store(delta + entry * rows + row, tl.sum(output_i.to(tl.float32) * do_i.to(tl.float32), 1), mask=row < rows)
 
 
-def backward_rows(
-    queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor
-) -> BackwardRows:
+def backward_rows(queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor) -> BackwardRows:
     entries, rows, value_dim = output.shape
     delta = torch.empty(entries, rows, device=output.device)
     _delta[(cdiv(rows, 64), entries)](

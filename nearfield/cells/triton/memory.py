@@ -44,39 +44,54 @@ def memory_budget(inputs: tuple[Tensor, ...], held: tuple[Tensor, ...], beyond: 
     return MemoryBudget(max(LEAST_BYTES, int(LEAST_SHARE * total), int(beyond * total) - pairs - ours), pairs)
 
 
-def parts_of(entries: int, rows: int, per_row: int, available: int) -> Iterator[tuple[slice, slice]]:
-    """Entries and their rows in parts of `available` bytes. All rows of an entry where possible, so that tiles are full."""
-    some = max(1, min(entries, available // max(1, per_row * rows)))
-    step = rows if some > 1 else max(LEAST_ROWS, available // per_row // LEAST_ROWS * LEAST_ROWS)
-    for first in range(0, entries, some):
-        for start in range(0, rows, step):
-            yield slice(first, min(first + some, entries)), slice(start, min(start + step, rows))
-
-
 def pieces_of(part: slice, size: int) -> Iterator[slice]:
     """A range, cut at the multiples of `size`."""
     for start in range(part.start - part.start % size, part.stop, size):
         yield slice(max(start, part.start), min(start + size, part.stop))
 
 
-class Slab(NamedTuple):
-    """Rows whose pairs are grouped together: all rows of some entries, or some rows of one."""
+class Units(NamedTuple):
+    """Rows in units, numbered entry by entry: all rows of an entry or, if their partial results do not fit, parts of them."""
 
-    entries: slice
-    rows: slice
-    parts: list[slice]
-    """its entries, in parts whose partial results fit at a time"""
+    entries: int
+    rows: int
+    """per entry"""
+    size: int
+    """rows per unit; the last one of an entry may have fewer"""
+    together: int
+    """units whose partial results fit at a time; 1 where entries are cut"""
+
+    @property
+    def per_entry(self) -> int:
+        return -(-self.rows // self.size)
+
+    @property
+    def total(self) -> int:
+        return self.entries * self.per_entry
+
+    def parts(self) -> list[slice]:
+        """All units, in parts that fit at a time."""
+        return [slice(first, min(first + self.together, self.total)) for first in range(0, self.total, self.together)]
+
+    def slices(self, some: slice) -> tuple[slice, slice]:
+        """Which entries, and which of their rows, the units of a part are."""
+        if self.per_entry == 1:
+            return some, slice(0, self.rows)
+        entry, start = some.start // self.per_entry, some.start % self.per_entry * self.size
+        return slice(entry, entry + 1), slice(start, min(start + self.size, self.rows))
 
 
-def slabs_of(entries: int, rows: int, slots: int, per_row: int, budget: MemoryBudget) -> Iterator[Slab]:
-    """All rows of all entries, with `slots` pairs and partial results of `per_row` bytes each."""
-    parts = list(parts_of(entries, rows, per_row, budget.parts))
-    for some, part in parts:
-        if part != slice(0, rows):
-            yield Slab(some, part, [slice(0, 1)])
-    whole = [some for some, part in parts if part == slice(0, rows)]
-    together = max(1, budget.pairs // max(1, 4 * rows * slots * (whole[0].stop if whole else 1)))
-    for start in range(0, len(whole), together):
-        own = whole[start : start + together]
-        first = own[0].start
-        yield Slab(slice(first, own[-1].stop), slice(0, rows), [slice(x.start - first, x.stop - first) for x in own])
+def units_of(entries: int, rows: int, per_row: int, available: int) -> Units:
+    """Units for `available` bytes, at `per_row` bytes each row. All rows of an entry where possible, so that tiles are full."""
+    whole = available // max(1, per_row * rows)
+    if whole:
+        return Units(entries, rows, max(1, rows), max(1, min(entries, whole)))
+    parts = -(-rows // max(LEAST_ROWS, available // per_row // LEAST_ROWS * LEAST_ROWS))
+    return Units(entries, rows, min(rows, -(-rows // (parts * LEAST_ROWS)) * LEAST_ROWS), 1)
+
+
+def slabs_of(units: Units, per_unit: int, available: int) -> list[list[slice]]:
+    """Parts of units; those in one list have their pairs grouped together, in `available` bytes at `per_unit` bytes each unit."""
+    step = max(1, min(available // max(1, per_unit), MOST_ENTRIES) // units.together)
+    parts = units.parts()
+    return [parts[start : start + step] for start in range(0, len(parts), step)]

@@ -58,6 +58,8 @@ class Tables:
 
     def of(self, entries: slice) -> Tables:
         """Those of some entries."""
+        if entries == slice(0, len(self.log_exists)):
+            return self
         starts = self.starts[entries.start * self.cells : entries.stop * self.cells + 1]
         others = (self.log_exists, self.log2_size, self.centroid, self.variance, self.value, self.cross, self.pooled)
         return Tables(self.order, starts, *(x[entries] for x in others))

@@ -17,191 +17,284 @@ from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.cluster import pack_cells, sort_by_cell
 from nearfield.cells.triton.layout import Layout
 from nearfield.cells.triton.local import BackwardRows
+from nearfield.cells.triton.memory import Units
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import TileSizes, blocks_for
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, padded, precision, strides
 
-NUMBERS_PER_BLOCK = 8
+NUMBERS_PER_BLOCK = 4
 """Numbers per block in `Groups.blocks`; a power of two, so that they are loaded together."""
 
 PAIRS_PER_PROGRAM = 1024
 
+MOST_COPIES = 16
+"""Counters per cell, at most. Nearly all rows may open the same cell, and those that add to one counter wait for each other."""
+
+PAIRS_PER_COUNTER = 8
+"""There are no more counters than one for so many pairs: all of them are read again."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The (row, slot) pairs of some units of rows, cell by cell. Inside a unit, a pair is numbered row * slots + slot."""
+
+    pair: Tensor
+    """`[units, pairs]`: numbers of pairs in the order of their cells"""
+    first: Tensor
+    """`[units, cells + 1]`: where the pairs of each cell begin"""
+
 
 @dataclass(frozen=True)
 class Groups:
-    """The (row, slot) pairs of some rows, cell by cell, in blocks. A pair is numbered (entry * rows + row) * slots + slot."""
+    """The same, and the blocks in which cells meet their rows."""
 
     pair: Tensor
-    """`[entries * rows * slots]`: pairs in the order of their cells"""
-    first: Tensor
-    """`[entries * cells + 1]`: where the pairs of each cell begin"""
-    edges: Tensor
-    """`[entries * cells + 1]`: the first block of each cell"""
+    """see `Pairs`"""
     blocks: Tensor
-    """`[most, 8]`: cell, first pair, one after the last; first key of the cell in `Tables.order`, one after the last. Blocks that
-    are not needed are empty."""
-    size: int
-    """of a block"""
+    """`[units, most, 4]`: first pair, one after the last; first key of the cell in `Tables.order`, one after the last. Those
+    that are not needed are empty."""
+    units: Units
+    start: int
+    """the first of the units that are grouped"""
 
-    def most(self, entries: int, rows: int, slots: int, cells: int) -> int:
-        """The most blocks that the pairs of some entries can take."""
-        return cdiv(entries * rows * slots, self.size) + entries * cells
+
+def most_blocks(pairs: int, cells: int, size: int) -> int:
+    """The most blocks of `size` that the pairs of a unit can take."""
+    return cdiv(pairs, size) + cells
+
+
+def group_bytes(unit_rows: int, slots: int, cells: int, size: int) -> int:
+    """What `Groups` of one unit take."""
+    pairs = unit_rows * slots
+    return 4 * (pairs + NUMBERS_PER_BLOCK * most_blocks(pairs, cells, size))
 
 
 @triton.jit
-def block_at(blocks, edges, first_cell):
-    """The block of a program, counted from the first one of a cell: what `Groups.blocks` says of it."""
-    at = blocks + (tl.load(edges + first_cell) + tl.program_id(0)).to(tl.int64) * 8
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+def unit_at(number, units_per_entry, unit_rows):
+    """The entry of a unit, and its first row in there."""
+    return (number // units_per_entry).to(tl.int64), (number % units_per_entry).to(tl.int64) * unit_rows
 
 
-@Kernel
-def _count_pairs(opened, counts, per_entry, cells, opened_entry, BP: tl.constexpr):
-    """How many pairs there are of each cell."""
-    entry = tl.program_id(1).to(tl.int64)
+@triton.jit
+def block_at(blocks, unit):
+    """What `Groups.blocks` says of a program's block, of a unit counted from the first that is grouped."""
+    at = blocks + (unit.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def cells_of_pairs(opened, rows, unit_rows, units_per_entry, slots, opened_entry, start, BP: tl.constexpr):
+    """The cells of a program's pairs, -1 where there is none, and the numbers of these pairs inside their unit."""
+    entry, first_row = unit_at(start + tl.program_id(1), units_per_entry, unit_rows)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
-    cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
-    tl.atomic_add(counts + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
+    there = lane < tl.minimum(rows - first_row, unit_rows) * slots
+    return tl.load(opened + entry * opened_entry + first_row * slots + lane, mask=there, other=-1), lane
+
+
+@triton.jit
+def counters_at(counts, cells, COPIES: tl.constexpr):
+    """The counters of a program. Programs that run at the same time have different ones."""
+    return counts + (tl.program_id(1).to(tl.int64) * COPIES + tl.program_id(0) % COPIES) * cells
+
+
+@partial(Kernel, do_not_specialize=("start",))
+def _count_pairs(
+    opened,
+    counts,
+    rank,
+    rows,
+    unit_rows,
+    units_per_entry,
+    slots,
+    cells,
+    opened_entry,
+    start,
+    COPIES: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """How many pairs of each cell a counter has met, and the rank of each pair among them."""
+    cell, lane = cells_of_pairs(opened, rows, unit_rows, units_per_entry, slots, opened_entry, start, BP)
+    own = tl.atomic_add(counters_at(counts, cells, COPIES) + cell, 1, mask=cell >= 0, sem="relaxed")
+    tl.store(rank + tl.program_id(1).to(tl.int64) * unit_rows * slots + lane, own, mask=cell >= 0)
 
 
 @Kernel
-def _scan_counts(counts, first, edges, total, size, BC: tl.constexpr):
-    """Running sums of the counts and of the blocks of `size` they take. Overwrites `counts` with where the next pair goes."""
+def _scan_counts(counts, first, edges, cells, size, COPIES: tl.constexpr, BC: tl.constexpr):
+    """Running sums of the counts of a unit, and of the blocks of `size` they take. `counts` becomes where each one's pairs go."""
+    unit = tl.program_id(0).to(tl.int64)
+    counts += unit * COPIES * cells
+    first += unit * (cells + 1)
+    edges += unit * (cells + 1)
+    copy = tl.arange(0, COPIES)
     pairs = 0
     blocks = 0
-    for start in range(0, total, BC):
+    for start in range(0, cells, BC):
         cell = start + tl.arange(0, BC)
-        own = tl.load(counts + cell, mask=cell < total, other=0)
+        there = cell < cells
+        at = counts + copy[:, None] * cells + cell[None, :]
+        counted = tl.load(at, mask=there[None, :], other=0)
+        own = tl.sum(counted, 0)
         need = (own + size - 1) // size
-        ends = tl.cumsum(own, 0)
-        block_ends = tl.cumsum(need, 0)
-        tl.store(first + cell, pairs + ends - own, mask=cell < total)
-        tl.store(counts + cell, pairs + ends - own, mask=cell < total)
-        tl.store(edges + cell, blocks + block_ends - need, mask=cell < total)
+        begin = pairs + tl.cumsum(own, 0) - own
+        tl.store(first + cell, begin, mask=there)
+        tl.store(edges + cell, blocks + tl.cumsum(need, 0) - need, mask=there)
+        tl.store(at, begin[None, :] + tl.cumsum(counted, 0) - counted, mask=there[None, :])
         pairs += tl.sum(own, 0)
         blocks += tl.sum(need, 0)
-    tl.store(first + total, pairs)
-    tl.store(edges + total, blocks)
+    tl.store(first + cells, pairs)
+    tl.store(edges + cells, blocks)
 
 
-@Kernel
-def _place_pairs(opened, places, pair, per_entry, cells, opened_entry, BP: tl.constexpr):
-    """Each pair goes to the next place of its cell."""
-    entry = tl.program_id(1).to(tl.int64)
-    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
-    cell = tl.load(opened + entry * opened_entry + lane, mask=lane < per_entry, other=-1)
-    place = tl.atomic_add(places + entry * cells + cell, 1, mask=cell >= 0, sem="relaxed")
-    tl.store(pair + place, (entry * per_entry + lane).to(tl.int32), mask=cell >= 0)
+@partial(Kernel, do_not_specialize=("start",))
+def _place_pairs(
+    opened,
+    begins,
+    rank,
+    pair,
+    rows,
+    unit_rows,
+    units_per_entry,
+    slots,
+    cells,
+    opened_entry,
+    start,
+    COPIES: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """Each pair goes to its place."""
+    cell, lane = cells_of_pairs(opened, rows, unit_rows, units_per_entry, slots, opened_entry, start, BP)
+    real = cell >= 0
+    unit = tl.program_id(1).to(tl.int64) * unit_rows * slots
+    begin = tl.load(counters_at(begins, cells, COPIES) + cell, mask=real, other=0)
+    own = tl.load(rank + unit + lane, mask=real, other=0)
+    tl.store(pair + unit + begin + own, lane.to(tl.int32), mask=real)
 
 
-@Kernel
-def _block_ranges(first, edges, starts, blocks, most, total, size, STEPS: tl.constexpr, BB: tl.constexpr):
+@partial(Kernel, do_not_specialize=("start",))
+def _block_ranges(first, edges, starts, blocks, most, cells, size, units_per_entry, start, STEPS: tl.constexpr, BB: tl.constexpr):
     """The cell of each block, by bisection, and its ranges of pairs and of keys."""
+    unit = tl.program_id(1).to(tl.int64)
+    first += unit * (cells + 1)
+    edges += unit * (cells + 1)
+    starts += ((start + tl.program_id(1)) // units_per_entry).to(tl.int64) * cells
     block = tl.program_id(0) * BB + tl.arange(0, BB)
     there = block < most
     low = tl.zeros([BB], tl.int32)
-    high = tl.zeros([BB], tl.int32) + total
+    high = tl.zeros([BB], tl.int32) + cells
     for _ in range(STEPS):
         middle = (low + high) // 2
-        above = tl.load(edges + middle + 1, mask=middle < total, other=2147483647) > block
+        above = tl.load(edges + middle + 1, mask=middle < cells, other=2147483647) > block
         high = tl.where(above, middle, high)
-        low = tl.where(above, low, tl.minimum(middle + 1, total))
-    cell = tl.minimum(low, total - 1)
+        low = tl.where(above, low, tl.minimum(middle + 1, cells))
+    cell = tl.minimum(low, cells - 1)
     begin = tl.load(first + cell) + (block - tl.load(edges + cell)) * size
     end = tl.minimum(tl.load(first + cell + 1), begin + size)
-    real = low < total
-    at = blocks + block.to(tl.int64) * 8
-    tl.store(at, cell, mask=there)
-    tl.store(at + 1, tl.where(real, begin, 0), mask=there)
-    tl.store(at + 2, tl.where(real, end, 0), mask=there)
-    tl.store(at + 3, tl.load(starts + cell), mask=there)
-    tl.store(at + 4, tl.load(starts + cell + 1), mask=there)
+    real = low < cells
+    at = blocks + (unit * most + block) * 4
+    tl.store(at, tl.where(real, begin, 0), mask=there)
+    tl.store(at + 1, tl.where(real, end, 0), mask=there)
+    tl.store(at + 2, tl.load(starts + cell), mask=there)
+    tl.store(at + 3, tl.load(starts + cell + 1), mask=there)
 
 
-def group(opened: Tensor, tables: Tables, size: int, counts: Tensor | None = None, stable: Layout | None = None) -> Groups:
-    """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`.
+def _counters_per_cell(pairs: int, cells: int) -> int:
+    """A power of two."""
+    wanted = max(1, min(MOST_COPIES, pairs // (PAIRS_PER_COUNTER * cells)))
+    return 1 << (wanted.bit_length() - 1)
 
-    `counts`: how many there are of each cell, where that is known; it is overwritten. The order of pairs inside a cell differs
-    from run to run, which matters only where something is summed over rows. With a layout in `stable` it is always the same.
+
+def _sorted_pairs(opened: Tensor, cells: int, units: Units, some: slice, size: int) -> tuple[Pairs, Tensor]:
+    """The pairs of some units, and the first block of `size` of each cell.
+
+    The order of pairs inside a cell differs from run to run, which matters only where something is summed over rows.
     """
-    entries, rows, slots = opened.shape
-    device, cells = opened.device, tables.cells
-    total, per_entry = entries * cells, rows * slots
+    slots, device, count = opened.shape[2], opened.device, some.stop - some.start
+    pairs = units.size * slots
     assert opened.stride(1) == slots
-    assert opened.numel() < 2**31
-    first, edges = (torch.empty(total + 1, dtype=torch.int32, device=device) for _ in range(2))
-    grid = (cdiv(per_entry, PAIRS_PER_PROGRAM), entries)
-    if counts is None:
-        counts = torch.zeros(total, dtype=torch.int32, device=device)
-        if total:
-            _count_pairs[grid](
-                opened=opened,
-                counts=counts,
-                per_entry=per_entry,
-                cells=cells,
-                opened_entry=opened.stride(0),
-                BP=PAIRS_PER_PROGRAM,
-                num_warps=4,
-            )
-    _scan_counts[(1,)](
+    assert pairs < 2**31
+    copies = _counters_per_cell(pairs, cells)
+    first, edges = torch.empty(2, count, cells + 1, dtype=torch.int32, device=device)
+    counts = torch.zeros(count, copies, cells, dtype=torch.int32, device=device)
+    rank, pair = (torch.empty(count, pairs, dtype=torch.int32, device=device) for _ in range(2))
+    grid = (cdiv(pairs, PAIRS_PER_PROGRAM), count)
+    numbers = {
+        "rows": units.rows,
+        "unit_rows": units.size,
+        "units_per_entry": units.per_entry,
+        "slots": slots,
+        "cells": cells,
+        "opened_entry": opened.stride(0),
+        "start": some.start,
+        "COPIES": copies,
+        "BP": PAIRS_PER_PROGRAM,
+        "num_warps": 4,
+    }
+    _count_pairs[grid](opened=opened, counts=counts, rank=rank, **numbers)
+    _scan_counts[(count,)](
         counts=counts,
         first=first,
         edges=edges,
-        total=total,
+        cells=cells,
         size=size,
+        COPIES=copies,
         BC=1024,
+        num_warps=8,
+    )
+    _place_pairs[grid](opened=opened, begins=counts, rank=rank, pair=pair, **numbers)
+    return Pairs(pair, first), edges
+
+
+def group(opened: Tensor, starts: Tensor, cells: int, units: Units, some: slice, size: int) -> Groups:
+    """Group the pairs of `opened` `[entries, rows, slots]` by cell, in blocks of at most `size`, for some units.
+
+    `starts`: see `Tables`, of all entries.
+    """
+    pairs, edges = _sorted_pairs(opened, cells, units, some, size)
+    count, most = some.stop - some.start, most_blocks(pairs.pair.shape[1], cells, size)
+    blocks = torch.empty(count, most, NUMBERS_PER_BLOCK, dtype=torch.int32, device=opened.device)
+    _block_ranges[(cdiv(most, 256), count)](
+        first=pairs.first,
+        edges=edges,
+        starts=starts,
+        blocks=blocks,
+        most=most,
+        cells=cells,
+        size=size,
+        units_per_entry=units.per_entry,
+        start=some.start,
+        STEPS=cells.bit_length() + 1,
+        BB=256,
         num_warps=4,
     )
-    most = cdiv(opened.numel(), size) + total
-    blocks = torch.empty(most, NUMBERS_PER_BLOCK, dtype=torch.int32, device=device)
-    if stable is not None:
-        pair = sort_by_cell(pack_cells(opened, stable), stable, entries)[1].int()
-    else:
-        pair = torch.empty(opened.numel(), dtype=torch.int32, device=device)
-        if total:
-            _place_pairs[grid](
-                opened=opened,
-                places=counts,
-                pair=pair,
-                per_entry=per_entry,
-                cells=cells,
-                opened_entry=opened.stride(0),
-                BP=PAIRS_PER_PROGRAM,
-                num_warps=4,
-            )
-    if total:
-        _block_ranges[(cdiv(most, 256),)](
-            first=first,
-            edges=edges,
-            starts=tables.starts,
-            blocks=blocks,
-            most=most,
-            total=total,
-            size=size,
-            STEPS=total.bit_length() + 1,
-            BB=256,
-            num_warps=4,
-        )
-    else:
-        blocks.zero_()
-    return Groups(pair, first, edges, blocks, size)
+    return Groups(pairs.pair, blocks, units, some.start)
 
 
-@partial(Kernel, do_not_specialize=("first_entry", "beyond"))
+def pairs_of_entries(opened: Tensor, tables: Tables, stable: Layout | None) -> Pairs:
+    """The pairs of all rows, each entry a unit. With a layout in `stable` their order is always the same."""
+    entries, rows, slots = opened.shape
+    if stable is None:
+        return _sorted_pairs(opened, tables.cells, Units(entries, rows, rows, entries), slice(0, entries), 1)[0]
+    assert opened.numel() < 2**31
+    _, places, starts = sort_by_cell(pack_cells(opened, stable), stable, entries)
+    # One list for all entries, which begins anew for none of them.
+    pair = places.remainder_(rows * slots).int().expand(entries, -1)
+    return Pairs(pair, starts.unfold(0, tables.cells + 1, tables.cells))
+
+
+@partial(Kernel, do_not_specialize=("start", "skipped"))
 def _near_fwd(
     queries,
     keys,
     values,
     order,
     blocks,
-    edges,
     pair,
     output,
     lse,
-    first_entry,
-    beyond,
-    rows,
-    cells,
+    start,
+    skipped,
+    unit_rows,
+    units_per_entry,
     dim,
     value_dim,
     query_entry,
@@ -218,26 +311,26 @@ def _near_fwd(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Output and log2-normaliser of up to BM pairs of one cell, for the entries from `first_entry` to `beyond`."""
-    cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
-    if (begin >= end) | (cell >= beyond * cells):
+    """Output and log2-normaliser of up to BM pairs of one cell. Units are those from `start` on; `skipped` others come before."""
+    begin, end, start_key, stop_key = block_at(blocks, skipped + tl.program_id(1))
+    if begin >= end:
         return
-    entry = (cell // cells).to(tl.int64)
+    entry, first_row = unit_at(start + tl.program_id(1), units_per_entry, unit_rows)
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + lane, mask=there, other=0)
-    row = (own // SLOTS).to(tl.int64) - entry * rows
+    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + lane, mask=there, other=0)
+    row = first_row + own // SLOTS
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
     m_i = tl.full([BM], -float("inf"), tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
-    for start in range(start_key, stop_key, BN):
-        member = start + tl.arange(0, BN)
+    for key_at in range(start_key, stop_key, BN):
+        member = key_at + tl.arange(0, BN)
         real = member < stop_key
         position = tl.load(order + member, mask=real, other=0).to(tl.int64)
         key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
@@ -251,17 +344,17 @@ def _near_fwd(
         )
         acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
         m_i = m_new
-    own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
-    tl.store(lse + own, m_i + tl.log2(l_i), mask=there)
+    place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
+    tl.store(lse + place, m_i + tl.log2(l_i), mask=there)
     result = (acc / l_i[:, None]).to(output.dtype.element_ty)
-    tl.store(output + own[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
+    tl.store(output + place[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
 
 
 def near_forward(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    tables: Tables,
+    order: Tensor,
     sizes: CellSizes,
     groups: Groups,
     some: slice,
@@ -269,24 +362,26 @@ def near_forward(
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills in `output` `[some entries, rows, slots, value_dim]` and log2-normalisers for each opened cell."""
-    entries, rows, slots, value_dim = output.shape
+    """Fills in `output` `[units, rows, slots, value_dim]` and log2-normalisers for each opened cell of some units.
+
+    `order`: see `Tables`.
+    """
+    _, _, slots, value_dim = output.shape
     dim = queries.shape[2]
     blocks = near_forward_blocks(queries, values, sizes)
-    _near_fwd[(groups.most(entries, rows, slots, tables.cells),)](
+    _near_fwd[(groups.blocks.shape[1], some.stop - some.start)](
         queries=queries,
         keys=keys,
         values=values,
-        order=tables.order,
+        order=order,
         blocks=groups.blocks,
-        edges=groups.edges,
         pair=groups.pair,
         output=output,
         lse=lse,
-        first_entry=some.start,
-        beyond=some.stop,
-        rows=rows,
-        cells=tables.cells,
+        start=some.start,
+        skipped=some.start - groups.start,
+        unit_rows=groups.units.size,
+        units_per_entry=groups.units.per_entry,
         dim=dim,
         value_dim=value_dim,
         **strides(query=queries, key=keys, value=values),
@@ -307,14 +402,17 @@ def near_forward_blocks(queries: Tensor, values: Tensor, sizes: CellSizes) -> Ti
     return blocks_for("near_fwd", max(queries.shape[2], values.shape[2]), queries.dtype, queries.device, sizes.cell_size)
 
 
-@Kernel
+@partial(Kernel, do_not_specialize=("start",))
 def _merge(
     parts,
     part_lse,
     opened,
     output,
     lse,
+    start,
     rows,
+    unit_rows,
+    units_per_entry,
     value_dim,
     opened_entry,
     output_entry,
@@ -324,12 +422,13 @@ def _merge(
     BM: tl.constexpr,
     BV: tl.constexpr,
 ):
-    entry = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
+    entry, first_row = unit_at(start + tl.program_id(1), units_per_entry, unit_rows)
+    own = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    row = first_row + own
+    there = (own < unit_rows) & (row < rows)
     column = tl.arange(0, BV)
     wide = column < value_dim
-    place = (entry * rows + row) * SLOTS
+    place = (tl.program_id(1).to(tl.int64) * unit_rows + own) * SLOTS
     opened += entry * opened_entry + row * SLOTS
     output += entry * output_entry + row[:, None] * output_row + column[None, :]
     lse += entry * lse_entry + row
@@ -358,16 +457,22 @@ def _merge(
     tl.store(lse, tl.where(blind, -float("inf"), lse_i), mask=there)
 
 
-def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Adds parts `[entries, rows, slots, value_dim]` that have a cell to `output` and `lse` (base 2 before, natural after)."""
-    entries, rows, slots, value_dim = parts.shape
-    _merge[(cdiv(rows, 32), entries)](
+def merge(parts: Tensor, part_lse: Tensor, opened: Tensor, units: Units, some: slice, output: Tensor, lse: Tensor) -> None:
+    """Adds parts `[units, rows, slots, value_dim]` that have a cell to `output` and `lse` (base 2 before, natural after).
+
+    They are those of some units; the others, of which there may be parts too, are left as they are.
+    """
+    _, _, slots, value_dim = parts.shape
+    _merge[(cdiv(units.size, 32), some.stop - some.start)](
         parts=parts,
         part_lse=part_lse,
         opened=opened,
         output=output,
         lse=lse,
-        rows=rows,
+        start=some.start,
+        rows=units.rows,
+        unit_rows=units.size,
+        units_per_entry=units.per_entry,
         value_dim=value_dim,
         opened_entry=opened.stride(0),
         **strides(output=output),
@@ -395,7 +500,6 @@ def _near_dkv(
     block_cell,
     dk,
     dv,
-    rows,
     entries,
     cells,
     length,
@@ -410,6 +514,8 @@ def _near_dkv(
     do_entry,
     do_row,
     row_entry,
+    pair_entry,
+    first_entry,
     scale,
     least,
     beyond,
@@ -426,10 +532,12 @@ def _near_dkv(
     if cell >= entries * cells:
         return
     own_cell = cell % cells
-    begin_row, last = tl.load(first + cell), tl.load(first + cell + 1)
+    entry = (cell // cells).to(tl.int64)
+    first += entry * first_entry + own_cell
+    begin_row, last = tl.load(first), tl.load(first + 1)
     if (own_cell < least) | (own_cell >= beyond) | (begin_row >= last):
         return
-    entry = (cell // cells).to(tl.int64)
+    pair += entry * pair_entry
     queries += entry * query_entry
     do += entry * do_entry
     lse += entry * row_entry
@@ -453,7 +561,7 @@ def _near_dkv(
     for start in range(begin_row, last, BM):
         lane = start + tl.arange(0, BM)
         there = lane < last
-        row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64) - entry * rows
+        row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64)
         query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
         do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
         lse_i = tl.load(lse + row, mask=there, other=float("inf"))
@@ -470,7 +578,7 @@ def _near_dkv(
     tl.atomic_add(into, dv_acc, mask=mask, sem="relaxed")
 
 
-@partial(Kernel, do_not_specialize=("first_entry", "beyond"))
+@partial(Kernel, do_not_specialize=("start", "skipped"))
 def _near_dq(
     queries,
     keys,
@@ -480,13 +588,12 @@ def _near_dq(
     delta,
     order,
     blocks,
-    edges,
     pair,
     dq,
-    first_entry,
-    beyond,
-    rows,
-    cells,
+    start,
+    skipped,
+    unit_rows,
+    units_per_entry,
     dim,
     value_dim,
     query_entry,
@@ -506,11 +613,11 @@ def _near_dq(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """What the keys of a cell add to dq, for up to BM pairs of the cell, and the entries from `first_entry` to `beyond`."""
-    cell, begin, end, start_key, stop_key = block_at(blocks, edges, first_entry * cells)
-    if (begin >= end) | (cell >= beyond * cells):
+    """What the keys of a cell add to dq, for up to BM pairs of the cell. Units: see `_near_fwd`."""
+    begin, end, start_key, stop_key = block_at(blocks, skipped + tl.program_id(1))
+    if begin >= end:
         return
-    entry = (cell // cells).to(tl.int64)
+    entry, first_row = unit_at(start + tl.program_id(1), units_per_entry, unit_rows)
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -519,8 +626,8 @@ def _near_dq(
     delta += entry * row_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + lane, mask=there, other=0)
-    row = (own // SLOTS).to(tl.int64) - entry * rows
+    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + lane, mask=there, other=0)
+    row = first_row + own // SLOTS
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -528,8 +635,8 @@ def _near_dq(
     lse_i = tl.load(lse + row, mask=there, other=float("inf"))
     delta_i = tl.load(delta + row, mask=there, other=0.0)
     acc = tl.zeros([BM, BD], tl.float32)
-    for start in range(start_key, stop_key, BN):
-        member = start + tl.arange(0, BN)
+    for key_at in range(start_key, stop_key, BN):
+        member = key_at + tl.arange(0, BN)
         real = member < stop_key
         position = tl.load(order + member, mask=real, other=0).to(tl.int64)
         key = tl.load(keys + position[:, None] * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
@@ -541,8 +648,8 @@ def _near_dq(
         ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
         acc += tl.dot(ds.to(key.dtype), key, input_precision=IP)
     result = (acc * scale).to(dq.dtype.element_ty)
-    own = own.to(tl.int64) - first_entry.to(tl.int64) * rows * SLOTS
-    tl.store(dq + own[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
+    place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
+    tl.store(dq + place[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
 
 
 def near_dkv(
@@ -562,7 +669,9 @@ def near_dkv(
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("near_dkv", max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
-    groups = group(opened, tables, blocks.rows, stable=stable)
+    if not tables.cells:
+        return
+    pairs = pairs_of_entries(opened, tables, stable)
     edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
     for least, beyond in cell_ranges:
         _near_dkv[(of_block.shape[0],)](
@@ -574,13 +683,12 @@ def near_dkv(
             delta=rows.delta,
             order=tables.order,
             starts=tables.starts,
-            pair=groups.pair,
-            first=groups.first,
+            pair=pairs.pair,
+            first=pairs.first,
             block_edges=edges,
             block_cell=of_block,
             dk=dk,
             dv=dv,
-            rows=rows.count,
             entries=entries,
             cells=tables.cells,
             length=length,
@@ -588,6 +696,8 @@ def near_dkv(
             value_dim=value_dim,
             **strides(query=rows.queries, key=keys, value=values, do=rows.do),
             row_entry=rows.lse.stride(0),
+            pair_entry=pairs.pair.stride(0),
+            first_entry=pairs.first.stride(0),
             scale=scale,
             least=least,
             beyond=beyond,
@@ -615,33 +725,32 @@ def near_dq(
     rows: BackwardRows,
     keys: Tensor,
     values: Tensor,
-    tables: Tables,
+    order: Tensor,
     sizes: CellSizes,
     groups: Groups,
     some: slice,
     scale: float,
     dq: Tensor,
 ) -> None:
-    """Fills in `dq` `[some entries, rows, slots, dim]`, cell by cell; undefined where no cell was opened."""
-    entries, count, slots, dim = dq.shape
+    """Fills in `dq` `[units, rows, slots, dim]` of some units, cell by cell; undefined where no cell was opened."""
+    _, _, slots, dim = dq.shape
     value_dim = values.shape[2]
     blocks = near_dq_blocks(keys, values, sizes)
-    _near_dq[(groups.most(entries, count, slots, tables.cells),)](
+    _near_dq[(groups.blocks.shape[1], some.stop - some.start)](
         queries=rows.queries,
         keys=keys,
         values=values,
         do=rows.do,
         lse=rows.lse,
         delta=rows.delta,
-        order=tables.order,
+        order=order,
         blocks=groups.blocks,
-        edges=groups.edges,
         pair=groups.pair,
         dq=dq,
-        first_entry=some.start,
-        beyond=some.stop,
-        rows=count,
-        cells=tables.cells,
+        start=some.start,
+        skipped=some.start - groups.start,
+        unit_rows=groups.units.size,
+        units_per_entry=groups.units.per_entry,
         dim=dim,
         value_dim=value_dim,
         **strides(query=rows.queries, key=keys, value=values, do=rows.do),

@@ -117,15 +117,14 @@ def least_of(scores):
 
 
 @triton.jit
-def record_opened(cell, code, slot, taken, opened, marks, counts):
-    """List cells for their rows, mark their columns, and count them."""
+def record_opened(cell, code, slot, taken, opened, marks):
+    """List cells for their rows, and mark their columns."""
     tl.store(opened + slot, cell, mask=taken)
     tl.atomic_or(marks + code // 32, 1 << (code % 32), mask=taken, sem="relaxed")
-    tl.atomic_add(counts + cell, 1, mask=taken, sem="relaxed")
 
 
 @triton.jit
-def record_above(scores, least, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES: tl.constexpr):
+def record_above(scores, least, filled, opened, marks, tile_cell, begin, lane, probes, CODES: tl.constexpr):
     """Record the cells whose scores are not below `least`, as long as there is room. Returns how many are recorded in all."""
     taken = (scores >= least[:, None]) & (scores > LEAST_SCORE)
     # A product numbers them 1, 2, 3, ...; from 2^23 on the bits of a float32 count up by one.
@@ -134,7 +133,7 @@ def record_above(scores, least, filled, opened, marks, counts, tile_cell, begin,
     taken = taken & (slot < probes)
     code = scores.to(tl.int32, bitcast=True) & (CODES - 1)
     cell = tl.load(tile_cell + begin[:, None] + code // lane.shape[0], mask=taken, other=0) + code % lane.shape[0]
-    record_opened(cell, code, slot, taken, opened[:, None], marks[:, None], counts)
+    record_opened(cell, code, slot, taken, opened[:, None], marks[:, None])
     return tl.minimum(filled + tl.max(number, 1).to(tl.int32), probes)
 
 
@@ -153,7 +152,6 @@ def _route(
     tile_cell,
     opened,
     marks,
-    counts,
     rows,
     cells,
     dim,
@@ -221,7 +219,6 @@ def _route(
 
     opened += entry * opened_entry + row * probes
     marks += (entry * rows + row) * words
-    counts += entry * cells
     begin = tl.load(tile_edges + closed)
     if FEW:
         # One by one.
@@ -231,7 +228,7 @@ def _route(
             taken = there & (high > LEAST_SCORE)
             code = high.to(tl.int32, bitcast=True) & (CODES - 1)
             cell = tl.load(tile_cell + begin + code // BC, mask=taken, other=0) + code % BC
-            record_opened(cell, code, slot, taken, opened, marks, counts)
+            record_opened(cell, code, slot, taken, opened, marks)
             filled += taken.to(tl.int32)
             gone = best == high[:, None]
             best = tl.where(gone, second, best)
@@ -250,10 +247,10 @@ def _route(
             high = tl.where(reach >= probes, high, middle)
         low = tl.where(there, low, float("inf"))
         filled = tl.zeros([BM], tl.int32)
-        filled = record_above(best, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
-        filled = record_above(second, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
-        filled = record_above(third, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
-        filled = record_above(fourth, low, filled, opened, marks, counts, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(best, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(second, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(third, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(fourth, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
     for slot in range(probes):
         tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
@@ -266,11 +263,10 @@ def route(
     sizes: CellSizes,
     scale: float,
     opened: Tensor,
-    counts: Tensor,
 ) -> Tensor:
     """Fills in `opened` `[entries, rows, probes]`: the cells that queries `[entries, rows, dim]` open; -1 where there are fewer.
 
-    Returns the same as marks, see `mark`, and adds to `counts` `[entries, cells]` how many rows open each cell.
+    Returns the same as marks, see `mark`.
     """
     entries, rows, dim = queries.shape
     marks = torch.zeros(entries, rows, layout.mark_words, dtype=torch.int32, device=queries.device)
@@ -289,7 +285,6 @@ def route(
         tile_cell=layout.tile_cell,
         opened=opened,
         marks=marks,
-        counts=counts,
         rows=rows,
         cells=layout.cells,
         dim=dim,

@@ -38,9 +38,7 @@ def _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE: tl.constex
 
 
 @triton.jit
-def _pool_scores(
-    pooled, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL: tl.constexpr, IP: tl.constexpr
-):
+def _pool_scores(pooled, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL: tl.constexpr, IP: tl.constexpr):
     """Scores of cells for pooled queries, to base 2. Where a column has no cell they are those of any other."""
     at = tl.minimum(tl.maximum(cell, 0), cells - 1)[:, None] * dim + column[None, :]
     if FULL:

@@ -78,7 +78,17 @@ CASES = {
     "shared-nothing-visible": Case(length=5, keys=9, padding=9, share=16),
     "shared-causal": Case(length=70, keys=70, segment=16, span_levels=3, share=16),
     "shared-causal-groups-window-padding": Case(
-        entries=2, group=2, length=52, keys=52, value_dim=32, segment=8, window=1, cell_size=2, span_levels=3, padding=11, share=16
+        entries=2,
+        group=2,
+        length=52,
+        keys=52,
+        value_dim=32,
+        segment=8,
+        window=1,
+        cell_size=2,
+        span_levels=3,
+        padding=11,
+        share=16,
     ),
     "shared-causal-across-segments": Case(group=2, length=50, keys=90, segment=24, span_levels=3, share=32),
 }
