@@ -199,8 +199,8 @@ def _nearest(
 ):
     """For a block of points, the cell c of their span with the largest x.c - |c|^2 / 2, where x = (point - offset) * weight.
 
-    FULL: no columns are missing. PREPARED: points are already of this form. Otherwise they are keys, sinks and (LIMITED) what the first row does not see are left out,
-    and the members of each cell are counted.
+    FULL: no columns are missing. PREPARED: points are already of this form. Otherwise they are keys: sinks and (LIMITED) what the
+    first row does not see are left out, and the members of each cell are counted.
     """
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     span = tl.load(chunk_span + chunk)
@@ -224,16 +224,14 @@ def _nearest(
     # Every lane keeps its own best score, with the number of its tile in the last bits: comparing lanes for every tile would take
     # longer than the product.
     best = tl.full([BP, BC], -float("inf"), tl.float32)
-    tile = 0
     for start in range(first, last, BC):
         cell = start + lane
         at = centroids + tl.minimum(cell, last - 1)[:, None] * dim + column[None, :]
         c = tl.load(at) if FULL else tl.load(at, mask=wide[None, :], other=0.0)
         below = tl.load(half + cell, mask=cell < last, other=1e30)
         score = tl.dot(x, tl.trans(c), input_precision=IP) - below[None, :]
-        score = ((score.to(tl.int32, bitcast=True) & -TILES) | tile).to(tl.float32, bitcast=True)
+        score = ((score.to(tl.int32, bitcast=True) & -TILES) | (start - first) // BC).to(tl.float32, bitcast=True)
         best = tl.maximum(best, score)
-        tile += 1
     top = tl.max(best, 1)
     # Of equals the first. Comparisons with NaN are false: stay inside the span.
     place = (best.to(tl.int32, bitcast=True) & (TILES - 1)) * BC + lane[None, :]
@@ -306,9 +304,10 @@ def _means(
 def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Tensor | None, found: Tensor) -> Tensor:
     """Fills in `found` `[entries, span_levels, n]`: the cell of each key `[entries, n, dim]` in every span that has it; -1: none.
 
-    Keys before `layout.sinks`, and those that the first row of `visible` `[entries, rows]` does not see, are in no cell. Returns how many keys each cell has,
-    `[entries, cells]`, int32. Coordinates are weighted by their root mean square, as in `partition.KMeans`. Unlike there, all
-    cells are made in one step, from 16 keys per cell rather than 32, and an empty cell starts again at some key of the sample.
+    Keys before `layout.sinks`, and those that the first row of `visible` `[entries, rows]` does not see, are in no cell. Returns
+    how many keys each cell has, `[entries, cells]`, int32. Coordinates are weighted by their root mean square, as in
+    `partition.KMeans`. Unlike there, all cells are made in one step, from 16 keys per cell rather than 32, and an empty cell
+    starts again at some key of the sample.
     """
     entries, _, dim = keys.shape
     sample = layout.sample(seed)

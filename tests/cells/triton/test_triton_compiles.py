@@ -15,7 +15,7 @@ from nearfield import _compat
 
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may take on such a card."""
-FORWARD = {"_local_fwd", "_nearest", "_means", "_moments", "_products", "_route", "_far_fwd", "_near_fwd", "_merge"}
+FORWARD = {"_nearest", "_means", "_moments", "_products", "_route", "_attend_rows", "_near_fwd", "_merge"}
 BACKWARD = {"_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv", "_local_dkv", "_near_dkv"}
 STEP = {"score_cells", "choose_and_read_open_end", "read_cells", "merge_parts"}
 CHOSEN_KEYS = {"_pair_scores", "_pair_sums", "_pair_scatter"}

@@ -420,8 +420,8 @@ def test_keywords_go_in_the_order_of_the_signature(known: bool, monkeypatch: pyt
 
 def test_every_kernel_has_block_sizes() -> None:
     """Every card of the file has all of them, for all head dimensions."""
-    kernels = {f"{name}_{kind}" for name in ("local", "near", "far") for kind in ("fwd", "dq", "dkv")} - {"far_dkv"}
-    kernels |= {"route", "nearest", "means", "vote", "attend", "moments_dkv", "far_dmoments"}
+    kernels = {"nearest", "means", "route", "vote", "attend", "attend_rows", "near_fwd", "near_dq", "near_dkv"}
+    kernels |= {"local_dq", "local_dkv", "far_dq", "far_dmoments", "moments_dkv"}
     for table in tuning._tables()["cards"].values():
         assert set(table["blocks"]) == kernels
         assert table["fields"] == list(tuning.TileSizes._fields)
@@ -441,10 +441,10 @@ def test_block_sizes_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> N
         cached.cache_clear()
     first, second, third = (torch.device("cuda", index) for index in range(3))
     sizes = ("near_fwd", 64, torch.bfloat16)
-    assert tuning.blocks_for(*sizes, second, 100) == (1, 2, 3, 4)
-    assert tuning.blocks_for(*sizes, second, 200) == (5, 6, 7, 8)
+    assert tuning.blocks_for(*sizes, second, 100)[:4] == (1, 2, 3, 4)
+    assert tuning.blocks_for(*sizes, second, 200)[:4] == (5, 6, 7, 8)
     assert tuning.blocks_for(*sizes, third, 64) == tuning.blocks_for(*sizes, first, 64)
-    assert tuning.blocks_for(*sizes, torch.device("cpu"), 64) == tuning.blocks_for(*sizes, first, 64) != (1, 2, 3, 4)
+    assert tuning.blocks_for(*sizes, torch.device("cpu"), 64) == tuning.blocks_for(*sizes, first, 64) != tuning.TileSizes(1, 2, 3, 4)
     assert [tuning.decode_tiles(64, torch.bfloat16, device).cells for device in (first, second, third)] == [32, 64, 32]
     for cached in (tuning._measured, tuning.decode_tiles):
         cached.cache_clear()
