@@ -21,23 +21,11 @@ import nearfield as nf
 
 LENGTH = 131_072
 GROUPS = {
-    "partition": (
-        "_widths",
-        "_prepare",
-        "_nearest",
-        "_means",
-        "_sizes",
-        "_hosts",
-        "_move",
-        "_pack_cells",
-        "_members",
-        "_moments",
-        "_cross",
-    ),
-    "route": ("_route",),
+    "partition": ("_prepare", "_nearest", "_means", "_hosts", "_move", "_pack_cells", "_members", "_moments", "_products"),
+    "route": ("_route", "_vote", "_list_keys"),
     "near": ("_count_pairs", "_scan_counts", "_place_pairs", "_block_ranges", "_near_fwd", "_merge"),
-    "far": ("_far_fwd",),
-    "own segment": ("_local_fwd",),
+    "own segment and far": ("_attend_rows",),
+    "all of a block": ("_attend",),
     "backward: near": ("_near_dkv", "_near_dq"),
     "backward: far": ("_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv"),
     "backward: own segment": ("_local_dkv", "_local_dq"),
@@ -151,7 +139,7 @@ def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
         measured = _measured(known, n, dim, causal, functools.partial(attend, inputs, causal, FAST)) if CUDA else {}
         for kernel, count in (
             ("_near_fwd", near_work(n, dim, info)),
-            ("_far_fwd", far_work(n, dim, info)),
+            ("_attend_rows", attend_work(n, dim, info)),
             ("_route", route_work(n, dim, info)),
         ):
             least = {"bytes_ms": 1e3 * count["bytes"] / bandwidth, "flops_ms": 1e3 * count["flops"] / rate}
@@ -188,21 +176,22 @@ def near_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def far_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
-    """What `_far_fwd` has to do for R = heads * n rows that see C cells, in bfloat16.
+def attend_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
+    """What `_attend_rows` has to do for R = heads * n rows that see L keys one by one and C cells, in bfloat16.
 
-    flops: 2 d each for the mean logit of a cell, its spread and its value, 2 d^2 for the covariance: (6 d C + 2 d^2) R
-    bytes: queries, and results and normalisers read and written, (6 d + 8) R; a bit for each cell, C R / 8; once the tables of
+    flops: 4 d for a key; 2 d each for the mean logit of a cell, its spread and its value, 2 d^2 for the covariance:
+        (4 d L + 6 d C + 2 d^2) R
+    bytes: queries, keys, values, results and normalisers once, (8 d + 4) R; a bit for each cell, C R / 8; once the tables of
         centroids, variances and values, 6 d heads n / cell_size
-    special functions: an exponential for each cell, C R
+    special functions: an exponential for each key and each cell, (L + C) R
     """
     seen = keys_of(n, info)
     rows = HEADS * n
     cells = seen.closed / info["cell_size"]
     return {
-        "flops": (6.0 * dim * cells + 2.0 * dim * dim) * rows,
-        "bytes": (6.0 * dim + 8.0 + cells / 8) * rows + 6.0 * dim * HEADS * n / info["cell_size"],
-        "special": cells * rows,
+        "flops": (4.0 * dim * seen.one_by_one + 6.0 * dim * cells + 2.0 * dim * dim) * rows,
+        "bytes": (8.0 * dim + 4.0 + cells / 8) * rows + 6.0 * dim * HEADS * n / info["cell_size"],
+        "special": (seen.one_by_one + cells) * rows,
     }
 
 

@@ -53,7 +53,7 @@ def test_long_inputs_get_cells() -> None:
 
 @pytest.mark.parametrize("eps", [None, 0.5])
 def test_its_cells_have_the_share_that_is_given(eps: float | None) -> None:
-    q, k, v = make("clustered", 1, 1, 2048, 32, seed=3)
+    q, k, v = make("clustered", 1, 1, 8192, 32, seed=3)
     est = nf.estimate(q, k, v, method=nf.Auto(eps, crossover=512, share=32), generator=seeded(0))
     assert est.info["chosen"] == repr(nf.Cells(share=32))
     assert torch.equal(est.output, nf.attention(q, k, v, method=nf.Cells(share=32)))

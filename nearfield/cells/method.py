@@ -48,8 +48,7 @@ class Cells:
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
         share: how many consecutive queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256. Blocks are
-            counted from the first query of a call, in each head by itself. None: 128 on a GPU if there is no causal mask and no
-            gradient, and neither draws nor dropout; else 1, as always under torch.compile and in transforms of torch.func.
+            counted from the first query of a call, in each head by itself. None: 1.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
     are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
@@ -149,7 +148,7 @@ class Cells:
         on_gpu = backends.runs_triton(problem.key.device)
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
-        share = self.share or self._default_share(problem, on_gpu)
+        share = self.share or 1
         probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu, share)
         sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples, share=share)
         if not causal:
@@ -158,13 +157,6 @@ class Cells:
         levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
         most = length // segment * sizes.cells_in(segment)
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
-
-    def _default_share(self, problem: Problem, on_gpu: bool) -> int:
-        # A traced program may be differentiated later. Draws and dropout are served in torch, which gains nothing. Who has chosen
-        # how many cells are opened has chosen it for single rows.
-        if is_traced() or self.samples or problem.dropout_p or self.probes is not None:
-            return 1
-        return defaults.default_share(problem.is_causal, on_gpu, problem.needs_grad)
 
 
 def check_share(share: object) -> None:

@@ -95,11 +95,6 @@ def default_segment(length: int, on_gpu: bool = False) -> int:
     return 2 ** max(6, round(math.log2((5.6 if on_gpu else 11) * math.sqrt(max(1, length)))))
 
 
-def default_share(causal: bool = False, on_gpu: bool = False, needs_grad: bool = False) -> int:
-    """128 on a GPU without a causal mask and without gradients, where it is much faster and no later query can leak; else 1."""
-    return 128 if on_gpu and not causal and not needs_grad else 1
-
-
 def span_levels(length: int, segment: int) -> int:
     """As many as it takes for one span to hold all segments, but at most `MOST_SPAN_LEVELS`."""
     return max(1, min(MOST_SPAN_LEVELS, (length // segment).bit_length()))

@@ -486,20 +486,6 @@ MUTANTS = (
         (PARITY + "[share-uneven-groups-float64]",),
     ),
     Mutant(
-        "cells: share: rows share by default with a causal mask",
-        "default_share",
-        "on_gpu and not causal and not needs_grad",
-        "on_gpu and not needs_grad",
-        ("test_the_default_by_mask_device_and_gradient",),
-    ),
-    Mutant(
-        "cells: share: rows of a traced call share by default",
-        "Cells._default_share",
-        "is_traced() or ",
-        "",
-        ("test_rows_of_a_traced_call_are_by_themselves_unless_told_otherwise",),
-    ),
-    Mutant(
         "hf: prompts share rows where a gradient is wanted",
         "LayerCall.by_method",
         " and not needs_grad(self.query, self.key, self.value)",

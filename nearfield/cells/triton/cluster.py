@@ -94,7 +94,7 @@ def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]
 POINTS = 128
 """Points of a sample that a program prepares."""
 
-WIDTH_KEYS = 256
+WIDTH_KEYS = 512
 """Keys of a sample from which the width of each coordinate is measured."""
 
 

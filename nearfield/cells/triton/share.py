@@ -129,7 +129,7 @@ def _vote(
         # A query that is not finite must not decide for the others.
         total += tl.where(query * 0.0 == 0.0, query, 0.0)
     held = tl.minimum(tl.maximum(end - begin - pool * POOL, 0), POOL)
-    pooled = (total / tl.maximum(held, 1).to(tl.float32)[:, None]).to(DT)
+    pooled = (total / tl.maximum(held, 1).to(tl.float32)[:, None]).to(queries.dtype.element_ty)
     square = squares(pooled, scale * ROUTE_SPREADS, DT)
     lane = tl.arange(0, BC)
 

@@ -444,7 +444,9 @@ def test_block_sizes_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> N
     assert tuning.blocks_for(*sizes, second, 100)[:4] == (1, 2, 3, 4)
     assert tuning.blocks_for(*sizes, second, 200)[:4] == (5, 6, 7, 8)
     assert tuning.blocks_for(*sizes, third, 64) == tuning.blocks_for(*sizes, first, 64)
-    assert tuning.blocks_for(*sizes, torch.device("cpu"), 64) == tuning.blocks_for(*sizes, first, 64) != tuning.TileSizes(1, 2, 3, 4)
+    assert (
+        tuning.blocks_for(*sizes, torch.device("cpu"), 64) == tuning.blocks_for(*sizes, first, 64) != tuning.TileSizes(1, 2, 3, 4)
+    )
     assert [tuning.decode_tiles(64, torch.bfloat16, device).cells for device in (first, second, third)] == [32, 64, 32]
     for cached in (tuning._measured, tuning.decode_tiles):
         cached.cache_clear()
