@@ -16,7 +16,7 @@ from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_part
 from nearfield.cells.triton.moments import Tables, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.route import route
-from nearfield.cells.triton.share import list_bytes, open_together
+from nearfield.cells.triton.share import list_bytes, lists_for
 from nearfield.kernels import backends
 from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
@@ -69,7 +69,7 @@ def forward(
         for first in range(0, len(queries), step):
             some = slice(first, min(first + step, len(queries)))
             query, sees, own_tables = queries[some], visible[some], tables.of(some)
-            lists = open_together(query, sees, own_tables, layout, sizes, scale, opened[some])
+            lists = lists_for(query, sees, own_tables, layout, sizes, scale, opened[some])
             attend(query, keys[some], values[some], sees, own_tables, layout, sizes, scale, lists, output[some], lse[some])
         return
     assign(keys, visible, sizes, layout, iterations, seed, cell_of)

@@ -247,7 +247,7 @@ def list_bytes(layout: Layout, sizes: CellSizes, blocks: int) -> int:
     return 4 * blocks * (32 * layout.mark_words + _most_listed(layout, sizes)[1])
 
 
-def open_together(
+def lists_for(
     queries: Tensor, visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, opened: Tensor
 ) -> Lists:
     """Fills in `opened` `[entries, blocks, probes]`: the cells that blocks of rows open; -1 where there are fewer.
