@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,26 +16,14 @@ from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, next_pow
 
 
 @Kernel
-def _pack_cells(cell_of, where, packed, per_entry, cells, last, shift, cell_entry, CHOSEN: tl.constexpr, BP: tl.constexpr):
-    """Cells as `PackedCells` says; only those at `where`, if CHOSEN."""
+def _pack_cells(cell_of, packed, per_entry, cells, last, shift, cell_entry, BP: tl.constexpr):
+    """Cells as `PackedCells` says."""
     entry = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     there = lane < per_entry
-    place = lane
-    if CHOSEN:
-        place = tl.load(where + lane, mask=there, other=0).to(tl.int64)
-    cell = tl.load(cell_of + entry * cell_entry + place, mask=there, other=-1)
+    cell = tl.load(cell_of + entry * cell_entry + lane, mask=there, other=-1)
     key = tl.where(cell >= 0, cell + entry.to(tl.int32) * cells, last) - shift
     tl.store(packed + entry * per_entry + lane, key.to(packed.dtype.element_ty), mask=there)
-
-
-@Kernel
-def _members(places, where, packed, position, cell, total, per_entry, length, shift, BP: tl.constexpr):
-    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
-    there = lane < total
-    place = tl.load(where + tl.load(places + lane, mask=there, other=0) % per_entry, mask=there, other=0)
-    tl.store(position + lane, place % length, mask=there)
-    tl.store(cell + lane, tl.load(packed + lane, mask=there, other=0).to(tl.int32) + shift, mask=there)
 
 
 def sort_by_cell(packed: Tensor, layout: Layout, entries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,52 +32,221 @@ def sort_by_cell(packed: Tensor, layout: Layout, entries: int) -> tuple[Tensor, 
     return found, places, torch.searchsorted(found, layout.packed_cells(entries), out_int32=True)
 
 
-def pack_cells(cell_of: Tensor, layout: Layout, where: Tensor | None = None) -> Tensor:
-    """Cells `[entries, ...]`, -1 for none, as `PackedCells` says; only those at the places `where` of each entry, if given."""
-    entries = cell_of.shape[0]
-    per_entry = cell_of[0].numel() if where is None else where.shape[0]
+def pack_cells(cell_of: Tensor, layout: Layout) -> Tensor:
+    """Cells `[entries, ...]`, -1 for none, as `PackedCells` says."""
+    entries, per_entry = cell_of.shape[0], cell_of[0].numel()
     packing = PackedCells(entries * layout.cells)
     packed = torch.empty(entries, per_entry, dtype=packing.dtype, device=cell_of.device)
     if per_entry:
         _pack_cells[(cdiv(per_entry, 1024), entries)](
             cell_of=cell_of,
-            where=cell_of if where is None else where,
             packed=packed,
             per_entry=per_entry,
             cells=layout.cells,
             last=packing.last,
             shift=packing.shift,
             cell_entry=cell_of.stride(0),
-            CHOSEN=where is not None,
             BP=1024,
             num_warps=4,
         )
     return packed
 
 
-def members_of(cell_of: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of keys cell by cell, their cells, and where each cell begins, of `cell_of` `[entries, span_levels, n]`."""
+KEYS = 1024
+"""Keys of a span that a program counts or moves."""
+
+
+@triton.jit
+def keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP: tl.constexpr):
+    """The span of a chunk of keys, their positions, which of them there are, and their places in a flat `[span_levels, n]`."""
+    span = tl.load(chunk_span + chunk)
+    position = tl.load(key_ranges + 2 * span) + tl.load(chunk_number + chunk) * BP + tl.arange(0, BP)
+    there = position < tl.load(key_ranges + 2 * span + 1)
+    return span, position, there, tl.load(span_level + span).to(tl.int64) * length + position
+
+
+@Kernel
+def _tally(
+    cell_of,
+    chunk_span,
+    chunk_number,
+    key_ranges,
+    span_level,
+    cell_edges,
+    chunk_edges,
+    tally,
+    sizes,
+    length,
+    cells,
+    per_entry,
+    cell_entry,
+    COUNTED: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """How many keys of a chunk are in each cell of its span; unless COUNTED, also the sizes of cells."""
+    chunk, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    span, _, there, place = keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP)
+    cell = tl.load(cell_of + entry * cell_entry + place, mask=there, other=-1)
+    inside = cell >= 0
+    own = cell - tl.load(cell_edges + span)
+    tl.atomic_add(tally + entry * per_entry + tl.load(chunk_edges + chunk) + own, 1, mask=inside, sem="relaxed")
+    if not COUNTED:
+        tl.atomic_add(sizes + entry * cells + cell, 1, mask=inside, sem="relaxed")
+
+
+@Kernel
+def _scan(
+    sizes,
+    tally,
+    tile_span,
+    tile_cell,
+    cell_edges,
+    chunk_edges,
+    span_chunks,
+    first_member,
+    starts,
+    cells,
+    entries,
+    per_entry,
+    BC: tl.constexpr,
+    BS: tl.constexpr,
+):
+    """Where each cell begins, and in it the keys of each chunk, for a tile of cells of one span."""
+    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    span, first = tl.load(tile_span + tile), tl.load(tile_cell + tile)
+    edge, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
+    sizes += entry * cells
+    tally += entry * per_entry
+    before = tl.zeros([BS], tl.int32)
+    for start in range(0, first, BS):
+        cell = start + tl.arange(0, BS)
+        before += tl.load(sizes + cell, mask=cell < first, other=0)
+    cell = first + tl.arange(0, BC)
+    real = cell < last
+    size = tl.load(sizes + cell, mask=real, other=0)
+    end = tl.load(first_member + entry) + tl.sum(before, 0) + tl.cumsum(size, 0)
+    number = entry * cells + cell
+    tl.store(starts + number, end - size, mask=real)
+    tl.store(starts + number + 1, end, mask=real & (number == entries * cells - 1))
+    here = end - size
+    for chunk in range(tl.load(span_chunks + span), tl.load(span_chunks + span + 1)):
+        at = tally + tl.load(chunk_edges + chunk) + cell - edge
+        count = tl.load(at, mask=real, other=0)
+        tl.store(at, here, mask=real)
+        here += count
+
+
+@Kernel
+def _place(
+    cell_of,
+    chunk_span,
+    chunk_number,
+    key_ranges,
+    span_level,
+    cell_edges,
+    chunk_edges,
+    tally,
+    order,
+    length,
+    per_entry,
+    cell_entry,
+    BP: tl.constexpr,
+    BJ: tl.constexpr,
+):
+    """The keys of a chunk go to the places of their cells, in their own order."""
+    chunk, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    span, position, there, place = keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP)
+    cell_of += entry * cell_entry
+    cell = tl.load(cell_of + place, mask=there, other=-1)
+    first_place = tl.min(place, 0)
+    number = tl.arange(0, BP)
+    earlier = tl.zeros([BP], tl.int32)
+    for start in range(0, tl.sum(there.to(tl.int32), 0), BJ):
+        other = start + tl.arange(0, BJ)
+        same = tl.load(cell_of + first_place + other)[None, :] == cell[:, None]
+        earlier += tl.sum((same & (other[None, :] < number[:, None])).to(tl.int32), 1)
+    inside = cell >= 0
+    own = cell - tl.load(cell_edges + span)
+    into = tl.load(tally + entry * per_entry + tl.load(chunk_edges + chunk) + own, mask=inside, other=0) + earlier
+    tl.store(order + into, position, mask=inside)
+
+
+def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Positions of keys cell by cell, ascending in each, and where each cell begins, of `cell_of` `[entries, span_levels, n]`.
+
+    `sizes` `[entries, cells]`: how many keys each has, where that is known. A counting sort: chunks of keys count their cells,
+    and what earlier chunks and cells have counted says where their keys go.
+    """
     entries, _, length = cell_of.shape
-    where = layout.members
-    packed, places, starts = sort_by_cell(pack_cells(cell_of, layout, where), layout, entries)
-    total = entries * where.shape[0]
-    position, cell = (torch.empty(total, dtype=torch.int32, device=cell_of.device) for _ in range(2))
-    shift = PackedCells(entries * layout.cells).shift
-    if total:
-        _members[(cdiv(total, 1024),)](
-            places=places,
-            where=where,
-            packed=packed,
-            position=position,
-            cell=cell,
-            total=total,
-            per_entry=where.shape[0],
-            length=length,
-            shift=shift,
-            BP=1024,
-            num_warps=4,
-        )
-    return position, cell, starts
+    device, cells = cell_of.device, layout.cells
+    order = torch.empty(entries * layout.members, dtype=torch.int32, device=device)
+    starts = torch.empty(entries * cells + 1, dtype=torch.int32, device=device)
+    if not cells:
+        return order, starts.zero_()
+    counted = sizes is not None
+    sizes = torch.zeros(entries, cells, dtype=torch.int32, device=device) if sizes is None else sizes
+    chunk_span, chunk_number = layout.chunks(KEYS)
+    chunk_edges, span_chunks, per_entry = layout.tallies(KEYS)
+    tally = torch.zeros(entries, per_entry, dtype=torch.int32, device=device)
+    chunks = {
+        "chunk_span": chunk_span,
+        "chunk_number": chunk_number,
+        "key_ranges": layout.key_ranges,
+        "span_level": layout.span_level,
+        "cell_edges": layout.cell_edges,
+        "chunk_edges": chunk_edges,
+    }
+    grid = (chunk_span.shape[0], entries)
+    _tally[grid](
+        cell_of=cell_of,
+        **chunks,
+        tally=tally,
+        sizes=sizes,
+        length=length,
+        cells=cells,
+        per_entry=per_entry,
+        cell_entry=cell_of.stride(0),
+        COUNTED=counted,
+        BP=KEYS,
+        num_warps=4,
+    )
+    tile_span, tile_cell = layout.cell_tiles(128)
+    _scan[(tile_span.shape[0], entries)](
+        sizes=sizes,
+        tally=tally,
+        tile_span=tile_span,
+        tile_cell=tile_cell,
+        cell_edges=layout.cell_edges,
+        chunk_edges=chunk_edges,
+        span_chunks=span_chunks,
+        first_member=layout.first_members(entries) if layout.causal else _first_members(sizes),
+        starts=starts,
+        cells=cells,
+        entries=entries,
+        per_entry=per_entry,
+        BC=128,
+        BS=1024,
+        num_warps=4,
+    )
+    _place[grid](
+        cell_of=cell_of,
+        **chunks,
+        tally=tally,
+        order=order,
+        length=length,
+        per_entry=per_entry,
+        cell_entry=cell_of.stride(0),
+        BP=KEYS,
+        BJ=8,
+        num_warps=8,
+    )
+    return order, starts
+
+
+def _first_members(sizes: Tensor) -> Tensor:
+    """`[entries]`: where the members of each entry begin."""
+    total = sizes.sum(1, dtype=torch.int32)
+    return total.cumsum(0, dtype=torch.int32) - total
 
 
 POINTS = 128
@@ -413,10 +571,6 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
     return sizes
 
 
-KEYS = 1024
-"""Keys that a program counts or moves."""
-
-
 @Kernel
 def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC: tl.constexpr):
     """For each cell of a span that is too large: how many parts are cut off, and the small cells that take them in."""
@@ -451,15 +605,29 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
 
 
 @Kernel
-def _move(cell_of, parts, begins, host, sizes, per_entry, length, cells, cell_entry, BP: tl.constexpr):
+def _move(
+    cell_of,
+    parts,
+    begins,
+    host,
+    sizes,
+    chunk_span,
+    chunk_number,
+    key_ranges,
+    span_level,
+    length,
+    cells,
+    cell_entry,
+    BP: tl.constexpr,
+):
     """A hash of its position sends each key of a cut cell to one of the parts: equal keys may come at equal distances."""
     entry = tl.program_id(1).to(tl.int64)
-    lane = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
-    here = cell_of + entry * cell_entry + lane
-    cell = tl.load(here, mask=lane < per_entry, other=-1)
+    _, position, there, place = keys_at(tl.program_id(0), chunk_span, chunk_number, key_ranges, span_level, length, BP)
+    here = cell_of + entry * cell_entry + place
+    cell = tl.load(here, mask=there, other=-1)
     there = cell >= 0
     count = tl.load(parts + entry * cells + cell, mask=there, other=0)
-    mixed = (lane % length * 2654435761 >> 16) & 65535
+    mixed = (position.to(tl.int64) * 2654435761 >> 16) & 65535
     part = (mixed % (count + 1)).to(tl.int32)
     moved = there & (part > 0)
     begin = tl.load(begins + entry * cells + cell, mask=moved, other=0)
@@ -474,7 +642,7 @@ def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
 
     `sizes` `[entries, cells]` is kept up to date. Unlike on a CPU, the small cells that take in a part keep their own keys.
     """
-    entries, levels, length = cell_of.shape
+    entries, _, length = cell_of.shape
     if not layout.cells:
         return
     parts, begins, host = torch.empty(3, entries, layout.cells, dtype=torch.int32, device=cell_of.device)
@@ -490,13 +658,17 @@ def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
         BC=256,
         num_warps=1,
     )
-    _move[(cdiv(levels * length, KEYS), entries)](
+    chunk_span, chunk_number = layout.chunks(KEYS)
+    _move[(chunk_span.shape[0], entries)](
         cell_of=cell_of,
         parts=parts,
         begins=begins,
         host=host,
         sizes=sizes,
-        per_entry=levels * length,
+        chunk_span=chunk_span,
+        chunk_number=chunk_number,
+        key_ranges=layout.key_ranges,
+        span_level=layout.span_level,
         length=length,
         cells=layout.cells,
         cell_entry=cell_of.stride(0),

@@ -62,8 +62,8 @@ def forward(
     visible = visible[:1].to(torch.int32).expand(len(queries), -1) if same else visible.to(torch.int32).contiguous()
     layout = layout_for(keys, sizes)
     if sizes.share > 1:
-        assign(keys, visible, sizes, layout, iterations, seed, cell_of)
-        tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
+        counts = assign(keys, visible, sizes, layout, iterations, seed, cell_of)
+        tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, *vars(tables).values()), beyond)
         step = max(1, budget.parts // list_bytes(layout, sizes, opened.shape[1]))
         for first in range(0, len(queries), step):
@@ -72,8 +72,8 @@ def forward(
             lists = lists_for(query, sees, own_tables, layout, sizes, scale, opened[some])
             attend(query, keys[some], values[some], sees, own_tables, layout, sizes, scale, lists, output[some], lse[some])
         return
-    assign(keys, visible, sizes, layout, iterations, seed, cell_of)
-    tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
+    counts = assign(keys, visible, sizes, layout, iterations, seed, cell_of)
+    tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
     inputs, ours = (queries, keys, values, output), (cell_of, opened, visible)
     budget = memory_budget(inputs, (*ours, *vars(tables).values()), beyond)
     _closed_cells(queries, keys, values, visible, tables, layout, sizes, scale, opened, output, lse, budget)

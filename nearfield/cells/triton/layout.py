@@ -142,8 +142,8 @@ class Layout:
     """`[spans]`"""
     span_of_segment: Tensor
     """`[span_levels, segments]`; -1: none of this level"""
-    members: Tensor
-    """`[keys of all spans]`: where they are in a flat `[span_levels, n]`, span by span"""
+    members: int
+    """keys of all spans"""
     _keys: Chunks = field(repr=False)
     _sees_span: Tensor = field(repr=False)
     """`sees_span` on the host"""
@@ -178,6 +178,30 @@ class Layout:
     def chunks(self, size: int) -> tuple[Tensor, Tensor]:
         """The keys of all spans in chunks of at most `size`: the span of each chunk, and its number in there."""
         return self._keys.of(size)
+
+    def tallies(self, size: int) -> tuple[Tensor, Tensor, int]:
+        """Where in a list the numbers of each chunk begin that has one for every cell of its span; the first chunk of each span,
+        and how many chunks there are at the end; the length of the list."""
+        chunks = [-(-span.segments * self.segment // size) for span in self.spans.all]
+        cells = [span.segments * self.cells_per_segment for span in self.spans.all]
+
+        def edges() -> Tensor:
+            wide = [own for own, count in zip(cells, chunks, strict=True) for _ in range(count)]
+            return torch.tensor([0, *accumulate(wide)], dtype=torch.int32)
+
+        first = self._kept("span_chunks", size, lambda: torch.tensor([0, *accumulate(chunks)], dtype=torch.int32))
+        total = sum(own * count for own, count in zip(cells, chunks, strict=True))
+        return self._kept("chunk_edges", size, edges), first, total
+
+    def first_members(self, entries: int) -> Tensor:
+        """Causal: `[entries]`: where the members of each entry begin, if all keys of spans but sinks are members."""
+
+        def make() -> Tensor:
+            ends = [((span.first + span.segments) * self.segment, span.first * self.segment) for span in self.spans.all]
+            held = sum(end - min(end, max(first, self.sinks)) for end, first in ends)
+            return torch.arange(entries, dtype=torch.int32) * held
+
+        return self._kept("first_members", entries, make)
 
     def packed_cells(self, entries: int) -> Tensor:
         """All cells of this many entries, in order: see `PackedCells`."""
@@ -301,18 +325,10 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         key_ranges=on_device(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
         span_level=on_device(span.level for span in spans.all),
         span_of_segment=span_of_segment.to(device),
-        members=_members(spans, length, segment).to(device),
+        members=sum(span.segments * segment for span in spans.all),
         _keys=Chunks([span.segments * segment for span in spans.all], device),
         _sees_span=(span_column >= 0).float(),
     )
-
-
-def _members(spans: Spans, length: int, segment: int) -> Tensor:
-    found = [
-        torch.arange(span.first * segment, (span.first + span.segments) * segment, dtype=torch.int32) + span.level * length
-        for span in spans.all
-    ]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int32)
 
 
 def _shift(span: Span, cells_per_segment: int, tallest: int) -> int:

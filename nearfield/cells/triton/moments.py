@@ -233,8 +233,6 @@ class Moments:
 
     order: Tensor
     starts: Tensor
-    cell_of_member: Tensor
-    """`[members]`: the cell of each member, in the order of `order`; numbers continue from entry to entry"""
     centroid: Tensor
     """`[entries, cells, ...]`, as all that follows"""
     value: Tensor
@@ -250,18 +248,21 @@ class Moments:
         return self.starts.diff().view(self.log_exists.shape).float()
 
     def of(self, entries: slice) -> Moments:
-        """Those of some entries; `order` and `cell_of_member` stay whole."""
+        """Those of some entries; `order` stays whole."""
         cells = self.log_exists.shape[1]
         starts = self.starts[entries.start * cells : entries.stop * cells + 1]
-        return replace(self, starts=starts, **{field.name: getattr(self, field.name)[entries] for field in fields(self)[3:]})
+        return replace(self, starts=starts, **{field.name: getattr(self, field.name)[entries] for field in fields(self)[2:]})
 
 
-def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) -> Moments:
-    """Moments of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none."""
+def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, sizes: Tensor | None = None) -> Moments:
+    """Moments of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none.
+
+    `sizes` `[entries, cells]`: how many keys each has, where that is known.
+    """
     entries, _, dim = keys.shape
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
-    order, cell_of_member, starts = members_of(cell_of, layout)
+    order, starts = members_of(cell_of, sizes, layout)
     centroid = torch.empty(entries, cells, dim, device=device)
     value = torch.empty(entries, cells, value_dim, device=device)
     log_exists, log2_size = (torch.empty(entries, cells, device=device) for _ in range(2))
@@ -290,7 +291,7 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout) ->
             num_warps=2 if max(dim, value_dim) <= 64 else 4 if max(dim, value_dim) <= 128 else 8,
         )
     low = log_exists, log2_size, low_centroid, low_variance, low_value
-    return Moments(order, starts, cell_of_member, centroid, value, *low)
+    return Moments(order, starts, centroid, value, *low)
 
 
 def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> Tables:

@@ -297,6 +297,36 @@ def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:
     assert int(sizes.max()) <= 12 * 4
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["sizes-known", "sizes-unknown"])
+@pytest.mark.parametrize("segment", [0, 500, 1100])
+def test_members_of_cells_are_in_order(segment: int, known: bool) -> None:
+    """Several chunks of keys per span, spans of several lengths, entries of different sizes."""
+    from nearfield.cells.triton.cluster import members_of
+    from nearfield.cells.triton.layout import layout_of
+
+    case = Case(entries=3, length=1, keys=3400, segment=segment, cell_size=50, sinks=5, span_levels=3 if segment else 1)
+    layout = layout_of(case.keys, case.sizes, DEVICE)
+    edges = layout.spans.edges(layout.cells_per_segment)
+    cell_of = torch.full((3, case.span_levels, case.keys), -1, dtype=torch.int32)
+    for span in layout.spans.all:
+        first, last = span.first * layout.segment, min((span.first + span.segments) * layout.segment, case.keys)
+        found = torch.randint(edges[span.number], edges[span.number + 1], (3, last - first), generator=seeded(span.number))
+        cell_of[:, span.level, first:last] = found.int()
+    cell_of[:, :, :5] = -1
+    if not segment:
+        cell_of[1, :, 2000:] = -1
+    expected, starts, sizes = [], [0], torch.zeros(3, layout.cells, dtype=torch.int32)
+    for entry in range(3):
+        for cell in range(layout.cells):
+            own = (cell_of[entry] == cell).nonzero()[:, 1].tolist()
+            expected += own
+            starts.append(starts[-1] + len(own))
+            sizes[entry, cell] = len(own)
+    order, found_starts = members_of(cell_of.to(DEVICE), sizes.to(DEVICE) if known else None, layout)
+    assert found_starts.tolist() == starts
+    assert order[: len(expected)].tolist() == expected
+
+
 @pytest.mark.long
 def test_blocks_of_rows_belong_to_one_head() -> None:
     """Grouped heads whose length is no multiple of a block."""
