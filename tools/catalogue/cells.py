@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         "cells: k-means without weights",
         "KMeans._lloyd",
-        "return lloyd(keys, cells, self.iterations, 32 * cells, self.seed, weight)",
-        "return lloyd(keys, cells, self.iterations, 32 * cells, self.seed)",
+        "return lloyd(keys, cells, self.iterations_or(ITERATIONS), 32 * cells, self.seed, weight)",
+        "return lloyd(keys, cells, self.iterations_or(ITERATIONS), 32 * cells, self.seed)",
         ("test_partition.py",),
     ),
     Mutant(
@@ -434,14 +434,14 @@ MUTANTS = (
         "open_together",
         "weight.div_((weight @ size)[:, None])",
         "weight.div_(weight.sum(1, keepdim=True))",
-        ("test_a_block_opens_the_cells_with_most_votes",),
+        ("test_cells_share.py::test_a_block_opens_the_cells_with_most_votes",),
     ),
     Mutant(
         "cells: share: votes of rows that are not there",
         "open_together",
         ".masked_fill_(~present[..., None], 0.0)",
         "",
-        ("test_a_block_opens_the_cells_with_most_votes", "test_votes_by_hand"),
+        ("test_cells_share.py::test_a_block_opens_the_cells_with_most_votes", "test_votes_by_hand"),
     ),
     Mutant(
         "cells: share: votes around the largest score of all blocks",
@@ -455,7 +455,7 @@ MUTANTS = (
         "pooled",
         "rows.clamp(min=1)[:, None]",
         "POOL",
-        ("test_means_of_eight_rows", "test_a_block_opens_the_cells_with_most_votes"),
+        ("test_means_of_eight_rows", "test_cells_share.py::test_a_block_opens_the_cells_with_most_votes"),
     ),
     Mutant(
         "cells: share: each row of a block sees its own segments closed",

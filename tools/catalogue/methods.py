@@ -106,15 +106,15 @@ MUTANTS = (
     Mutant(
         "causal off by one: a row sees the next key",
         "Problem.visible",
-        "visible = (position + 1).clamp(max=length)",
-        "visible = (position + 2).clamp(max=length)",
+        "visible = visible if queries <= length else visible.clamp_(max=length)",
+        "visible = (visible + 1).clamp_(max=length)",
         ("test_matches_exact_attention_within_the_promise", "test_topk.py"),
     ),
     Mutant(
         "causal off by one: a row misses its own key",
         "Problem.visible",
-        "visible = (position + 1).clamp(max=length)",
-        "visible = position.clamp(max=length)",
+        "visible = visible if queries <= length else visible.clamp_(max=length)",
+        "visible = (visible - 1).clamp_(max=length)",
         ("test_matches_exact_attention_within_the_promise", "test_topk.py"),
     ),
     Mutant(

@@ -11,21 +11,23 @@ ALIKE = "test_triton.py::test_keys_that_are_alike_do_not_share_one_cell"
 GROUPED = "test_heads_grouped_together_and_computed_in_turn"
 LATER = "test_earlier_rows_have_gradients_whatever_follows"
 REMEMBERED = "test_a_call_that_was_made_before_is_not_compiled_again"
+VOTES = "test_triton.py::test_a_block_opens_the_cells_with_most_votes"
+TIGHT = "test_cells_are_as_tight_as_on_a_cpu"
 TRAINED = "test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass"
 
 MUTANTS = (
     Mutant(
         "triton: opened cells also in the far field",
-        "_far_fwd",
+        "_attend_rows",
         "p = tl.where(taken, 0.0, p * boost(spread))",
         "p = p * boost(spread)",
         (PARITY,),
     ),
     Mutant(
         "triton: number of keys missing in the mass of a cell",
-        "_far_fwd",
-        "cell_logit(first, scale, log2_n[None, :])",
-        "cell_logit(first, scale, tl.minimum(log2_n, 0.0)[None, :])",
+        "_attend_rows",
+        "scale, log2_n[None, :])",
+        "scale, tl.minimum(log2_n, 0.0)[None, :])",
         (PARITY,),
     ),
     Mutant(
@@ -44,16 +46,16 @@ MUTANTS = (
     ),
     Mutant(
         "triton: values of far cells not tilted",
-        "_far_fwd",
+        "_attend_rows",
         "acc += tl.where(mine[:, None], (far_l * scale)[:, None] * tilt, 0.0)",
         "acc += 0.0 * tilt",
         (PARITY,),
     ),
     Mutant(
         "triton: covariance pooled over all spans",
-        "_covariances",
-        "cross = torch.matmul(layout.seen_chunks(CHUNK), found.flatten(2))",
-        "cross = torch.matmul(torch.ones_like(layout.seen_chunks(CHUNK)), found.flatten(2))",
+        "Layout.part_factors",
+        "torch.cat([before.float(), -self._sees_span], 1)",
+        "torch.cat([torch.ones(before.shape), -torch.ones_like(self._sees_span)], 1)",
         (PARITY,),
     ),
     Mutant(
@@ -72,23 +74,23 @@ MUTANTS = (
     ),
     Mutant(
         "triton: sinks also live in cells",
-        "triton.forward:assign",
-        "cell_of[:, :, : sizes.sinks] = -1",
-        "pass",
+        "_nearest",
+        "there = there & (point >= sinks)",
+        "there = there & (point >= 0)",
         (PARITY,),
     ),
     Mutant(
         "triton: sinks of a row's own segment counted twice",
-        "_local_fwd",
-        "(is_sink == (position[None, :] < local[:, None]))",
-        "(is_sink | (position[None, :] >= local[:, None]))",
+        "_attend_rows",
+        "(is_sink == (own[None, :] < local[:, None]))",
+        "(is_sink | (own[None, :] >= local[:, None]))",
         (PARITY,),
     ),
     Mutant(
         "triton: a row sees the key after its own",
-        "_local_fwd",
-        "seen = real[None, :] & (position[None, :] < sees[:, None])",
-        "seen = real[None, :] & (position[None, :] <= sees[:, None])",
+        "_attend_rows",
+        "seen = real[None, :] & (own[None, :] < sees[:, None])",
+        "seen = real[None, :] & (own[None, :] <= sees[:, None])",
         (PARITY,),
     ),
     Mutant(
@@ -122,7 +124,7 @@ MUTANTS = (
     Mutant(
         "triton: cells without a limit to their size",
         "triton.forward:assign",
-        "    limit_cell_sizes_(cell_of, layout)\n",
+        "    limit_cell_sizes_(cell_of, found, layout)\n",
         "",
         (ALIKE,),
     ),
@@ -170,17 +172,17 @@ MUTANTS = (
     ),
     Mutant(
         "triton: hidden keys live in cells",
-        "triton.forward:assign",
-        "cell_of.masked_fill_(beyond[:, None], -1)",
-        "pass",
+        "_nearest",
+        "there = there & (point < tl.load(visible + entry * visible_entry))",
+        "there = there & (point >= 0)",
         (PARITY,),
     ),
     Mutant(
         "triton: k-means without iterations",
         "triton.cluster:kmeans",
-        "centroids.move(turn)",
-        "pass",
-        ("test_cells_are_as_tight_as_on_a_cpu",),
+        "for turn in range(1, iterations + 1):",
+        "for turn in range(1, 1):",
+        (TIGHT,),
     ),
     Mutant(
         "triton: heads that are grouped with others are left out",
@@ -246,10 +248,122 @@ MUTANTS = (
         ("test_blocks_of_rows_belong_to_one_head",),
     ),
     Mutant(
+        "triton: shared: keys beyond the end of a list counted",
+        "_attend",
+        'qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))',
+        "qk = tl.dot(query, tl.trans(key), input_precision=IP)",
+        (f"{PARITY}[shared]",),
+    ),
+    Mutant(
+        "triton: shared: own segments begin one key late",
+        "_attend",
+        "begin = closed * segment",
+        "begin = closed * segment + 1",
+        (f"{PARITY}[shared-causal]",),
+    ),
+    Mutant(
+        "triton: shared: opened cells also in the far field",
+        "_vote",
+        "mask=real & (taken == 0), other",
+        "mask=real, other",
+        (f"{PARITY}[shared]",),
+    ),
+    Mutant(
+        "triton: shared: values of far cells not tilted",
+        "_attend",
+        "acc += (far_l * scale)[:, None] * tilt",
+        "acc += 0.0 * tilt",
+        (f"{PARITY}[shared]",),
+    ),
+    Mutant(
+        "triton: shared: pools without rows vote",
+        "_vote",
+        "tl.where(held > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), -VOID)",
+        "m_i + tl.log2(tl.maximum(l_i, 1e-30))",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: short pools averaged as if they were full",
+        "_vote",
+        "tl.maximum(held, 1).to(tl.float32)",
+        "tl.maximum(held, POOL).to(tl.float32)",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: rows of the next head vote",
+        "_vote",
+        "end = tl.minimum(begin + share, positions)",
+        "end = begin + share",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: votes for whole cells, not for each key",
+        "_vote",
+        "vote = tl.sum(tl.exp2(score - lse[:, None]), 0)",
+        "vote = tl.sum(tl.exp2(score + size[None, :] - lse[:, None]), 0)",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: any number of keys opened",
+        "_vote",
+        "fits = (reach <= probes) & (keys <= most_keys)",
+        "fits = reach <= probes",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: a coarse threshold of votes",
+        "triton.share:BISECTIONS",
+        "18",
+        "8",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: sinks missing in lists",
+        "_list_keys",
+        "    opened += block * probes\n",
+        "    own_sinks = own_sinks * 0\n    opened += block * probes\n",
+        (f"{PARITY}[shared]",),
+    ),
+    Mutant(
+        "triton: shared: sinks of a block's own segment counted twice",
+        "_list_keys",
+        "tl.minimum(sinks, closed_segments(sees, segment, window, segments, CAUSAL) * segment)",
+        "tl.minimum(sinks, sees)",
+        (f"{PARITY}[shared-causal]",),
+    ),
+    Mutant(
+        "triton: shared: backward: cells that a row would see by itself",
+        "triton.backward:backward",
+        "block_sees = visible[:, number - number % (len(number) // sizes.group) % sizes.share]",
+        "block_sees = visible",
+        (f"{PARITY}[shared-causal-across-segments]",),
+    ),
+    Mutant(
+        "triton: k-means loses the number of a tile",
+        "_nearest",
+        "(score.to(tl.int32, bitcast=True) & -TILES) | (start - first) // BC)",
+        "(score.to(tl.int32, bitcast=True) & -TILES) | 0)",
+        (TIGHT,),
+    ),
+    Mutant(
+        "triton: k-means: empty cells do not start again elsewhere",
+        "_means",
+        "(turn * (last_cell - edge) + cell - edge)",
+        "(cell - edge)",
+        ("test_an_empty_cell_starts_again_elsewhere",),
+    ),
+    Mutant(
+        "triton: means of cells counted once in the covariance",
+        "_products",
+        "middle = (middle - value_shift[None, :]) * size[:, None]",
+        "middle = (middle - value_shift[None, :]) * tl.minimum(size, 1.0)[:, None]",
+        (f"{PARITY}[plain]",),
+    ),
+    Mutant(
         "triton: a kernel compiled for one grid serves another",
         "Kernel.launch",
-        "key = (device, grid, last_name,",
-        "key = (device, last_name,",
+        "key = (device, grid, ",
+        "key = (device, ",
         (REMEMBERED,),
     ),
     Mutant(
@@ -262,8 +376,8 @@ MUTANTS = (
     Mutant(
         "triton: a kernel compiled for aligned tensors serves others",
         "Kernel.launch",
-        "[x.data_ptr() & 15 for x in tensors]",
-        "[0 for x in tensors]",
+        "tuple(address & 15 for address in addresses)",
+        "0",
         ("test_tensors_of_another_dtype_or_alignment_are_another_call",),
     ),
     Mutant(
@@ -310,9 +424,9 @@ MUTANTS = (
     ),
     Mutant(
         "budget: all forward passes use the memory of the backward pass",
-        "MemoryPolicy.of",
-        "needs_grad = torch.is_grad_enabled() and any(",
-        "needs_grad = any(",
+        "needs_grad",
+        "return torch.is_grad_enabled() and any(",
+        "return any(",
         (TRAINED,),
     ),
 )

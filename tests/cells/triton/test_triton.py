@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,26 +191,34 @@ def test_kernels_compute_what_the_reference_says(case: Case) -> None:
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
-def routing_scores(found: Run) -> list[dict[int, float]]:
-    """q.mu + 1.5 sd of every cell that has members and that a row of the first entry sees."""
-    from nearfield.cells.triton.layout import layout_of
+class SeenCells:
+    """The cells of the first entry, as plain lists of their members."""
 
-    case, visible = found.case, found.case.visible()
-    layout = layout_of(case.keys, case.sizes, DEVICE)
-    cell_of = found.cell_of[0].flatten().long()
-    every = found.keys[0].double().repeat(case.span_levels, 1)
-    closed = (closed_keys(visible, case.sizes)[0] // case.segment) if case.segment else torch.ones_like(visible[0])
-    members = [every[cell_of == cell] for cell in range(layout.cells)]
-    scores: list[dict[int, float]] = []
-    for row in range(case.length):
-        seen = [span.number for span in layout.spans.seen(int(closed[row]))]
-        query = found.queries[0, row].double() * found.scale
-        scores.append({})
-        for cell, own in enumerate(members):
-            if len(own) and int(layout.span_of_cell[cell]) in seen:
+    def __init__(self, found: Run) -> None:
+        from nearfield.cells.triton.layout import layout_of
+
+        case, visible = found.case, found.case.visible()
+        self.layout = layout_of(case.keys, case.sizes, DEVICE)
+        cell_of, every = found.cell_of[0].flatten().long(), found.keys[0].double().repeat(case.span_levels, 1)
+        self.members = [every[cell_of == cell] for cell in range(self.layout.cells)]
+        closed = closed_keys(visible, case.sizes, case.group)[0]
+        self.closed = closed // case.segment if case.segment else torch.ones_like(closed)
+
+    def scores(self, row: int, query: Tensor) -> dict[int, float]:
+        """q.mu + 1.5 sd of every cell that has members and that this row sees, for a query (times scale)."""
+        seen = [span.number for span in self.layout.spans.seen(int(self.closed[row]))]
+        found = {}
+        for cell, own in enumerate(self.members):
+            if len(own) and int(self.layout.span_of_cell[cell]) in seen:
                 spread = (query.square() * own.var(0, correction=0)).sum().sqrt()
-                scores[row][cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
-    return scores
+                found[cell] = float(query @ own.mean(0) + ROUTE_SPREADS * spread)
+        return found
+
+
+def routing_scores(found: Run) -> list[dict[int, float]]:
+    """For each row of the first entry."""
+    cells, queries = SeenCells(found), found.queries[0].double() * found.scale
+    return [cells.scores(row, queries[row]) for row in range(found.case.length)]
 
 
 @pytest.mark.parametrize("name", ["plain", pytest.param("causal", marks=pytest.mark.long)])
@@ -256,6 +265,61 @@ def test_of_equal_scores_some_are_opened(name: str) -> None:
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
+def block_votes(found: Run, cells: SeenCells) -> list[dict[int, float]]:
+    """For each block of the first entry, what every eight rows together give each key of the cells that the first row sees."""
+    case, queries = found.case, found.queries[0].double() * found.scale
+    votes: list[dict[int, float]] = []
+    for member in range(case.group):
+        for begin in range(0, case.length, case.share):
+            votes.append({})
+            for first in range(begin, min(begin + case.share, case.length), 8):
+                last = min(first + 8, case.length)
+                mean = queries[member * case.length + first : member * case.length + last].mean(0)
+                weights = {cell: math.exp(x) for cell, x in cells.scores(member * case.length + begin, mean).items()}
+                total = sum(len(cells.members[cell]) * weight for cell, weight in weights.items())
+                for cell, weight in weights.items():
+                    votes[-1][cell] = votes[-1].get(cell, 0.0) + weight / total
+    return votes
+
+
+VOTES: dict[str, tuple[Case, float]] = {
+    "plain": (Case(group=2, length=45, keys=150, probes=6, padding=7, share=16), 1.5),
+    # Cells with next to no votes are opened too: were something added to all votes, these could not be told apart.
+    "steep": (Case(length=41, keys=150, cell_size=3, probes=24, share=16), 30.0),
+    "causal": (Case(group=2, length=51, keys=120, segment=24, cell_size=3, probes=5, span_levels=3, padding=5, share=16), 3.0),
+}
+"""Cases, and how long their queries are."""
+
+
+@pytest.mark.parametrize("name", list(VOTES))
+def test_a_block_opens_the_cells_with_most_votes(name: str) -> None:
+    """As many of the best as fit into two limits. Votes are told apart to 1 part in 1,000."""
+    case, stretch = VOTES[name]
+    found = run(case, stretch=stretch)
+    cells = SeenCells(found)
+    most_keys = case.probes * -(-cells.layout.segment // cells.layout.cells_per_segment)
+    limited = 0
+    for votes, row in zip(block_votes(found, cells), found.opened[0].tolist(), strict=True):
+        opened = {cell for cell in row if cell >= 0}
+        assert opened <= set(votes)
+        assert row == [*(cell for cell in row if cell in opened), *[-1] * (case.probes - len(opened))]
+        assert len(opened) == sum(cell >= 0 for cell in row)
+        keys = sum(len(cells.members[cell]) for cell in opened)
+        assert keys <= most_keys
+        closed = sorted(set(votes) - opened, key=lambda cell, votes=votes: -votes[cell])
+        if closed:
+            best = votes[closed[0]]
+            assert opened
+            assert min(votes[cell] for cell in opened) >= 0.999 * best
+            # Equals are opened together, or not at all.
+            equals = [cell for cell in closed if votes[cell] >= 0.999 * best]
+            too_many = len(opened) + len(equals) > case.probes
+            too_large = keys + sum(len(cells.members[cell]) for cell in equals) > most_keys
+            assert too_many or too_large
+            limited += 1
+    assert limited > 0
+
+
 GRID: list[Any] = [
     pytest.param(dtype, dim, segment, share, id=f"{str(dtype)[6:]}-{dim}-{'causal' if segment else 'plain'}-{share}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -290,14 +354,17 @@ def test_deterministic_when_asked() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize("segment", [0, 64])
-def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
-    """By what k-means makes small: squared deviations from the mean of a cell, over all spans."""
+def test_cells_are_as_tight_as_on_a_cpu(segment: int, tile: int) -> None:
+    """By what k-means makes small: squared deviations from the mean of a cell, over all spans. In tiles of so many cells."""
     from nearfield.cells.partition.kmeans import KMeans
     from nearfield.cells.triton.layout import layout_of
+    from nearfield.cells.triton.tuning import TileSizes, trying
 
     case = Case(length=8, keys=256, segment=segment, sinks=0, cell_size=8, span_levels=3 if segment else 1)
-    found = run(case, iterations=3)
+    with trying("nearest", TileSizes(64, 4, 1, keys=tile)), trying("means", TileSizes(tile, 4, 1)):
+        found = run(case, iterations=3)
     layout = layout_of(case.keys, case.sizes, DEVICE)
     edges = layout.spans.edges(layout.cells_per_segment)
 
@@ -311,6 +378,22 @@ def test_cells_are_as_tight_as_on_a_cpu(segment: int) -> None:
         mine += inside(own, found.cell_of[0, span.level, where])
         reference += inside(own, KMeans(iterations=3).build(own[None], edges[span.number + 1] - edges[span.number])[0])
     assert mine <= 1.04 * reference
+
+
+def test_an_empty_cell_starts_again_elsewhere() -> None:
+    """Of cells that start at equal keys all but one are empty at first: turn by turn, more places have a cell of their own."""
+    from nearfield.cells.triton.cluster import kmeans
+    from nearfield.cells.triton.layout import layout_of
+
+    case = Case(keys=256, sinks=0, cell_size=8)
+    place = torch.randint(24, (case.keys,), generator=seeded(1)).to(DEVICE)
+    keys = torch.randn(24, case.dim, generator=seeded(0)).to(DEVICE)[place][None]
+    cells = []
+    for iterations in (0, 6):
+        found = torch.empty(1, 1, case.keys, dtype=torch.int32, device=DEVICE)
+        kmeans(keys, layout_of(case.keys, case.sizes, DEVICE), iterations, 0, None, found)
+        cells.append(len(found.unique()))
+    assert cells[0] < cells[1] == 24
 
 
 @pytest.mark.long
