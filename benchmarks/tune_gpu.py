@@ -6,8 +6,8 @@ python benchmarks/tune_gpu.py --out FILE                                # write 
 
 Kernels are compiled by several processes at a time; only then are they timed, one after the other, inside whole forward and
 backward passes (device time by the profiler), with and without a causal mask. The file has an entry for each card; those of other
-cards stay as they are. A card that is not in it yet starts with the sizes of the first one, also for the steps of a cache
-("decode"), which this script does not measure.
+cards stay as they are. A card that is not in it yet starts with the sizes of its class (fit_tiles.py), also for the steps of a
+cache ("decode"), which this script does not measure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import nearfield as nf
 from nearfield.cells.triton import tuning as triton_tuning
-from nearfield.cells.triton.tuning import TileSizes, card_table, trying
+from nearfield.cells.triton.tuning import TileSizes, table_for, trying
 
 TABLE = Path(triton_tuning.__file__).with_name("tuning.json")
 LENGTH, HEADS, SEGMENT = 65536, 8, 2048
@@ -260,7 +260,7 @@ def main() -> None:
         worker.join()
 
     cards = json.loads(TABLE.read_text())["cards"]
-    known = card_table(torch.device("cuda", torch.cuda.current_device()))
+    known = table_for(torch.device("cuda", torch.cuda.current_device()))
     table = json.loads(json.dumps(known["blocks"]))
     best: dict[tuple[str, str, str], tuple[float, Case]] = {}
     before: tuple[Any, ...] = ()
