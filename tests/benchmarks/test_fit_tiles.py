@@ -71,6 +71,7 @@ def test_what_blocks_may_become(kernel: str, load: Callable[[str], Any]) -> None
 def test_what_was_compiled_fits(load: Callable[[str], Any]) -> None:
     """By the committed results: all classes, with two versions of Triton, and no kernel beyond the limit."""
     found = json.loads((load("record").RESULTS / "compiled.json").read_text())
+    columns = load("compile_kernels").TENSOR_COLUMNS
     assert len(found) >= 2
     for saved in found.values():
         results = saved["results"]
@@ -81,3 +82,4 @@ def test_what_was_compiled_fits(load: Callable[[str], Any]) -> None:
             for kernels in cases.values():
                 assert len(kernels) > 35
                 assert {kernel: most[0] for kernel, most in kernels.items() if most[0] > cards.SHARED[name]} == {}
+                assert {kernel: most[3] for kernel, most in kernels.items() if most[3] > columns} == {}
