@@ -35,7 +35,7 @@ def write(name: str, results: Any) -> Path:
     """Save results with their environment as `results/<name>.json`."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(_json({"environment": environment(), "results": results}))
+    path.write_text(compact({"environment": environment(), "results": results}))
     return path
 
 
@@ -49,11 +49,11 @@ def merge(name: str, section: str, results: Any) -> Path:
     path = RESULTS / f"{name}.json"
     sections = json.loads(path.read_text()) if path.exists() else {}
     sections[section] = {"environment": environment(), "results": results}
-    path.write_text(_json(sections))
+    path.write_text(compact(sections))
     return path
 
 
-def _json(results: Any) -> str:
+def compact(results: Any) -> str:
     """Indented, with lists of numbers on one line."""
     text = json.dumps(results, indent=2)
     return (

@@ -1,13 +1,13 @@
 """Block sizes of the Triton kernels: tries them all on this card and writes the fastest to cells/triton/tuning.json.
 
 python benchmarks/tune_gpu.py                                           # everything, about ten minutes
-python benchmarks/tune_gpu.py --kernels near_fwd far_fwd --dims 64      # these only; the others stay in the file as they are
+python benchmarks/tune_gpu.py --kernels near_fwd attend --dims 64       # these only; the others stay in the file as they are
 python benchmarks/tune_gpu.py --out FILE                                # write another file
 
 Kernels are compiled by several processes at a time; only then are they timed, one after the other, inside whole forward and
 backward passes (device time by the profiler), with and without a causal mask. The file has an entry for each card; those of other
-cards stay as they are. A card that is not in it yet starts with the sizes of the first one, also for the steps of a cache
-("decode"), which this script does not measure.
+cards stay as they are. A card that is not in it yet starts with the sizes of its class (fit_tiles.py), also for the steps of a
+cache ("decode"), which this script does not measure.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from torch.profiler import ProfilerActivity, profile
 
 import nearfield as nf
 from nearfield.cells.triton import tuning as triton_tuning
-from nearfield.cells.triton.tuning import TileSizes, card_table, trying
+from nearfield.cells.triton.tuning import TileSizes, table_for, trying
 
 TABLE = Path(triton_tuning.__file__).with_name("tuning.json")
 LENGTH, HEADS, SEGMENT = 65536, 8, 2048
 PROBES = 8
 WORKERS = 14
-FORWARD = ("route", "near_fwd", "far_fwd", "local_fwd", "nearest")
+FORWARD = ("route", "near_fwd", "attend_rows", "nearest", "means")
+TOGETHER = ("vote", "attend")
+"""Kernels of rows that open cells together."""
 BACKWARD = ("near_dkv", "near_dq", "far_dq", "far_dmoments", "local_dkv", "local_dq", "moments_dkv")
-SYMBOL = {name: f"_{name}" for name in (*FORWARD, *BACKWARD)}
+SYMBOL = {name: f"_{name}" for name in (*FORWARD, *TOGETHER, *BACKWARD)}
 BY_CELL_SIZE = ("near_fwd", "near_dkv", "near_dq")
 """Kernels to which the size of cells matters; the others are measured with cells of 128."""
 
@@ -53,8 +55,8 @@ class Case(NamedTuple):
         return self.kernel, f"{'float32' if self.dtype == 'float32' else 'half'}, {self.dim}", str(self.cell_size)
 
 
-# Rows, warps, stages and keys of a block. What does not fit into shared memory is left out when it is tried.
-CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+# Rows, warps, stages, keys (and cells) of a block. What does not fit into shared memory is left out when it is tried.
+CANDIDATES: dict[str, tuple[tuple[int, ...], ...]] = {
     "route": (
         (32, 4, 3, 64),
         (64, 4, 1, 64),
@@ -71,19 +73,24 @@ CANDIDATES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
         *((128, 4, stages, keys) for stages in (1, 2) for keys in (64, 128)),
         (64, 8, 1, 128),
     ),
-    "far_fwd": (
-        *((64, warps, stages, keys) for warps in (4, 8) for stages in (1, 2, 3) for keys in (32, 64)),
-        *((128, 8, stages, keys) for stages in (2, 3) for keys in (32, 64)),
+    "attend_rows": tuple(
+        (rows, warps, stages, 64, cells)
+        for rows, warps in ((64, 4), (128, 4), (128, 8))
+        for stages in (2, 3)
+        for cells in (32, 64)
     ),
-    "local_fwd": (
-        *((64, 4, stages, keys) for stages in (2, 3) for keys in (64, 128)),
-        *((128, 8, stages, keys) for stages in (2, 3) for keys in (64, 128)),
+    "attend": (
+        *((128, 4, stages, 64, cells) for stages in (2, 3, 4) for cells in (32, 64)),
+        *((128, 8, stages, keys, 32) for stages in (2, 3) for keys in (64, 128)),
+        *((64, 4, stages, keys, 32) for stages in (2, 3) for keys in (64, 128)),
     ),
+    "vote": tuple((16, warps, stages, keys) for warps in (2, 4) for stages in (1, 2, 3) for keys in (64, 128, 256)),
     "nearest": (
-        *((128, 4, stages, keys) for stages in (2, 3) for keys in (64, 128)),
-        *((128, 8, stages, keys) for stages in (2, 3) for keys in (64, 128)),
-        *((64, 4, stages, 64) for stages in (2, 3)),
+        *((128, 4, stages, keys) for stages in (2, 3) for keys in (32, 64)),
+        *((64, 4, stages, keys) for stages in (2, 3) for keys in (32, 64)),
+        *((256, 8, stages, keys) for stages in (2, 3) for keys in (32, 64)),
     ),
+    "means": tuple((cells, 4, stages, points) for cells in (16, 32, 64) for stages in (2, 3) for points in (128, 256, 512)),
     "moments_dkv": ((32, 4, 1, 64), (32, 8, 1, 64), (64, 4, 1, 64), (64, 8, 1, 64)),
     "near_dkv": (
         (64, 4, 1, 64),
@@ -192,9 +199,10 @@ def passes(case: Case) -> list[Callable[[], Any]]:
         return (centre + 0.7 * torch.randn(HEADS, LENGTH, case.dim, device="cuda"))[None].to(dtype)
 
     query, key, value = (clustered().requires_grad_(case.kernel in BACKWARD) for _ in range(3))
-    method = nf.Cells(cell_size=case.cell_size, probes=PROBES, segment=SEGMENT)
-    plain = nf.Cells(cell_size=case.cell_size, probes=PROBES)
-    if case.kernel in FORWARD:
+    share, probes = (128, 2 * PROBES) if case.kernel in TOGETHER else (1, PROBES)
+    method = nf.Cells(cell_size=case.cell_size, probes=probes, segment=SEGMENT, share=share)
+    plain = nf.Cells(cell_size=case.cell_size, probes=probes, share=share)
+    if case.kernel not in BACKWARD:
         return [
             lambda: nf.attention(query, key, value, method=plain),
             lambda: nf.attention(query, key, value, is_causal=True, method=method),
@@ -260,7 +268,7 @@ def main() -> None:
         worker.join()
 
     cards = json.loads(TABLE.read_text())["cards"]
-    known = card_table(torch.device("cuda", torch.cuda.current_device()))
+    known = table_for(torch.device("cuda", torch.cuda.current_device()))
     table = json.loads(json.dumps(known["blocks"]))
     best: dict[tuple[str, str, str], tuple[float, Case]] = {}
     before: tuple[Any, ...] = ()

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.kernels import pairs_cpu, pairs_gpu, reference
+from nearfield.kernels.cards import LEAST_CAPABILITY
 from nearfield.kernels.limits import unsupported
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 """`reference` is the specification in plain torch, on any device. `cpu` uses the fused kernels of torch, `triton` our own."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-LEAST_CAPABILITY = (9, 0)
-"""The least compute capability of a GPU that runs the Triton kernels."""
 
 
 def check_backend(backend: str, device: torch.device) -> None:

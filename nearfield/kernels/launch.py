@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from nearfield import _compat
+from nearfield.kernels import cards
 
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 """Kernels take powers and logarithms to base 2. On the host: `LOG2E.value`."""
@@ -170,3 +171,8 @@ else:
 
 HAS_PDL = _compat.has_dependent_launch() and _compat.is_compiled_by_triton(wait_for_previous)
 """The interpreter has no PDL: it runs kernels one after the other."""
+
+
+def dependent_launch(like: Tensor) -> bool:
+    """Whether kernels on the device of `like` are launched so. Ptxas refuses the instructions for cards that lack them."""
+    return HAS_PDL and like.is_cuda and cards.starts_early(like.device)

@@ -389,10 +389,31 @@ MUTANTS = (
     ),
     Mutant(
         "triton: block sizes of one card for all",
-        "card_table",
-        'torch.cuda.get_device_name(device) if device.type == "cuda" else ""',
+        "table_for",
+        'torch.cuda.get_device_name(device) if device.type == "cuda" and not imposed else ""',
         '""',
         ("test_block_sizes_are_those_of_the_card",),
+    ),
+    Mutant(
+        "triton: a measured card does not use the block sizes of another class",
+        "table_for",
+        ' and not imposed else ""',
+        ' else ""',
+        ("test_block_sizes_of_another_class_are_used_when_asked",),
+    ),
+    Mutant(
+        "cards: every card has the class of the largest",
+        "class_of",
+        "if capability_of(name) <= capability",
+        "if capability",
+        ("test_cards.py",),
+    ),
+    Mutant(
+        "cards: dependent launches wherever Triton knows them",
+        "_starts_early",
+        "min(torch.cuda.get_device_capability(device), capability_of(class_of(device, imposed))) >= LEAST_DEPENDENT",
+        "True",
+        ("test_cards.py",),
     ),
     Mutant(
         "chosen keys: only the first tile of pairs",

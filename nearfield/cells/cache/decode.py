@@ -12,7 +12,7 @@ from nearfield.cells.cache.state import CacheState
 from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts, read_cells, score_cells
 from nearfield.cells.triton.limits import MOST_PROGRAMS, unsupported_step
 from nearfield.cells.triton.tuning import decode_tiles
-from nearfield.kernels.launch import HAS_PDL, cdiv, next_power_of_2, padded, precision
+from nearfield.kernels.launch import cdiv, dependent_launch, next_power_of_2, padded, precision
 
 STEPS = 8
 """Cuts of the range of scores into four: cells whose scores differ by less than a 65,536th of it count as equally good."""
@@ -92,7 +92,7 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
     padding_entry = key_padding.stride(0) if has_padding else 0
     blocks = {"BR": max(16, members), "BD": padded(dim), "BV": padded(value_dim)}
     has_base, input_precision = keys.base is not None, precision(tables.value.storage.dtype)
-    pdl = HAS_PDL and queries.is_cuda
+    pdl = dependent_launch(queries)
     dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
 
     score_cells[(entries, cell_tiles + 2)](

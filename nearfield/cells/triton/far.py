@@ -534,7 +534,8 @@ def far_dcross(
     value_dim = rows.do.shape[2]
     splits = max(1, min(32, FULL_CARD // max(1, entries * layout.segments)))
     dcross = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
-    block = min(64, padded(value_dim))
+    blocks = blocks_for("far_dcross", max(dim, value_dim), rows.queries.dtype, rows.queries.device)
+    block = min(blocks.columns, padded(value_dim))
     if layout.segments:
         _far_dcross[(layout.segments * splits, entries, cdiv(value_dim, block))](
             queries=rows.queries,
@@ -551,12 +552,12 @@ def far_dcross(
             segments=layout.segments,
             splits=splits,
             scale=scale,
-            BM=64,
+            BM=blocks.rows,
             BD=padded(dim),
             BV=block,
             DT=dot_type(rows.queries.dtype),
             IP=precision(rows.queries.dtype),
-            num_warps=4,
-            num_stages=2 if dim <= 64 else 1,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
         )
     return dcross.sum(2)

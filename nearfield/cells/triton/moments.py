@@ -23,9 +23,6 @@ MEMBERS = 32
 CHUNK = 1024
 """Keys whose products of deviations one program sums up."""
 
-CHUNK_TILE = 64
-"""How many of these it takes at a time."""
-
 
 @dataclass(frozen=True)
 class Tables:
@@ -310,7 +307,8 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
     chunks = layout.segments * cdiv(layout.segment, CHUNK)
     parts = chunks + len(spans)
     products = torch.empty(entries, parts, value_dim, dim, device=device)
-    block = min(64, padded(value_dim))
+    blocks = blocks_for("products", max(dim, value_dim), keys.dtype, device)
+    block = min(blocks.columns, padded(value_dim))
     _products[(parts, entries, cdiv(value_dim, block))](
         keys=keys,
         values=values,
@@ -332,13 +330,14 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         cell_entry=cell_of.stride(0),
         CAUSAL=layout.causal,
         CHUNK=CHUNK,
-        BM=CHUNK_TILE if max(dim, value_dim) <= 128 else MEMBERS,
-        BC=32,
+        BM=blocks.rows,
+        BC=blocks.keys,
         BD=padded(dim),
         BV=block,
         DT=dot_type(keys.dtype),
         IP=precision(keys.dtype),
-        num_warps=4 if dim <= 128 else 8,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
     )
     # What a row sees is a sum of such parts: one product with a table of factors.
     cross = torch.matmul(layout.part_factors(CHUNK), products.flatten(2)).unflatten(2, (value_dim, dim))

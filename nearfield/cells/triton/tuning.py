@@ -1,4 +1,9 @@
-"""Block sizes by card, kernel, head dimension, dtype and cell size: measured by `benchmarks/tune_gpu.py`, kept in tuning.json."""
+"""Block sizes by card, kernel, head dimension, dtype and cell size.
+
+A card that `benchmarks/tune_gpu.py` was run on has a measured table, in tuning.json. Others have that of their class, see
+`kernels.cards`, in derived.json: nobody has timed it, but `benchmarks/fit_tiles.py` has seen it compile within what a card of the
+class has. Cards of class 9.0 have what was measured on an H200.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nearfield.kernels import cards
 from nearfield.kernels.launch import padded
 
 
@@ -26,6 +32,8 @@ class TileSizes(NamedTuple):
     """keys, or cells, that it meets at a time"""
     cells: int = 32
     """cells, where it meets both"""
+    columns: int = 64
+    """of values, where a program takes a part of them"""
 
 
 class DecodeTiles(NamedTuple):
@@ -46,40 +54,51 @@ class DecodeTiles(NamedTuple):
     warps: int
 
 
+MEASURED_CLASSES = {"9.0": "NVIDIA H200"}
+"""Classes that have the table of one of their cards."""
+
 _TRIED: dict[str, TileSizes] = {}
 
 
 def blocks_for(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int = 0) -> TileSizes:
     """The block sizes of `kernel` for the larger of the head dimensions; of the cell sizes that were measured, the closest."""
-    return _TRIED.get(kernel) or _measured(kernel, dim, dtype, device, cell_size)
+    return _TRIED.get(kernel) or _kept(kernel, dim, dtype, device, cell_size, cards.imposed_class())
 
 
 @functools.cache
-def _measured(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int) -> TileSizes:
+def _kept(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int, imposed: str) -> TileSizes:
     size = 64 if dim <= 64 else 128 if dim <= 128 else 256
     kind = "float32" if dtype == torch.float32 else "half"
-    found = [(int(of), blocks) for of, blocks in card_table(device)["blocks"][kernel][f"{kind}, {size}"].items()]
+    found = [(int(of), blocks) for of, blocks in table_for(device, imposed)["blocks"][kernel][f"{kind}, {size}"].items()]
     wanted = math.log2(max(1, cell_size))
     return TileSizes(*min(found, key=lambda one: abs(math.log2(max(1, one[0])) - wanted))[1])
 
 
-@functools.cache
 def decode_tiles(dim: int, dtype: torch.dtype, device: torch.device) -> DecodeTiles:
     """Tiles of a step, for the larger of the head dimensions. Smaller where rows are wide, to fit in shared memory."""
-    tiles = DecodeTiles(**card_table(device)["decode"])
+    return _kept_for_steps(dim, dtype, device, cards.imposed_class())
+
+
+@functools.cache
+def _kept_for_steps(dim: int, dtype: torch.dtype, device: torch.device, imposed: str) -> DecodeTiles:
+    tiles = DecodeTiles(**table_for(device, imposed)["decode"])
     factor = max(1, padded(dim) * dtype.itemsize // 256)
     return tiles._replace(**{name: max(16, getattr(tiles, name) // factor) for name in ("open_end", "cells", "far", "opened")})
 
 
-def card_table(device: torch.device) -> dict[str, Any]:
-    """What was measured on such a card; for other cards, and in the interpreter, on the first card of the file."""
-    cards = _tables()["cards"]
-    return cards.get(torch.cuda.get_device_name(device) if device.type == "cuda" else "", next(iter(cards.values())))
+def table_for(device: torch.device, imposed: str = "") -> dict[str, Any]:
+    """What was measured on such a card; else the table of its class, or of the class that is imposed. See `cards.class_of`."""
+    measured = _tables("tuning.json")["cards"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and not imposed else ""
+    if name in measured:
+        return measured[name]
+    of = cards.class_of(device, imposed)
+    return measured[MEASURED_CLASSES[of]] if of in MEASURED_CLASSES else _tables("derived.json")["classes"][of]
 
 
 @functools.cache
-def _tables() -> dict[str, dict[str, Any]]:
-    return json.loads(resources.files("nearfield.cells.triton").joinpath("tuning.json").read_text())
+def _tables(file: str) -> dict[str, dict[str, Any]]:
+    return json.loads(resources.files("nearfield.cells.triton").joinpath(file).read_text())
 
 
 @contextmanager

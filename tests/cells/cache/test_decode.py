@@ -386,16 +386,16 @@ def test_real_sizes_on_a_card(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_dependent_launches_read_nothing_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps in a row, each with other queries, and memory that is used again."""
-    from nearfield.cells.cache import decode as cache_decode
+    from nearfield.kernels import launch
 
     store = CellStore(nf.Cells(segment=2048, cell_size=64, probes=10))
     store.append(*torch.randn(2, 1, 2, 20_000, 128, device="cuda").bfloat16())
     queries = torch.randn(300, 1, 8, 1, 128, device="cuda").bfloat16()
     found = []
-    for pdl in (False, cache_decode.HAS_PDL):
-        monkeypatch.setattr(cache_decode, "HAS_PDL", pdl)
+    assert launch.dependent_launch(queries)
+    for pdl in (False, True):
+        monkeypatch.setattr(launch, "HAS_PDL", pdl)
         found.append(torch.stack([store.attend(query) for query in queries]))
-    assert cache_decode.HAS_PDL
     assert torch.equal(*found)
 
 

@@ -1,50 +1,80 @@
-"""The kernels in Triton compile for a Hopper card, and fit on it, on a machine that has none."""
+"""The kernels in Triton compile for every class of cards, and fit on them, on a machine that has none."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from nearfield import _compat
+from nearfield.cells.triton.limits import WIDE_FLOAT32_BYTES
+from nearfield.kernels import cards
 
-SHARED = 227 * 1024
-"""Bytes of shared memory that a block may take on such a card."""
-FORWARD = {"_nearest", "_means", "_moments", "_products", "_route", "_attend_rows", "_near_fwd", "_merge"}
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "compile_kernels.py"
+TENSOR_COLUMNS = 512
+"""of tensor memory, where there is any"""
+FORWARD = {
+    "_nearest",
+    "_means",
+    "_tally",
+    "_scan",
+    "_place",
+    "_moments",
+    "_products",
+    "_route",
+    "_attend_rows",
+    "_near_fwd",
+    "_merge",
+}
+TOGETHER = {"_vote", "_list_keys", "_attend"}
 BACKWARD = {"_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv", "_local_dkv", "_near_dkv"}
 STEP = {"score_cells", "choose_and_read_open_end", "read_cells", "merge_parts"}
 CHOSEN_KEYS = {"_pair_scores", "_pair_sums", "_pair_scatter"}
+ALL = FORWARD | TOGETHER | BACKWARD | STEP | CHOSEN_KEYS | {"_exact_rows"}
+
+
+def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent.parent), "TRITON_CACHE_DIR": str(folder)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_all_fit(found: list[dict[str, Any]], name: str) -> None:
+    assert {one["kernel"] for one in found} >= ALL
+    assert {one["kernel"]: one["shared"] for one in found if one["shared"] > cards.SHARED[name]} == {}
+    assert {one["kernel"]: one["columns"] for one in found if one["columns"] > TENSOR_COLUMNS} == {}
+    dependent = _compat.has_dependent_launch() and cards.capability_of(name) >= cards.LEAST_DEPENDENT
+    assert {one["kernel"] for one in found if one["waits"]} == (STEP - {"score_cells"} if dependent else set())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dim", "dtype", "kind", "probes"),
+    ("name", "dtype", "dim"),
     [
-        (64, "bfloat16", "causal", 4),
-        (128, "float16", "plain", 40),
-        (256, "bfloat16", "causal", 4),
-        (128, "float32", "causal", 4),
-        (256, "float32", "causal", 4),
+        *product(cards.SHARED, ("bfloat16", "float32"), (64, 128)),
+        *((name, "bfloat16", 256) for name in cards.SHARED),
+        *((name, "float32", 256) for name in cards.SHARED if cards.SHARED[name] >= WIDE_FLOAT32_BYTES),
+        *((name, "float16", 128) for name in cards.SHARED),
     ],
 )
-def test_kernels_compile_and_fit(dim: int, dtype: str, kind: str, probes: int, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "compile_kernels.py"
-    environment = os.environ | {"PYTHONPATH": str(script.parent.parent), "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(script), str(dim), dtype, kind, str(probes)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, *_ in kernels} >= FORWARD | BACKWARD | STEP | CHOSEN_KEYS
-    assert {name: size for name, size, _ in kernels if int(size) > SHARED} == {}
-    assert {name for name, _, waits in kernels if waits == "True"} == (
-        STEP - {"score_cells"} if _compat.has_dependent_launch() else set()
-    )
+def test_kernels_compile_and_fit(name: str, dtype: str, dim: int, tmp_path: Path) -> None:
+    assert_all_fit(compiled(tmp_path, name, "--dims", str(dim), "--dtypes", dtype), name)
+
+
+@pytest.mark.long
+def test_kernels_compile_and_fit_where_there_is_least_memory(tmp_path: Path) -> None:
+    """One dtype and dimension of `test_kernels_compile_and_fit` in one version, so that every run has some of it."""
+    assert_all_fit(compiled(tmp_path, "8.6", "--dims", "128", "--dtypes", "bfloat16", "--quick"), "8.6")
 
 
 @pytest.mark.long

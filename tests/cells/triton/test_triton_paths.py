@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 import nearfield as nf
 from nearfield import _compat
 from nearfield.cells.sizes import MemoryPolicy
+from nearfield.cells.triton.limits import WIDE_FLOAT32_BYTES, unsupported, unsupported_step
 
 pytest.importorskip("triton")
 
@@ -23,7 +25,7 @@ from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
 from nearfield.cells.triton import memory as triton_memory
 from nearfield.cells.triton import tuning
-from nearfield.kernels import launch
+from nearfield.kernels import cards, launch
 from nearfield.kernels.launch import Kernel
 
 SMALL = {
@@ -449,37 +451,96 @@ def test_keywords_go_in_the_order_of_the_signature(known: bool, monkeypatch: pyt
 
 
 def test_every_kernel_has_block_sizes() -> None:
-    """Every card of the file has all of them, for all head dimensions."""
-    kernels = {"nearest", "means", "route", "vote", "attend", "attend_rows", "near_fwd", "near_dq", "near_dkv"}
-    kernels |= {"local_dq", "local_dkv", "far_dq", "far_dmoments", "moments_dkv"}
-    for table in tuning._tables()["cards"].values():
+    """Every measured card and every class has all of them, for all head dimensions."""
+    kernels = {"nearest", "means", "products", "route", "vote", "attend", "attend_rows", "near_fwd", "near_dq", "near_dkv"}
+    kernels |= {"local_dq", "local_dkv", "far_dq", "far_dmoments", "far_dcross", "moments_dkv"}
+    measured, derived = tuning._tables("tuning.json")["cards"], tuning._tables("derived.json")["classes"]
+    assert set(derived) == set(cards.SHARED) - set(tuning.MEASURED_CLASSES)
+    assert set(tuning.MEASURED_CLASSES.values()) <= set(measured)
+    every = {f"{kind}, {dim}" for kind in ("half", "float32") for dim in (64, 128, 256)}
+    for name, table in (*measured.items(), *derived.items()):
+        served = every - {"float32, 256"} if cards.SHARED.get(name, WIDE_FLOAT32_BYTES) < WIDE_FLOAT32_BYTES else every
         assert set(table["blocks"]) == kernels
         assert table["fields"] == list(tuning.TileSizes._fields)
+        assert set(table["decode"]) == set(tuning.DecodeTiles._fields)
         for sizes in table["blocks"].values():
-            assert set(sizes) == {f"{kind}, {dim}" for kind in ("half", "float32") for dim in (64, 128, 256)}
+            assert set(sizes) == served
 
 
-def test_block_sizes_are_those_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tuning._tables()["cards"]["NVIDIA H200"]
-    other = json.loads(json.dumps(plain))
-    other["blocks"]["near_fwd"]["half, 64"] = {"64": [1, 2, 3, 4], "256": [5, 6, 7, 8]}
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Cards 0 to 3 and what is known: one that was measured, another one, and two that were not, of classes 9.0 and 8.6."""
+    plain = json.loads(json.dumps(tuning._tables("tuning.json")["cards"]["NVIDIA H200"]))
+    other, small = (json.loads(json.dumps(plain)) for _ in range(2))
+    other["blocks"]["near_fwd"]["half, 64"] = {"64": [1, 2, 3, 4, 5, 6], "256": [5, 6, 7, 8, 9, 10]}
     other["decode"]["cells"] = 64
-    monkeypatch.setattr(tuning, "_tables", lambda: {"cards": {"NVIDIA H200": plain, "Other": other}})
-    names = {0: "NVIDIA H200", 1: "Other", 2: "Unknown"}
+    small["blocks"]["near_fwd"]["half, 64"] = {"128": [9, 9, 9, 9, 9, 9]}
+    small["decode"]["cells"] = 16
+    known = {"tuning.json": {"cards": {"NVIDIA H200": plain, "Other": other}}, "derived.json": {"classes": {"8.6": small}}}
+    monkeypatch.setattr(tuning, "_tables", lambda file: known[file])
+    names = {0: "NVIDIA H200", 1: "Other", 2: "Unknown", 3: "Small"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
-    for cached in (tuning._measured, tuning.decode_tiles):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if device.index == 3 else (9, 0))
+    monkeypatch.delenv(cards.SWITCH, raising=False)
+    caches = tuning._kept, tuning._kept_for_steps, cards.class_of
+    for cached in caches:
         cached.cache_clear()
-    first, second, third = (torch.device("cuda", index) for index in range(3))
-    sizes = ("near_fwd", 64, torch.bfloat16)
-    assert tuning.blocks_for(*sizes, second, 100)[:4] == (1, 2, 3, 4)
-    assert tuning.blocks_for(*sizes, second, 200)[:4] == (5, 6, 7, 8)
-    assert tuning.blocks_for(*sizes, third, 64) == tuning.blocks_for(*sizes, first, 64)
-    assert (
-        tuning.blocks_for(*sizes, torch.device("cpu"), 64) == tuning.blocks_for(*sizes, first, 64) != tuning.TileSizes(1, 2, 3, 4)
-    )
-    assert [tuning.decode_tiles(64, torch.bfloat16, device).cells for device in (first, second, third)] == [32, 64, 32]
-    for cached in (tuning._measured, tuning.decode_tiles):
+    yield known
+    for cached in caches:
         cached.cache_clear()
+
+
+def test_wide_float32_needs_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow, half = torch.empty(0, 256), torch.empty(0, 128), torch.empty(0, 256, dtype=torch.float16)
+    for name, size in cards.SHARED.items():
+        monkeypatch.setenv("NEARFIELD_TILES", name)
+        missing = "float32 with more than 128 columns on a card with 99 KB of shared memory per block"
+        assert unsupported(narrow, wide) == (missing if size < 100 << 10 else None)
+        assert unsupported(narrow, half) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "least"), [(16, 256, 99), (64, 64, 99), (32, 128, 99), (17, 256, 163), (64, 128, 163), (64, 256, 227)]
+)
+def test_steps_of_many_heads_in_float32_need_shared_memory(
+    group: int, dim: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`least`: kilobytes. In bfloat16 they fit everywhere."""
+    stored = torch.empty(1, 1, 0, dim)
+    for name, size in cards.SHARED.items():
+        monkeypatch.setenv("NEARFIELD_TILES", name)
+        missing = unsupported_step(torch.empty(1, group, 1, dim), stored, stored, 100, 100, 100)
+        expected = f"float32 with {group} query heads per key-value head and {dim} columns on a card with {size >> 10} KB"
+        assert missing is None if size >> 10 >= least else missing is not None and missing.startswith(expected)
+        half = stored.bfloat16()
+        assert unsupported_step(torch.empty(1, group, 1, dim).bfloat16(), half, half, 100, 100, 100) is None
+
+
+SIZES = ("near_fwd", 64, torch.bfloat16)
+
+
+def test_block_sizes_are_those_of_the_card(tables: dict[str, Any]) -> None:
+    first, second, third, fourth = (torch.device("cuda", index) for index in range(4))
+    assert tuning.blocks_for(*SIZES, second, 100) == (1, 2, 3, 4, 5, 6)
+    assert tuning.blocks_for(*SIZES, second, 200) == (5, 6, 7, 8, 9, 10)
+    assert tuning.blocks_for(*SIZES, third, 64) == tuning.blocks_for(*SIZES, first, 64)
+    assert tuning.blocks_for(*SIZES, torch.device("cpu"), 64) == tuning.blocks_for(*SIZES, first, 64) != (1, 2, 3, 4, 5, 6)
+    assert tuning.blocks_for(*SIZES, fourth, 64) == (9, 9, 9, 9, 9, 9)
+    steps = [tuning.decode_tiles(64, torch.bfloat16, device).cells for device in (first, second, third, fourth)]
+    assert steps == [32, 64, 32, 16]
+
+
+def test_block_sizes_of_another_class_are_used_when_asked(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a measured card as well, and only for as long as it is asked."""
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(4))]
+    before = [tuning.blocks_for(*SIZES, device, 64) for device in devices]
+    monkeypatch.setenv("NEARFIELD_TILES", "8.6")
+    assert {tuning.blocks_for(*SIZES, device, 64) for device in devices} == {(9, 9, 9, 9, 9, 9)}
+    assert {tuning.decode_tiles(64, torch.bfloat16, device).cells for device in devices} == {16}
+    monkeypatch.delenv("NEARFIELD_TILES")
+    assert [tuning.blocks_for(*SIZES, device, 64) for device in devices] == before
+    monkeypatch.setenv("NEARFIELD_TILES", "9.0")
+    assert tuning.blocks_for(*SIZES, devices[2], 64) == before[1] != before[2]
 
 
 @pytest.mark.long
