@@ -41,7 +41,7 @@ SPILLED = 64
 MOST_TRIED = 12
 NARROW = ("attend_rows", "attend")
 """Kernels that compute with float16 otherwise than with bfloat16."""
-WITHOUT_MASK = ("route",)
+WITHOUT_MASK = ("route", "products")
 """Kernels that take most where there is no mask and many probes; the others with a causal mask."""
 VARIED = {
     "route": ("rows",),
