@@ -1,7 +1,9 @@
-"""Attention of blocks of rows that open cells together: one kernel over one list of keys per block, one running softmax.
+"""Attention in one kernel, with one running softmax over keys and cells.
 
-A block reads, in this order: the keys of its list (sinks, and the members of the cells that it opened), the keys after its last
-closed segment, and the cells left closed. All rows of a block see the same keys and cells, up to the causal mask at its end.
+`attend_rows`: rows that open cells by themselves attend to all but these, `near` does the rest.
+`attend`: a block of rows that open cells together attends to everything. It reads, in this order: the keys of its list (sinks,
+and the members of the cells that it opened), the keys after its last closed segment, and the cells left closed. All rows of a
+block see the same keys and cells, up to the causal mask at its end.
 """
 
 from __future__ import annotations
