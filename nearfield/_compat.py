@@ -74,7 +74,7 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
 
     Seen in Triton 3.6 and 3.9; older versions take other arguments. What Triton's own function does before it calls into C takes
     three times as long as the call, and looking up the address of a tensor there longer than here. So the call is made
-    directly where it is known.
+    directly where it is known; hooks on launches (`triton.knobs.runtime`) see only the first one of each kind then.
     """
     version = triton_version()
     if compiled is None or version < (3, 4) or not is_compiled_by_triton(function):

@@ -21,7 +21,7 @@ from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
 from nearfield.cells.triton.local import add_keys, edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
-from nearfield.cells.triton.tuning import TileSizes, blocks_for
+from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
 
 
@@ -443,11 +443,6 @@ def _attend_rows(
     tl.store(lse + entry * lse_entry + row, lse_i, mask=there)
 
 
-def _warps(blocks: TileSizes, dim: int, value_dim: int) -> int:
-    """How many warps fit: Triton lets eight of them read beyond a tile of 16 columns (seen in 3.6)."""
-    return blocks.warps if min(padded(dim), padded(value_dim)) >= 64 else min(4, blocks.warps)
-
-
 def attend_rows(
     queries: Tensor,
     keys: Tensor,
@@ -514,7 +509,7 @@ def attend_rows(
         BK=min(64, padded(dim)),
         DT=dot_type(queries.dtype),
         IP=precision(queries.dtype),
-        num_warps=_warps(blocks, dim, value_dim),
+        num_warps=fitting_warps(blocks.warps, dim, value_dim),
         num_stages=blocks.stages,
     )
 
@@ -580,6 +575,6 @@ def attend(
         BK=min(64, padded(dim)),
         DT=dot_type(queries.dtype),
         IP=precision(queries.dtype),
-        num_warps=_warps(blocks, dim, value_dim),
+        num_warps=fitting_warps(blocks.warps, dim, value_dim),
         num_stages=blocks.stages,
     )

@@ -160,14 +160,15 @@ def _place(
     cell = tl.load(cell_of + place, mask=there, other=-1)
     first_place = tl.min(place, 0)
     number = tl.arange(0, BP)
-    earlier = tl.zeros([BP], tl.int32)
-    for start in range(0, tl.sum(there.to(tl.int32), 0), BJ):
+    count = tl.sum(there.to(tl.int32), 0)
+    earlier = tl.zeros([BP, BJ], tl.int32)
+    for start in range(0, count, BJ):
         other = start + tl.arange(0, BJ)
-        same = tl.load(cell_of + first_place + other)[None, :] == cell[:, None]
-        earlier += tl.sum((same & (other[None, :] < number[:, None])).to(tl.int32), 1)
+        same = tl.load(cell_of + first_place + other, mask=other < count, other=-1)[None, :] == cell[:, None]
+        earlier += (same & (other[None, :] < number[:, None])).to(tl.int32)
     inside = cell >= 0
     own = cell - tl.load(cell_edges + span)
-    into = tl.load(tally + entry * per_entry + tl.load(chunk_edges + chunk) + own, mask=inside, other=0) + earlier
+    into = tl.load(tally + entry * per_entry + tl.load(chunk_edges + chunk) + own, mask=inside, other=0) + tl.sum(earlier, 1)
     tl.store(order + into, position, mask=inside)
 
 
@@ -179,6 +180,7 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
     """
     entries, _, length = cell_of.shape
     device, cells = cell_of.device, layout.cells
+    assert entries * layout.members < 2**31
     order = torch.empty(entries * layout.members, dtype=torch.int32, device=device)
     starts = torch.empty(entries * cells + 1, dtype=torch.int32, device=device)
     if not cells:
@@ -588,6 +590,8 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
         largest = tl.maximum(largest, tl.max(tl.load(sizes + cell, mask=cell < last, other=0), 0))
         tl.store(parts + cell, tl.zeros([BC], tl.int32), mask=cell < last)
     if largest > times * mean:
+        # What was stored above lane by lane is stored again below.
+        tl.debug_barrier()
         # Of n keys in m cells no more than m / 8 parts are cut off, and at least as many cells are no larger than the mean.
         free = first
         given = first

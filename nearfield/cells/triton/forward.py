@@ -65,7 +65,7 @@ def forward(
         counts = assign(keys, visible, sizes, layout, iterations, seed, cell_of)
         tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, *vars(tables).values()), beyond)
-        step = max(1, budget.parts // list_bytes(layout, sizes, opened.shape[1]))
+        step = max(1, budget.parts // max(1, list_bytes(layout, sizes, opened.shape[1])))
         for first in range(0, len(queries), step):
             some = slice(first, min(first + step, len(queries)))
             query, sees, own_tables = queries[some], visible[some], tables.of(some)

@@ -12,7 +12,7 @@ from nearfield.cells import moments as cell_moments
 from nearfield.cells.triton.cluster import members_of
 from nearfield.cells.triton.far_field import NOT_FINITE, VOID
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.tuning import blocks_for
+from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
 
 MOST_VARIANCE = tl.constexpr(cell_moments.MOST_VARIANCE)
@@ -336,15 +336,23 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         BV=block,
         DT=dot_type(keys.dtype),
         IP=precision(keys.dtype),
-        num_warps=blocks.warps,
+        num_warps=fitting_warps(blocks.warps, dim, value_dim),
         num_stages=blocks.stages,
     )
     # What a row sees is a sum of such parts: one product with a table of factors.
-    cross = torch.matmul(layout.part_factors(CHUNK), products.flatten(2)).unflatten(2, (value_dim, dim))
+    cross = _precise_product(layout.part_factors(CHUNK), products.flatten(2)).unflatten(2, (value_dim, dim))
     if layout.causal:
         return cross, layout.pooled.expand(entries, -1)
     pooled = moments.size.sum(1, keepdim=True).clamp_(min=1).expand(entries, 2)
     return cross.div_(pooled[..., None, None]), pooled
+
+
+def _precise_product(factors: Tensor, parts: Tensor) -> Tensor:
+    """Their product. It is a difference of large sums: where the caller has allowed TF32, in two products, which lose nothing."""
+    if torch.get_float32_matmul_precision() == "highest":
+        return torch.matmul(factors, parts)
+    high = parts.to(torch.bfloat16).float()
+    return torch.matmul(factors, high) + torch.matmul(factors, parts - high)
 
 
 @Kernel
@@ -485,6 +493,6 @@ def moments_dkv(
         BK=min(64, padded(dim), padded(value_dim)),
         DT=dot_type(keys.dtype),
         IP=precision(keys.dtype),
-        num_warps=blocks.warps,
+        num_warps=fitting_warps(blocks.warps, dim, value_dim),
         num_stages=blocks.stages,
     )

@@ -65,6 +65,11 @@ def blocks_for(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, 
     return _TRIED.get(kernel) or _kept(kernel, dim, dtype, device, cell_size, cards.imposed_class())
 
 
+def fitting_warps(warps: int, *dims: int) -> int:
+    """At most four where some rows are narrow: Triton lets eight read beyond a tile of 16 columns (seen in 3.6)."""
+    return warps if min(map(padded, dims)) >= 64 else min(4, warps)
+
+
 @functools.cache
 def _kept(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int, imposed: str) -> TileSizes:
     size = 64 if dim <= 64 else 128 if dim <= 128 else 256

@@ -329,6 +329,22 @@ def test_members_of_cells_are_in_order(segment: int, known: bool) -> None:
     assert order[: len(expected)].tolist() == expected
 
 
+def test_differences_of_large_sums_are_precise_whatever_is_allowed() -> None:
+    """Where TF32 is allowed, which on a card would keep ten bits of each sum."""
+    from nearfield.cells.triton.moments import _precise_product
+
+    factors = torch.tensor([[1.0, -1.0]], device=DEVICE)
+    parts = torch.tensor([[1000.123, 5.0], [1000.0, 5.001]], device=DEVICE)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for allowed in ("highest", "high"):
+            torch.set_float32_matmul_precision(allowed)
+            found = _precise_product(factors, parts)
+            torch.testing.assert_close(found, torch.tensor([[0.123, -0.001]], device=DEVICE), atol=2e-4, rtol=0)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.long
 def test_blocks_of_rows_belong_to_one_head() -> None:
     """Grouped heads whose length is no multiple of a block."""
