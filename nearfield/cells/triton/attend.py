@@ -75,6 +75,59 @@ def add_seen(qk, value, scale, m_i, l_i, acc, IP: tl.constexpr):
     return m_new, l_i * alpha + tl.sum(p, 1), acc
 
 
+@triton.jit
+def _cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL: tl.constexpr):
+    """Centroids, variances and mean values of some cells `[cells, columns]`."""
+    mean, value = _tile(centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL)
+    if FULL:
+        var = tl.load(variance + cell[:, None] * dim + column[None, :])
+    else:
+        var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
+    return mean, var, value
+
+
+@triton.jit
+def _without_odd(qk, value):
+    """Logits and values that do no harm where a row does not see them.
+
+    Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
+    """
+    fine = value.to(tl.float32) * 0.0 == 0.0
+    odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
+    value = tl.where(fine, value, 0.0).to(value.dtype)
+    return tl.where(odd[None, :], float("nan"), qk), value
+
+
+@triton.jit
+def _tilt(
+    queries,
+    row,
+    query_row,
+    there,
+    matrix,
+    value_column,
+    value_wide,
+    dim,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """X q, where X is the `matrix` `[value_dim, dim]`."""
+    acc = tl.zeros([BM, BV], tl.float32)
+    for start in range(0, BD, BK):
+        some = start + tl.arange(0, BK)
+        narrow = some < dim
+        part = tl.load(queries + row[:, None] * query_row + some[None, :], mask=there[:, None] & narrow[None, :], other=0.0)
+        block = tl.load(
+            matrix + value_column[None, :] * dim + some[:, None], mask=value_wide[None, :] & narrow[:, None], other=0.0
+        )
+        acc += tl.dot(part.to(DT), block.to(DT), input_precision=IP)
+    return acc
+
+
 @Kernel
 def _attend(
     queries,
@@ -189,11 +242,7 @@ def _attend(
                 keys, values, own, own < last, key_row, value_row, column, value_column, wide, value_wide, False, FULL
             )
             qk = tl.dot(query, tl.trans(key), input_precision=IP)
-            # Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
-            fine = value.to(tl.float32) * 0.0 == 0.0
-            odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
-            value = tl.where(fine, value, 0.0).to(value.dtype)
-            qk = tl.where(odd[None, :], float("nan"), qk)
+            qk, value = _without_odd(qk, value)
             qk = tl.where(own[None, :] < sees[:, None], qk, -float("inf"))
             m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
 
@@ -217,13 +266,9 @@ def _attend(
             cell = tl.minimum(tl.maximum(next_cell + start % TILE + lane_c, 0), cells - 1)
             next_cell = tl.load(tile_cell + tl.minimum((start + BC) // TILE, tiles - 1))
             log2_n = tl.load(log2_size + start + lane_c)
-            mean, value = _tile(
-                centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL
+            mean, var, value = _cell_tile(
+                centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
-            if FULL:
-                var = tl.load(variance + cell[:, None] * dim + column[None, :])
-            else:
-                var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
             if NARROW:
@@ -239,16 +284,7 @@ def _attend(
             acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
             m_i = m_new
         far_l = l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0))
-        tilt = tl.zeros([BM, BV], tl.float32)
-        for start in range(0, BD, BK):
-            some = start + tl.arange(0, BK)
-            part = tl.load(
-                queries + row[:, None] * query_row + some[None, :], mask=there[:, None] & (some < dim)[None, :], other=0.0
-            )
-            matrix = tl.load(
-                cross + value_column[None, :] * dim + some[:, None], mask=value_wide[None, :] & (some < dim)[:, None], other=0.0
-            )
-            tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
+        tilt = _tilt(queries, row, query_row, there, cross, value_column, value_wide, dim, BM, BD, BV, BK, DT, IP)
         acc += (far_l * scale)[:, None] * tilt
 
     # A cell with a member that is not finite outweighs everything.
@@ -356,11 +392,7 @@ def _attend_rows(
         key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
         qk = tl.dot(query, tl.trans(key), input_precision=IP)
         if CAUSAL:
-            # Zero times a later value that is not finite would not be zero. Rows that do see it get NaN from their logits.
-            fine = value.to(tl.float32) * 0.0 == 0.0
-            odd = tl.sum(tl.where(fine, 0, 1), 1) > 0
-            value = tl.where(fine, value, 0.0).to(value.dtype)
-            qk = tl.where(odd[None, :], float("nan"), qk)
+            qk, value = _without_odd(qk, value)
         seen = real[None, :] & (own[None, :] < sees[:, None]) & (is_sink == (own[None, :] < local[:, None]))
         qk = tl.where(seen, qk, -float("inf"))
         m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
@@ -392,13 +424,9 @@ def _attend_rows(
             last_cell = tl.load(tile_end + next_tile)
             log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
             at = tl.minimum(tl.maximum(cell, 0), cells - 1)
-            mean, value = _tile(
-                centroid, mean_value, at, at >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL
+            mean, var, value = _cell_tile(
+                centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
-            if FULL:
-                var = tl.load(variance + at[:, None] * dim + column[None, :])
-            else:
-                var = tl.load(variance + at[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
             taken = is_marked(marks + start // 32, there, lane, BC)
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
@@ -416,18 +444,8 @@ def _attend_rows(
             m_i = m_new
         if columns > 0:
             far_l = tl.where(mine, l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)), 0.0)
-            tilt = tl.zeros([BM, BV], tl.float32)
-            for start in range(0, BD, BK):
-                some = start + tl.arange(0, BK)
-                part = tl.load(
-                    queries + row[:, None] * query_row + some[None, :], mask=there[:, None] & (some < dim)[None, :], other=0.0
-                )
-                matrix = tl.load(
-                    cross + (past * value_dim + value_column[None, :]) * dim + some[:, None],
-                    mask=value_wide[None, :] & (some < dim)[:, None],
-                    other=0.0,
-                )
-                tilt += tl.dot(part.to(DT), matrix.to(DT), input_precision=IP)
+            matrix = cross + past * value_dim * dim
+            tilt = _tilt(queries, row, query_row, there, matrix, value_column, value_wide, dim, BM, BD, BV, BK, DT, IP)
             acc += tl.where(mine[:, None], (far_l * scale)[:, None] * tilt, 0.0)
 
     # A cell with a member that is not finite outweighs everything.
