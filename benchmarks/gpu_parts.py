@@ -21,7 +21,18 @@ import nearfield as nf
 
 LENGTH = 131_072
 GROUPS = {
-    "partition": ("_prepare", "_nearest", "_means", "_hosts", "_move", "_tally", "_scan", "_place", "_moments", "_products"),
+    "partition": (
+        "_prepare",
+        "_nearest",
+        "_means",
+        "_hosts",
+        "_settle",
+        "_scan",
+        "_place",
+        "_moments",
+        "_products",
+        "_weighted_sums",
+    ),
     "route": ("_route", "_vote", "_list_keys"),
     "near": ("_count_pairs", "_scan_counts", "_place_pairs", "_block_ranges", "_near_fwd", "_merge"),
     "own segment and far": ("_attend_rows",),

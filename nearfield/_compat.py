@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,6 +23,15 @@ def in_functorch_transform() -> bool:
     """
     peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
     return peek is not None and peek() is not None
+
+
+DispatchMode = TorchDispatchMode
+"""The base of classes that see every operation of a thread. Seen in torch 2.11 and 2.13."""
+
+
+def in_dispatch_mode() -> bool:
+    """Whether such a class sees this. Seen in torch 2.11 and 2.13."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def constant_for_compile(function: F) -> F:
@@ -69,8 +79,8 @@ def is_compiled_by_triton(function: Any) -> bool:
 
 
 def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..., None] | None:
-    """A function of a stream, tensors, their addresses and the other arguments that starts a compiled kernel; None where Triton
-    has none.
+    """A function of a stream, addresses of tensors and the other arguments that starts a compiled kernel; None where Triton has
+    none.
 
     Seen in Triton 3.6 and 3.9; older versions take other arguments. What Triton's own function does before it calls into C takes
     three times as long as the call, and looking up the address of a tensor there longer than here. So the call is made
@@ -87,9 +97,9 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
             (run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None),
         )
         kernel = compiled.function
-        return lambda stream, tensors, addresses, others: start(*sizes, stream, kernel, *flags, *addresses, *others)
+        return lambda stream, addresses, others: start(*sizes, stream, kernel, *flags, *addresses, *others)
     runner = compiled[sizes]
-    return lambda stream, tensors, addresses, others: runner(*tensors, *others, stream=stream)
+    return lambda stream, addresses, others: runner(*addresses, *others, stream=stream)
 
 
 def has_dependent_launch() -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearfield.audit import run_audit
 from nearfield.auto import Auto
 from nearfield.checks import check_gradient, check_method
-from nearfield.kernels import backends
+from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
 from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
@@ -71,9 +71,15 @@ def attention(
         output = _sdpa_if_short(query, key, value, is_causal, scale)
         if output is not None:
             return output
+    signature = None
+    if attn_mask is None and gradient is None and generator is None and not dropout_p and not check_finite:
+        signature = ready.signature(query, key, value, backend, is_causal, scale, enable_gqa, method)
+        make = ready.known(signature)
+        if make is not None:
+            return make(query, key, value)
     method = Auto() if method is None else method
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call = _call(problem, generator, backend, gradient)
+    call = replace(_call(problem, generator, backend, gradient), signature=signature)
     problem = _screened(problem, method, call, check_finite)
     return _finish(problem, _run(problem, method, call).output)
 

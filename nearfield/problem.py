@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -371,6 +371,8 @@ class Call:
     """how to differentiate; None: the method's own way"""
     diagnostics: bool = False
     """whether `lse`, `stderr` and `info` of the outcome are wanted"""
+    signature: Hashable = None
+    """what calls like this one have in common: see `kernels.ready`; None: there is nothing to remember"""
 
 
 class Method(Protocol):

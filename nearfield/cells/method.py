@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.triton.limits import unsupported
 from nearfield.checks import check_positive
 from nearfield.kernels import backends
+from nearfield.kernels.ready import Ready, remember
 from nearfield.problem import Call, Problem, is_traced
 from nearfield.results import Outcome
 
@@ -105,6 +107,8 @@ class Cells:
         engine = self._engine(problem, sizes, call.backend)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
         recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
+        if engine == "triton" and call.signature is not None:
+            return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
         output = result.output if memory.heads else problem.by_head(result.output)
         if not call.diagnostics:
@@ -157,6 +161,17 @@ class Cells:
         levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
         most = length // segment * sizes.cells_in(segment)
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
+
+
+def _ready(problem: Problem, recipe: Recipe, call: Hashable) -> Ready:
+    """What makes calls like this one, remembered."""
+    from nearfield.cells.ready import ReadyCells
+
+    found = ReadyCells(problem, recipe)
+    # A tensor that is made while a graph is captured belongs to the graph.
+    if not (problem.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        remember(call, found)
+    return found
 
 
 def check_share(share: object) -> None:

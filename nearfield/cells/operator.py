@@ -285,12 +285,12 @@ class _Cells(torch.autograd.Function):
         rows = (*queries.shape[:2], values.shape[2])
         output_grad, output = output_grad.reshape(rows), output.reshape(rows)
         # A compiled program refuses second derivatives by itself.
-        apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else _CellsBackward.apply
+        apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else CellsBackward.apply
         grads = apply(output_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
         return (*grads, *nothing[3:])
 
 
-class _CellsBackward(torch.autograd.Function):
+class CellsBackward(torch.autograd.Function):
     """The backward pass, as a function that cannot be differentiated.
 
     Refusing `create_graph=True`, as other backward passes here do, would rule out torch.func.grad, which always sets it.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from operator import attrgetter, or_
 from typing import Any
@@ -58,6 +60,13 @@ class Kernel:
         return functools.partial(self.launch, grid)
 
     def launch(self, grid: Grid, /, **arguments: Any) -> None:
+        if _NOW.recorder is None:
+            self.start(grid, arguments)
+        else:
+            _NOW.recorder.start(self, grid, arguments)
+
+    def start(self, grid: Grid, arguments: dict[str, Any]) -> Callable[..., None] | None:
+        """Launches it. Returns what launches it again, see `_compat.launcher`."""
         if not self.tensors:
             self.tensors = self.check(arguments)
         values = tuple(arguments.values())
@@ -69,15 +78,16 @@ class Kernel:
         key = (device, grid, next(reversed(arguments)), alignments, *map(_dtype_of, tensors), *values[self.tensors :])
         run = self.remembered.get(key)
         if run is not None:
-            run(_compat.raw_stream(device), tensors, addresses, values[self.tensors : len(self.parameters)])
-            return
-        self.check(arguments)
-        compiled = self.jitted[grid](**arguments)
-        run = _compat.launcher(self.jitted, compiled, grid) if device >= 0 else None
-        if run is not None:
-            if len(self.remembered) >= MOST_REMEMBERED:
-                self.remembered.clear()
-            self.remembered[key] = run
+            run(_compat.raw_stream(device), addresses, values[self.tensors : len(self.parameters)])
+        else:
+            self.check(arguments)
+            compiled = self.jitted[grid](**arguments)
+            run = _compat.launcher(self.jitted, compiled, grid) if device >= 0 else None
+            if run is not None:
+                if len(self.remembered) >= MOST_REMEMBERED:
+                    self.remembered.clear()
+                self.remembered[key] = run
+        return run
 
     def check(self, arguments: dict[str, Any]) -> int:
         """Raises where keywords are not in their order. Returns how many of them are tensors."""
@@ -93,6 +103,23 @@ class Kernel:
         if not tensors or not all(is_tensor[:tensors]):
             raise TypeError(f"{self.__name__} takes tensors, and takes them first")
         return tensors
+
+
+class _Now(threading.local):
+    recorder: Any = None
+
+
+_NOW = _Now()
+
+
+@contextmanager
+def recording(recorder: Any) -> Iterator[None]:
+    """What this thread launches goes through `recorder.start`."""
+    before, _NOW.recorder = _NOW.recorder, recorder
+    try:
+        yield
+    finally:
+        _NOW.recorder = before
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:

@@ -67,10 +67,9 @@ def _weighted_sums(
     for start in range(0, count, BP):
         part = start + tl.arange(0, BP)
         there = part < count
-        factor = tl.load(
-            factors + row[:, None] * count + part[None, :], mask=(row < rows)[:, None] & there[None, :], other=0.0
-        )
-        some = tl.load(parts + part.to(tl.int64)[:, None] * width + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        factor = tl.load(factors + row[:, None] * count + part[None, :], mask=(row < rows)[:, None] & there[None, :], other=0.0)
+        at = parts + part.to(tl.int64)[:, None] * width + column[None, :]
+        some = tl.load(at, mask=there[:, None] & wide[None, :], other=0.0)
         acc = tl.dot(factor, some, acc, input_precision="tf32x3")
     if DIVIDED:
         acc = acc / tl.load(divisor + entry)

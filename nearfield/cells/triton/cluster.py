@@ -13,6 +13,7 @@ from nearfield.cells.partition.kmeans import MOST_TIMES_THE_MEAN
 from nearfield.cells.triton.layout import Layout, PackedCells
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, next_power_of_2, padded, precision, strides
+from nearfield.kernels.tensors import fill_, zeros
 
 
 @Kernel
@@ -66,8 +67,12 @@ def keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP:
 
 
 @Kernel
-def _tally(
+def _settle(
     cell_of,
+    parts,
+    begins,
+    host,
+    sizes,
     chunk_span,
     chunk_number,
     key_ranges,
@@ -75,23 +80,44 @@ def _tally(
     cell_edges,
     chunk_edges,
     tally,
-    sizes,
     length,
     cells,
     per_entry,
     cell_entry,
-    COUNTED: tl.constexpr,
+    CUT: tl.constexpr,
+    TALLY: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """How many keys of a chunk are in each cell of its span; unless COUNTED, also the sizes of cells."""
+    """CUT: keys of cells that are too large go where `_hosts` said, by their position: always the same ones of the same cell.
+
+    TALLY: how many keys of a chunk are in each cell of its span; unless CUT, also the sizes of cells.
+    """
     chunk, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    span, _, there, place = keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP)
-    cell = tl.load(cell_of + entry * cell_entry + place, mask=there, other=-1)
+    span, position, there, place = keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP)
+    here = cell_of + entry * cell_entry + place
+    cell = tl.load(here, mask=there, other=-1)
     inside = cell >= 0
-    own = cell - tl.load(cell_edges + span)
-    tl.atomic_add(tally + entry * per_entry + tl.load(chunk_edges + chunk) + own, 1, mask=inside, sem="relaxed")
-    if not COUNTED:
-        tl.atomic_add(sizes + entry * cells + cell, 1, mask=inside, sem="relaxed")
+    if CUT:
+        count = tl.load(parts + entry * cells + cell, mask=inside, other=0)
+        mixed = (position.to(tl.int64) * 2654435761 >> 16) & 65535
+        part = (mixed % (count + 1)).to(tl.int32)
+        moved = inside & (part > 0)
+        begin = tl.load(begins + entry * cells + cell, mask=moved, other=0)
+        into = tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0)
+        tl.store(here, into, mask=moved)
+        tl.atomic_add(sizes + entry * cells + cell, -1, mask=moved, sem="relaxed")
+        tl.atomic_add(sizes + entry * cells + into, 1, mask=moved, sem="relaxed")
+        cell = tl.where(moved, into, cell)
+    if TALLY:
+        edge, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
+        tally += entry * per_entry + tl.load(chunk_edges + chunk)
+        for start in range(0, last - edge, BP):
+            lane = start + tl.arange(0, BP)
+            tl.store(tally + lane, tl.zeros([BP], tl.int32), mask=lane < last - edge)
+        tl.debug_barrier()
+        tl.atomic_add(tally + cell - edge, 1, mask=inside, sem="relaxed")
+        if not CUT:
+            tl.atomic_add(sizes + entry * cells + cell, 1, mask=inside, sem="relaxed")
 
 
 @Kernel
@@ -103,15 +129,19 @@ def _scan(
     cell_edges,
     chunk_edges,
     span_chunks,
-    first_member,
+    members,
     starts,
     cells,
     entries,
     per_entry,
+    SAME: tl.constexpr,
     BC: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Where each cell begins, and in it the keys of each chunk, for a tile of cells of one span."""
+    """Where each cell begins, and in it the keys of each chunk, for a tile of cells of one span.
+
+    `members`: SAME: where those of each entry begin; otherwise how many each has.
+    """
     tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     span, first = tl.load(tile_span + tile), tl.load(tile_cell + tile)
     edge, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
@@ -121,10 +151,17 @@ def _scan(
     for start in range(0, first, BS):
         cell = start + tl.arange(0, BS)
         before += tl.load(sizes + cell, mask=cell < first, other=0)
+    if SAME:
+        begin = tl.load(members + entry)
+    else:
+        begin = 0
+        for start in range(0, entry.to(tl.int32), BS):
+            other = start + tl.arange(0, BS)
+            begin += tl.sum(tl.load(members + other, mask=other < entry, other=0), 0)
     cell = first + tl.arange(0, BC)
     real = cell < last
     size = tl.load(sizes + cell, mask=real, other=0)
-    end = tl.load(first_member + entry) + tl.sum(before, 0) + tl.cumsum(size, 0)
+    end = begin + tl.sum(before, 0) + tl.cumsum(size, 0)
     number = entry * cells + cell
     tl.store(starts + number, end - size, mask=real)
     tl.store(starts + number + 1, end, mask=real & (number == entries * cells - 1))
@@ -151,32 +188,56 @@ def _place(
     per_entry,
     cell_entry,
     BP: tl.constexpr,
-    BJ: tl.constexpr,
+    BS: tl.constexpr,
 ):
-    """The keys of a chunk go to the places of their cells, in their own order."""
+    """The keys of a chunk go to the places of their cells, in their own order, BS of them at a time."""
     chunk, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    span, position, there, place = keys_at(chunk, chunk_span, chunk_number, key_ranges, span_level, length, BP)
-    cell_of += entry * cell_entry
-    cell = tl.load(cell_of + place, mask=there, other=-1)
-    first_place = tl.min(place, 0)
-    number = tl.arange(0, BP)
-    count = tl.sum(there.to(tl.int32), 0)
-    earlier = tl.zeros([BP, BJ], tl.int32)
-    for start in range(0, count, BJ):
-        other = start + tl.arange(0, BJ)
-        same = tl.load(cell_of + first_place + other, mask=other < count, other=-1)[None, :] == cell[:, None]
-        earlier += (same & (other[None, :] < number[:, None])).to(tl.int32)
-    inside = cell >= 0
-    own = cell - tl.load(cell_edges + span)
-    into = tl.load(tally + entry * per_entry + tl.load(chunk_edges + chunk) + own, mask=inside, other=0) + tl.sum(earlier, 1)
-    tl.store(order + into, position, mask=inside)
+    span = tl.load(chunk_span + chunk)
+    first = tl.load(key_ranges + 2 * span) + tl.load(chunk_number + chunk) * BP
+    last = tl.minimum(first + BP, tl.load(key_ranges + 2 * span + 1))
+    cell_of += entry * cell_entry + tl.load(span_level + span).to(tl.int64) * length
+    tally += entry * per_entry + tl.load(chunk_edges + chunk) - tl.load(cell_edges + span)
+    number = tl.arange(0, BS)
+    for start in range(first, last, BS):
+        position = start + number
+        cell = tl.load(cell_of + position, mask=position < last, other=-1)
+        # Once more: a tile has it along its columns too.
+        same = tl.load(cell_of + position, mask=position < last, other=-1)[None, :] == cell[:, None]
+        earlier = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
+        inside = cell >= 0
+        # What those before have added is in the second cache, and not in the first.
+        into = tl.load(tally + cell, mask=inside, other=0, cache_modifier=".cg")
+        tl.store(order + into + earlier, position, mask=inside)
+        tl.debug_barrier()
+        tl.atomic_add(tally + cell, 1, mask=inside, sem="relaxed")
+        tl.debug_barrier()
+
+
+@Kernel
+def _count_members(sizes, held, cells, BC: tl.constexpr):
+    """How many members an entry has."""
+    entry = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BC], tl.int32)
+    for start in range(0, cells, BC):
+        cell = start + tl.arange(0, BC)
+        total += tl.load(sizes + entry * cells + cell, mask=cell < cells, other=0)
+    tl.store(held + entry, tl.sum(total, 0))
+
+
+def _held(sizes: Tensor) -> Tensor:
+    """`[entries]`: how many members each entry has."""
+    entries, cells = sizes.shape
+    held = torch.empty(entries, dtype=torch.int32, device=sizes.device)
+    _count_members[(entries,)](sizes=sizes, held=held, cells=cells, BC=1024, num_warps=4)
+    return held
 
 
 def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
     """Positions of keys cell by cell, ascending in each, and where each cell begins, of `cell_of` `[entries, span_levels, n]`.
 
-    `sizes` `[entries, cells]`: how many keys each has, where that is known. A counting sort: chunks of keys count their cells,
-    and what earlier chunks and cells have counted says where their keys go.
+    `sizes` `[entries, cells]`: how many keys each has, as `kmeans` returns them; cells that are too large are then cut in place,
+    see `limit_cell_sizes_`. None: cells stay as they are. A counting sort: chunks of keys count their cells, and what earlier
+    chunks and cells have counted says where their keys go.
     """
     entries, _, length = cell_of.shape
     device, cells = cell_of.device, layout.cells
@@ -184,34 +245,15 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
     order = torch.empty(entries * layout.members, dtype=torch.int32, device=device)
     starts = torch.empty(entries * cells + 1, dtype=torch.int32, device=device)
     if not cells:
-        return order, starts.zero_()
-    counted = sizes is not None
-    sizes = torch.zeros(entries, cells, dtype=torch.int32, device=device) if sizes is None else sizes
+        return order, fill_(starts, 0)
     chunk_span, chunk_number = layout.chunks(KEYS)
     chunk_edges, span_chunks, per_entry = layout.tallies(KEYS)
-    tally = torch.zeros(entries, per_entry, dtype=torch.int32, device=device)
-    chunks = {
-        "chunk_span": chunk_span,
-        "chunk_number": chunk_number,
-        "key_ranges": layout.key_ranges,
-        "span_level": layout.span_level,
-        "cell_edges": layout.cell_edges,
-        "chunk_edges": chunk_edges,
-    }
-    grid = (chunk_span.shape[0], entries)
-    _tally[grid](
-        cell_of=cell_of,
-        **chunks,
-        tally=tally,
-        sizes=sizes,
-        length=length,
-        cells=cells,
-        per_entry=per_entry,
-        cell_entry=cell_of.stride(0),
-        COUNTED=counted,
-        BP=KEYS,
-        num_warps=4,
-    )
+    tally = torch.empty(entries, per_entry, dtype=torch.int32, device=device)
+    if sizes is None:
+        sizes = zeros(entries, cells, dtype=torch.int32, device=device)
+        _settle_cells(cell_of, sizes, layout, None, tally)
+    else:
+        _settle_cells(cell_of, sizes, layout, _host_cells(sizes, layout), tally)
     tile_span, tile_cell = layout.cell_tiles(128)
     _scan[(tile_span.shape[0], entries)](
         sizes=sizes,
@@ -221,34 +263,34 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
         cell_edges=layout.cell_edges,
         chunk_edges=chunk_edges,
         span_chunks=span_chunks,
-        first_member=layout.first_members(entries) if layout.causal else _first_members(sizes),
+        members=layout.first_members(entries) if layout.causal else _held(sizes),
         starts=starts,
         cells=cells,
         entries=entries,
         per_entry=per_entry,
+        SAME=layout.causal,
         BC=128,
         BS=1024,
         num_warps=4,
     )
-    _place[grid](
+    _place[(chunk_span.shape[0], entries)](
         cell_of=cell_of,
-        **chunks,
+        chunk_span=chunk_span,
+        chunk_number=chunk_number,
+        key_ranges=layout.key_ranges,
+        span_level=layout.span_level,
+        cell_edges=layout.cell_edges,
+        chunk_edges=chunk_edges,
         tally=tally,
         order=order,
         length=length,
         per_entry=per_entry,
         cell_entry=cell_of.stride(0),
         BP=KEYS,
-        BJ=8,
-        num_warps=8,
+        BS=64,
+        num_warps=2,
     )
     return order, starts
-
-
-def _first_members(sizes: Tensor) -> Tensor:
-    """`[entries]`: where the members of each entry begin."""
-    total = sizes.sum(1, dtype=torch.int32)
-    return total.cumsum(0, dtype=torch.int32) - total
 
 
 POINTS = 128
@@ -256,6 +298,16 @@ POINTS = 128
 
 WIDTH_KEYS = 512
 """Keys of a sample from which the width of each coordinate is measured."""
+
+
+@triton.jit
+def fill_share(x, count, value, B: tl.constexpr):
+    """Fills in a program's share of `count` numbers, which all programs of an entry have together."""
+    share = tl.cdiv(tl.cdiv(count, tl.num_programs(0)), B) * B
+    first = tl.program_id(0) * share
+    for start in range(first, tl.minimum(first + share, count), B):
+        lane = start + tl.arange(0, B)
+        tl.store(x + lane, tl.full([B], value, tl.int32), mask=lane < count)
 
 
 @Kernel
@@ -271,20 +323,27 @@ def _prepare(
     points,
     centroids,
     half,
+    found,
+    sizes,
     spans,
     cells,
     dim,
     key_entry,
     key_row,
     point_entry,
+    found_entry,
+    places,
     MOST: tl.constexpr,
     BP: tl.constexpr,
     BW: tl.constexpr,
     BD: tl.constexpr,
+    BF: tl.constexpr,
 ):
     """The keys of a sample minus their mean, times their root mean square, both coordinate by coordinate over some keys of the
-    span. The first of them are where centroids start."""
+    span. The first of them are where centroids start. Besides: no key is in a cell yet, and no cell has keys."""
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    fill_share(found + entry * found_entry, places, -1, BF)
+    fill_share(sizes + entry * cells, cells, 0, BF)
     span = tl.load(chunk_span + chunk)
     number = tl.load(chunk_number + chunk)
     column = tl.arange(0, BD)
@@ -472,10 +531,11 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
     entries, _, dim = keys.shape
     sample = layout.sample(seed)
     size, spans, device = sample.size, len(layout.spans.all), keys.device
-    found.fill_(-1)
-    sizes = torch.zeros(entries, layout.cells, dtype=torch.int32, device=device)
+    sizes = torch.empty(entries, layout.cells, dtype=torch.int32, device=device)
     if not spans:
-        return sizes
+        fill_(found, -1)
+        return fill_(sizes, 0)
+    assert found[0].is_contiguous()
     offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
     points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
     centroids = points.new_empty((entries, layout.cells, dim))
@@ -493,15 +553,20 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
         points=points,
         centroids=centroids,
         half=half,
+        found=found,
+        sizes=sizes,
         spans=spans,
         cells=layout.cells,
         dim=dim,
         **strides(key=keys),
         point_entry=points.stride(0),
+        found_entry=found.stride(0),
+        places=found.stride(0),
         MOST=WIDTH_KEYS,
         BP=POINTS,
         BW=64,
         BD=padded(dim),
+        BF=1024,
         num_warps=4 if dim <= 128 else 8,
     )
     tuned = blocks_for("nearest", dim, points.dtype, device)
@@ -608,48 +673,10 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
             tl.store(begins + cell, begin)
 
 
-@Kernel
-def _move(
-    cell_of,
-    parts,
-    begins,
-    host,
-    sizes,
-    chunk_span,
-    chunk_number,
-    key_ranges,
-    span_level,
-    length,
-    cells,
-    cell_entry,
-    BP: tl.constexpr,
-):
-    """A hash of its position sends each key of a cut cell to one of the parts: equal keys may come at equal distances."""
-    entry = tl.program_id(1).to(tl.int64)
-    _, position, there, place = keys_at(tl.program_id(0), chunk_span, chunk_number, key_ranges, span_level, length, BP)
-    here = cell_of + entry * cell_entry + place
-    cell = tl.load(here, mask=there, other=-1)
-    there = cell >= 0
-    count = tl.load(parts + entry * cells + cell, mask=there, other=0)
-    mixed = (position.to(tl.int64) * 2654435761 >> 16) & 65535
-    part = (mixed % (count + 1)).to(tl.int32)
-    moved = there & (part > 0)
-    begin = tl.load(begins + entry * cells + cell, mask=moved, other=0)
-    into = tl.load(host + entry * cells + begin + part - 1, mask=moved, other=0)
-    tl.store(here, into, mask=moved)
-    tl.atomic_add(sizes + entry * cells + cell, -1, mask=moved, sem="relaxed")
-    tl.atomic_add(sizes + entry * cells + into, 1, mask=moved, sem="relaxed")
-
-
-def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
-    """Cuts cells of `cell_of` `[entries, span_levels, n]` that have more than eight times the mean number of keys, in place.
-
-    `sizes` `[entries, cells]` is kept up to date. Unlike on a CPU, the small cells that take in a part keep their own keys.
-    """
-    entries, _, length = cell_of.shape
-    if not layout.cells:
-        return
-    parts, begins, host = torch.empty(3, entries, layout.cells, dtype=torch.int32, device=cell_of.device)
+def _host_cells(sizes: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Which cells take in parts of those that are too large, as `_hosts` says it."""
+    entries, cells = sizes.shape
+    parts, begins, host = torch.empty(3, entries, cells, dtype=torch.int32, device=sizes.device).unbind(0)
     _hosts[(len(layout.spans.all), entries)](
         sizes=sizes,
         parts=parts,
@@ -657,13 +684,22 @@ def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
         host=host,
         cell_edges=layout.cell_edges,
         key_ranges=layout.key_ranges,
-        cells=layout.cells,
+        cells=cells,
         times=MOST_TIMES_THE_MEAN,
         BC=256,
         num_warps=1,
     )
+    return parts, begins, host
+
+
+def _settle_cells(
+    cell_of: Tensor, sizes: Tensor, layout: Layout, hosts: tuple[Tensor, Tensor, Tensor] | None, tally: Tensor | None
+) -> None:
+    """Cuts cells as `hosts` says, if it is given, and fills in `tally`, if it is; `sizes` are kept up to date."""
     chunk_span, chunk_number = layout.chunks(KEYS)
-    _move[(chunk_span.shape[0], entries)](
+    chunk_edges, _, per_entry = layout.tallies(KEYS)
+    parts, begins, host = (sizes,) * 3 if hosts is None else hosts
+    _settle[(chunk_span.shape[0], len(cell_of))](
         cell_of=cell_of,
         parts=parts,
         begins=begins,
@@ -673,9 +709,24 @@ def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
         chunk_number=chunk_number,
         key_ranges=layout.key_ranges,
         span_level=layout.span_level,
-        length=length,
+        cell_edges=layout.cell_edges,
+        chunk_edges=chunk_edges,
+        tally=sizes if tally is None else tally,
+        length=cell_of.shape[2],
         cells=layout.cells,
+        per_entry=per_entry,
         cell_entry=cell_of.stride(0),
+        CUT=hosts is not None,
+        TALLY=tally is not None,
         BP=KEYS,
         num_warps=4,
     )
+
+
+def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
+    """Cuts cells of `cell_of` `[entries, span_levels, n]` that have more than eight times the mean number of keys, in place.
+
+    `sizes` `[entries, cells]` is kept up to date. Unlike on a CPU, the small cells that take in a part keep their own keys.
+    """
+    if layout.cells:
+        _settle_cells(cell_of, sizes, layout, _host_cells(sizes, layout), None)

@@ -22,13 +22,12 @@ from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
 
 
-def assign(
-    keys: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor
-) -> Tensor:
-    """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their sizes."""
-    found = kmeans(keys, layout, iterations, seed, None if sizes.segment else visible, cell_of)
-    limit_cell_sizes_(cell_of, found, layout)
-    return found
+def cells_of(
+    keys: Tensor, values: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor
+) -> Tables:
+    """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their tables."""
+    counts = kmeans(keys, layout, iterations, seed, None if sizes.segment else visible, cell_of)
+    return tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
 
 
 def forward(
@@ -61,9 +60,8 @@ def forward(
     same = visible.stride(0) == 0
     visible = visible[:1].to(torch.int32).expand(len(queries), -1) if same else visible.to(torch.int32).contiguous()
     layout = layout_for(keys, sizes)
+    tables = cells_of(keys, values, visible, sizes, layout, iterations, seed, cell_of)
     if sizes.share > 1:
-        counts = assign(keys, visible, sizes, layout, iterations, seed, cell_of)
-        tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, *vars(tables).values()), beyond)
         step = max(1, budget.parts // max(1, list_bytes(layout, sizes, opened.shape[1])))
         for first in range(0, len(queries), step):
@@ -72,8 +70,6 @@ def forward(
             lists = lists_for(query, sees, own_tables, layout, sizes, scale, opened[some])
             attend(query, keys[some], values[some], sees, own_tables, layout, sizes, scale, lists, output[some], lse[some])
         return
-    counts = assign(keys, visible, sizes, layout, iterations, seed, cell_of)
-    tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
     inputs, ours = (queries, keys, values, output), (cell_of, opened, visible)
     budget = memory_budget(inputs, (*ours, *vars(tables).values()), beyond)
     _closed_cells(queries, keys, values, visible, tables, layout, sizes, scale, opened, output, lse, budget)

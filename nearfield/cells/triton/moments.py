@@ -14,6 +14,7 @@ from nearfield.cells.triton.far_field import NOT_FINITE, VOID
 from nearfield.cells.triton.layout import Layout
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
+from nearfield.kernels.tensors import fill_, weighted_sums, zeros
 
 MOST_VARIANCE = tl.constexpr(cell_moments.MOST_VARIANCE)
 
@@ -145,6 +146,7 @@ def _products(
     starts,
     cell_edges,
     products,
+    pooled,
     parts,
     chunks,
     length,
@@ -173,6 +175,10 @@ def _products(
     have keys. The difference of such sums is the covariance inside cells.
     """
     part, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if not CAUSAL:
+        # How many keys there are.
+        held = tl.load(starts + (entry + 1) * cells) - tl.load(starts + entry * cells)
+        tl.store(pooled + entry, tl.maximum(held, 1).to(tl.float32))
     column = tl.arange(0, BD)
     value_column = tl.program_id(2) * BV + tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
@@ -254,7 +260,7 @@ class Moments:
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, sizes: Tensor | None = None) -> Moments:
     """Moments of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none.
 
-    `sizes` `[entries, cells]`: how many keys each has, where that is known.
+    `sizes`: see `members_of`.
     """
     entries, _, dim = keys.shape
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
@@ -303,10 +309,12 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
     entries, length, dim = keys.shape
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
     if not spans:
-        return torch.zeros(entries, 1, value_dim, dim, device=device), torch.ones(entries, 1, device=device)
+        cross = zeros(entries, 1, value_dim, dim, dtype=torch.float32, device=device)
+        return cross, fill_(torch.empty(entries, 1, device=device), 1)
     chunks = layout.segments * cdiv(layout.segment, CHUNK)
     parts = chunks + len(spans)
     products = torch.empty(entries, parts, value_dim, dim, device=device)
+    pooled = torch.empty(entries, device=device)
     blocks = blocks_for("products", max(dim, value_dim), keys.dtype, device)
     block = min(blocks.columns, padded(value_dim))
     _products[(parts, entries, cdiv(value_dim, block))](
@@ -318,6 +326,7 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         starts=moments.starts,
         cell_edges=layout.cell_edges,
         products=products,
+        pooled=pooled,
         parts=parts,
         chunks=chunks,
         length=length,
@@ -339,20 +348,10 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         num_warps=fitting_warps(blocks.warps, dim, value_dim),
         num_stages=blocks.stages,
     )
-    # What a row sees is a sum of such parts: one product with a table of factors.
-    cross = _precise_product(layout.part_factors(CHUNK), products.flatten(2)).unflatten(2, (value_dim, dim))
+    # What a row sees is a sum of such parts. It is a difference of large sums, and has to be precise.
     if layout.causal:
-        return cross, layout.pooled.expand(entries, -1)
-    pooled = moments.size.sum(1, keepdim=True).clamp_(min=1).expand(entries, 2)
-    return cross.div_(pooled[..., None, None]), pooled
-
-
-def _precise_product(factors: Tensor, parts: Tensor) -> Tensor:
-    """Their product. It is a difference of large sums: where the caller has allowed TF32, in two products, which lose nothing."""
-    if torch.get_float32_matmul_precision() == "highest":
-        return torch.matmul(factors, parts)
-    high = parts.to(torch.bfloat16).float()
-    return torch.matmul(factors, high) + torch.matmul(factors, parts - high)
+        return weighted_sums(layout.part_factors(CHUNK), products), layout.pooled.expand(entries, -1)
+    return weighted_sums(layout.part_factors(CHUNK), products, pooled), pooled[:, None].expand(entries, 2)
 
 
 @Kernel

@@ -21,6 +21,7 @@ from nearfield.cells.triton.memory import Units
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import TileSizes, blocks_for
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, padded, precision, strides
+from nearfield.kernels.tensors import zeros
 
 NUMBERS_PER_BLOCK = 4
 """Numbers per block in `Groups.blocks`; a power of two, so that they are loaded together."""
@@ -213,8 +214,8 @@ def _sorted_pairs(opened: Tensor, cells: int, units: Units, some: slice, size: i
     assert opened.stride(1) == slots
     assert pairs < 2**31
     copies = _counters_per_cell(pairs, cells)
-    first, edges = torch.empty(2, count, cells + 1, dtype=torch.int32, device=device)
-    counts = torch.zeros(count, copies, cells, dtype=torch.int32, device=device)
+    first, edges = torch.empty(2, count, cells + 1, dtype=torch.int32, device=device).unbind(0)
+    counts = zeros(count, copies, cells, dtype=torch.int32, device=device)
     rank, pair = (torch.empty(count, pairs, dtype=torch.int32, device=device) for _ in range(2))
     grid = (cdiv(pairs, PAIRS_PER_PROGRAM), count)
     numbers = {

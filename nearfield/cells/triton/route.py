@@ -220,6 +220,10 @@ def _route(
     opened += entry * opened_entry + row * probes
     marks += (entry * rows + row) * words
     begin = tl.load(tile_edges + closed)
+    for word in range(0, words, 4):
+        some = word + tl.arange(0, 4)
+        tl.store(marks[:, None] + some[None, :], tl.zeros([BM, 4], tl.int32), mask=there[:, None] & (some < words)[None, :])
+    tl.debug_barrier()
     if FEW:
         # One by one.
         filled = tl.zeros([BM], tl.int32)
@@ -269,7 +273,7 @@ def route(
     Returns the same as marks, see `mark`.
     """
     entries, rows, dim = queries.shape
-    marks = torch.zeros(entries, rows, layout.mark_words, dtype=torch.int32, device=queries.device)
+    marks = torch.empty(entries, rows, layout.mark_words, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("route", dim, queries.dtype, queries.device)
     _route[(cdiv(rows, blocks.rows), entries)](
         queries=queries,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nearfield.kernels import cards
+from nearfield.kernels import cards, replay
 from nearfield.kernels.launch import padded
 
 
@@ -111,8 +111,10 @@ def trying(kernel: str, blocks: TileSizes) -> Iterator[None]:
     """Other block sizes for one kernel, for the script that measures them."""
     before = dict(_TRIED)
     _TRIED[kernel] = blocks
+    replay.forget()
     try:
         yield
     finally:
         _TRIED.clear()
         _TRIED.update(before)
+        replay.forget()

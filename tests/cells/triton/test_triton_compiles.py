@@ -24,7 +24,7 @@ TENSOR_COLUMNS = 512
 FORWARD = {
     "_nearest",
     "_means",
-    "_tally",
+    "_settle",
     "_scan",
     "_place",
     "_moments",
