@@ -27,12 +27,12 @@ _LOCK = threading.Lock()
 
 def signature(query: Tensor, key: Tensor, value: Tensor, backend: str, *arguments: Any) -> Hashable:
     """All that a plain call depends on besides the numbers in its inputs; None for a call that is not remembered."""
+    if torch.compiler.is_compiling() or _compat.in_functorch_transform() or _compat.in_dispatch_mode():
+        return None
     for x in (query, key, value):
         # A view that begins at an odd place would need other kernels.
         if type(x) is not Tensor or not (x.is_cuda or backend == "triton") or x.data_ptr() & 15:
             return None
-    if torch.compiler.is_compiling() or _compat.in_functorch_transform() or _compat.in_dispatch_mode():
-        return None
     device, dtype = query.device, query.dtype
     if torch.are_deterministic_algorithms_enabled():
         return None

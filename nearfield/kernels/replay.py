@@ -101,7 +101,7 @@ class Recorder(_compat.DispatchMode):
                 views = [result] if isinstance(result, Tensor) else result
                 self._kept += views  # or another tensor could get its number
                 self._root.update((id(x), root) for x in views)
-        else:
+        elif any(isinstance(x, Tensor) for x in (result, *args)):
             self.obstacle = str(func)
         return result
 
