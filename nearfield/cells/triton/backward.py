@@ -68,7 +68,7 @@ def backward(
     found = []
     for part in _entries(4 * rows.count * layout.mark_words, (queries, keys, values)):
         own, own_tables = rows.part(part, slice(None)), tables.of(part)
-        marks = mark(opened[part], own.block_sees, layout, sizes)
+        marks = mark(opened[part], layout)
         into = dq[part], far_mass[part], tilt_delta[part]
         _dq_of_cells(own, keys[part], values[part], own_tables, layout, sizes, scale, opened[part], marks, *into)
         found.append(far_dmoments(own, own_tables, layout, sizes, scale, marks, tilt_delta[part], row_starts[part], SPLITS))
@@ -153,6 +153,6 @@ def _dq_of_cells(
                 near_dq(rows, keys, values, tables.order, sizes, groups, some, scale, parts)
             part = units.slices(some)
             into = [x[part] for x in (dq, far_mass, tilt_delta)]
-            own_tables, own_marks = tables.of(part[0]), marks[part].contiguous()
+            own_tables, own_marks = tables.of(part[0]), marks[part[0], :, part[1]]
             far_dq(rows.part(*part), own_tables, layout, sizes, scale, opened[part], own_marks, parts, *into)
         del groups, parts

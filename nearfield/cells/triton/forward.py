@@ -105,9 +105,8 @@ def _closed_cells(
         members = sizes.group if query.shape[1] == rows else 1
         for own in [slice(0, rows)] if members > 1 else _within_heads(part[1], rows // sizes.group):
             inputs = query[:, own], keys[part[0]], values[part[0]], sees[:, own], own_tables
-            own_marks = marks[:, own].contiguous()
             into = output[part][:, own], lse[part][:, own]
-            attend_rows(*inputs, layout, sizes, scale, own_marks, members, *into)
+            attend_rows(*inputs, layout, sizes, scale, marks[:, :, own], members, *into)
         del marks
 
 
