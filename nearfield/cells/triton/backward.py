@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import blocks_of_rows, closed_keys
+from nearfield.cells.spans import blocks_of_rows
 from nearfield.cells.triton.far import far_dcross, far_dmoments, far_dq
 from nearfield.cells.triton.forward import layout_for
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import BackwardRows, backward_rows, local_dkv, local_dq
+from nearfield.cells.triton.local import BackwardRows, backward_rows, first_positions, local_dkv, local_dq
 from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of, units_of
 from nearfield.cells.triton.moments import Tables, moments_dkv, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, near_dkv, near_dq, near_dq_blocks
@@ -61,7 +61,9 @@ def backward(
     rows = backward_rows(queries, visible, block_sees, output, lse, do)
     # First, so that it keeps the device busy while many small kernels are launched.
     local_dq(rows, keys, values, layout, sizes, scale, dq)
-    row_starts = _row_starts(rows.visible, layout, sizes)
+    # The first row with at least 0, 1, 2, ... closed segments.
+    positions = rows.count // sizes.group
+    row_starts = first_positions(rows.visible, positions, layout.row_start_needs(sizes.window), sizes.share)
     moments = moments_of(keys, values, cell_of, layout)
     tables = tabulate(keys, values, cell_of, moments, layout)
     far_mass, tilt_delta = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
@@ -112,15 +114,6 @@ def _entries(per_entry: int, inputs: tuple[Tensor, ...]) -> Iterator[slice]:
 
 def _bytes(tensors: tuple[Tensor, ...]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _row_starts(visible: Tensor, layout: Layout, sizes: CellSizes) -> Tensor:
-    """`[entries, segments + 2]`: the first row with at least 0, 1, 2, ... closed segments."""
-    positions = visible.shape[1] // sizes.group
-    sees = visible[:, :positions]
-    closed = closed_keys(sees, sizes) // layout.segment if sizes.segment else (sees > 0).to(visible.dtype)
-    numbers = torch.arange(layout.segments + 2, device=visible.device, dtype=closed.dtype)
-    return torch.searchsorted(closed.contiguous(), numbers.expand(len(visible), -1).contiguous()).int()
 
 
 def _dq_of_cells(

@@ -211,6 +211,25 @@ class Layout:
 
         return self._kept("part_factors", chunk, make)
 
+    def row_start_needs(self, window: int) -> Tensor:
+        """`[segments + 2]`: how many keys a row has to see, at least, to have 0, 1, 2, ... closed segments."""
+
+        def make() -> Tensor:
+            numbers = torch.arange(self.segments + 2, dtype=torch.int64)
+            needs = (numbers + window) * self.segment + 1 if self.causal else torch.where(numbers < 2, numbers, 2**31 - 1)
+            return torch.where(numbers > 0, needs, 0).clamp(max=2**31 - 1).to(torch.int32)
+
+        return self._kept("row_start_needs", window, make)
+
+    def key_block_needs(self, size: int) -> Tensor:
+        """`[2 * blocks]`: how many keys a row has to see, to see the first of a block of `size` keys; then, to see all of it."""
+
+        def make() -> Tensor:
+            first = torch.arange(0, self.length, size, dtype=torch.int32)
+            return torch.cat([first + 1, (first + size).clamp(max=self.length)])
+
+        return self._kept("key_block_needs", size, make)
+
     @property
     def pooled(self) -> Tensor:
         """Causal: `[segments + 1]`: how many keys a row with s sees through cells."""
