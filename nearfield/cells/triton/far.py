@@ -21,6 +21,7 @@ from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
+from nearfield.kernels.tensors import weighted_sums
 
 
 @triton.jit
@@ -302,7 +303,8 @@ def _far_dmoments(
     row_entry,
     words,
     splits,
-    entries,
+    split,
+    value_split,
     scale,
     segments,
     BM: tl.constexpr,
@@ -377,10 +379,11 @@ def _far_dmoments(
             dcentroid_acc = tl.dot(ds.to(query.dtype), query, dcentroid_acc, input_precision=IP)
             du = boost_backward(ds, spread)
             dvariance_acc = tl.dot(du.to(DT), square, dvariance_acc, input_precision=IP)
-    into = (share * entries + entry) * cells + cell
-    tl.store(dcentroid + into[:, None] * dim + column[None, :], dcentroid_acc * scale, mask=load)
-    tl.store(dvariance + into[:, None] * dim + column[None, :], dvariance_acc, mask=load)
-    tl.store(dvalue + into[:, None] * value_dim + value_column[None, :], dvalue_acc, mask=real[:, None] & value_wide[None, :])
+    into = share.to(tl.int64) * split + base[:, None] * dim + column[None, :]
+    tl.store(dcentroid + into, dcentroid_acc * scale, mask=load)
+    tl.store(dvariance + into, dvariance_acc, mask=load)
+    into = share.to(tl.int64) * value_split + base[:, None] * value_dim + value_column[None, :]
+    tl.store(dvalue + into, dvalue_acc, mask=real[:, None] & value_wide[None, :])
 
 
 def far_dmoments(
@@ -392,17 +395,17 @@ def far_dmoments(
     marks: Tensor,
     tilt_delta: Tensor,
     row_starts: Tensor,
-    splits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of centroids, variances and mean values `[entries, cells, ...]`, float32."""
+    moment_grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fills in the gradients of centroids, variances and mean values `[splits, entries, cells, ...]`, in parts to be added."""
+    dcentroid, dvariance, dvalue = moment_grads
     entries, count, dim = rows.queries.shape
     value_dim = rows.do.shape[2]
     device, cells = rows.queries.device, layout.cells
     blocks = blocks_for("far_dmoments", max(dim, value_dim), rows.queries.dtype, device)
-    dcentroid, dvariance, dvalue = (torch.empty(splits, entries, cells, width, device=device) for width in (dim, dim, value_dim))
     if cells:
         tile_span, tile_cell = layout.cell_tiles(blocks.keys)
-        _far_dmoments[(tile_span.shape[0], entries, splits)](
+        _far_dmoments[(tile_span.shape[0], entries, len(dcentroid))](
             queries=rows.queries,
             do=rows.do,
             lse=rows.lse,
@@ -433,8 +436,9 @@ def far_dmoments(
             **strides(do=rows.do),
             row_entry=rows.lse.stride(0),
             words=layout.mark_words,
-            splits=splits,
-            entries=entries,
+            splits=len(dcentroid),
+            split=dcentroid.stride(0),
+            value_split=dvalue.stride(0),
             scale=scale,
             segments=layout.segments,
             BM=blocks.rows,
@@ -446,8 +450,6 @@ def far_dmoments(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-    dcentroid, dvariance, dvalue = (x.sum(0) if splits > 1 else x[0] for x in (dcentroid, dvariance, dvalue))
-    return dcentroid, dvariance, dvalue
 
 
 FULL_CARD = 1024
@@ -512,13 +514,14 @@ def _far_dcross(
 
 
 def far_dcross(
-    rows: BackwardRows, layout: Layout, sizes: CellSizes, scale: float, far_mass: Tensor, row_starts: Tensor
+    rows: BackwardRows, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, far_mass: Tensor, row_starts: Tensor
 ) -> Tensor:
-    """`[entries, segments, value_dim, dim]`: the gradient of the covariance that rows with 1, 2, ... closed segments see."""
+    """`[entries, spans + segments, value_dim, dim]`: the gradients of the products of deviations of each span; then, for each
+    segment, the sum over the spans that its keys are in."""
     entries, count, dim = rows.queries.shape
     value_dim = rows.do.shape[2]
     splits = max(1, min(32, FULL_CARD // max(1, entries * layout.segments)))
-    dcross = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
+    dcross = torch.empty(entries, layout.segments * splits, value_dim, dim, device=rows.queries.device)
     blocks = blocks_for("far_dcross", max(dim, value_dim), rows.queries.dtype, rows.queries.device)
     block = min(blocks.columns, padded(value_dim))
     if layout.segments:
@@ -545,4 +548,5 @@ def far_dcross(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-    return dcross.sum(2)
+    divisor = None if layout.causal else tables.pooled[:, 1].contiguous()
+    return weighted_sums(layout.product_factors(splits), dcross, divisor)

@@ -211,6 +211,19 @@ class Layout:
 
         return self._kept("part_factors", chunk, make)
 
+    def product_factors(self, splits: int) -> Tensor:
+        """`[spans + segments, segments * splits]`: how the gradients of the covariance that rows with 1, 2, ... closed segments
+        see, each in `splits` parts, add up to those of each span, and of all spans that the keys of a segment are in.
+
+        A row with s sees every one of the first s segments through one span. Causal: divided as the covariance is."""
+
+        def make() -> Tensor:
+            before = torch.arange(self.segments)[:, None] < torch.arange(1, self.segments + 1)
+            factors = torch.cat([self._sees_span[1:].T, before.float()])
+            return (factors / self._pooled[1:] if self.causal else factors).repeat_interleave(splits, 1)
+
+        return self._kept("product_factors", splits, make)
+
     def row_start_needs(self, window: int) -> Tensor:
         """`[segments + 2]`: how many keys a row has to see, at least, to have 0, 1, 2, ... closed segments."""
 
@@ -242,7 +255,7 @@ class Layout:
     def _kept(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
         """Made on the host, so that all streams may use it. While a graph is captured it cannot be made."""
         if (name, number) not in self._made:
-            self._made[name, number] = make().to(self.span_of_cell.device)
+            self._made[name, number] = make().contiguous().to(self.span_of_cell.device)
         return self._made[name, number]
 
     def sample(self, seed: int) -> Sample:
