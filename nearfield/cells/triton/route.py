@@ -53,8 +53,8 @@ def _mark(
     there = row < rows
     opened += entry * opened_entry
     marks += entry * rows * words + row
-    for word in range(words):
-        tl.store(marks + tl.cast(word, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
+    for number in range(words):
+        tl.store(marks + tl.cast(number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
     for slot in range(slots):
         cell = tl.load(opened + row * slots + slot, mask=there, other=-1)
         real = cell >= 0
@@ -206,8 +206,8 @@ def _route(
     opened += entry * opened_entry + row * probes
     marks += entry * words * rows + row
     begin = tl.load(tile_edges + closed)
-    for word in range(words):
-        tl.store(marks + tl.cast(word, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
+    for number in range(words):
+        tl.store(marks + tl.cast(number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
     tl.debug_barrier()
     if FEW:
         # One by one.
