@@ -80,7 +80,7 @@ def backward(
     sums_and_pairs = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
     for part in _entries(sums_and_pairs, (queries, keys, values)):
         own, own_keys, own_values = rows.part(part, slice(None)), keys[part], values[part]
-        own_dk, own_dv = (torch.empty(x.shape, device=x.device) for x in (own_keys, own_values))
+        own_dk, own_dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (own_keys, own_values))
         moment_grads = dcentroid[part], dvariance[part], dvalue[part], dcross[part]
         moments_dkv(own_keys, own_values, cell_of[part], moments.of(part), layout, moment_grads, own_dk, own_dv)
         local_dkv(own, own_keys, own_values, layout, sizes, scale, row_starts[part], own_dk, own_dv, deterministic)

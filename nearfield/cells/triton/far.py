@@ -408,7 +408,9 @@ def far_dmoments(
     value_dim = rows.do.shape[2]
     device, cells = rows.queries.device, layout.cells
     blocks = blocks_for("far_dmoments", max(dim, value_dim), rows.queries.dtype, device)
-    dcentroid, dvariance, dvalue = (torch.empty(splits, entries, cells, width, device=device) for width in (dim, dim, value_dim))
+    dcentroid, dvariance, dvalue = (
+        torch.empty(splits, entries, cells, width, dtype=torch.float32, device=device) for width in (dim, dim, value_dim)
+    )
     if cells:
         tile_span, tile_cell = layout.cell_tiles(blocks.keys)
         _far_dmoments[(tile_span.shape[0], entries, splits)](
@@ -533,7 +535,7 @@ def far_dcross(
     entries, count, dim = rows.queries.shape
     value_dim = rows.do.shape[2]
     splits = max(1, min(32, FULL_CARD // max(1, entries * layout.segments)))
-    dcross = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
+    dcross = torch.empty(entries, layout.segments, splits, value_dim, dim, dtype=torch.float32, device=rows.queries.device)
     blocks = blocks_for("far_dcross", max(dim, value_dim), rows.queries.dtype, rows.queries.device)
     block = min(blocks.columns, padded(value_dim))
     if layout.segments:

@@ -117,7 +117,7 @@ def _delta(output, do, delta, rows, value_dim, output_entry, output_row, do_entr
 
 def backward_rows(queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor) -> BackwardRows:
     entries, rows, value_dim = output.shape
-    delta = torch.empty(entries, rows, device=output.device)
+    delta = torch.empty(entries, rows, dtype=torch.float32, device=output.device)
     _delta[(cdiv(rows, 64), entries)](
         output=output,
         do=do,
