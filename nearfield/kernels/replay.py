@@ -94,7 +94,9 @@ class Recorder(_compat.DispatchMode):
         self.buffers: dict[int, Buffer] = {}
         """by address: the latest that was allocated there"""
         self.constants: list[Tensor] = []
-        self.obstacle: str | None = None
+        self.obstacle = (
+            None if len(set(map(id, given))) == len(given) else "one tensor given twice, which may be two the next time"
+        )
         """what cannot be replayed, if there is something"""
         # Tensors that share their memory with others are told apart by what they are views of.
         self._root = {id(x): number for number, x in enumerate(given)}
@@ -133,13 +135,15 @@ class Recorder(_compat.DispatchMode):
 
     def tape(self, results: Sequence[Tensor]) -> Tape | str:
         """What was recorded; in words, why it cannot be replayed."""
+        if self.obstacle:
+            return self.obstacle
         made: list[Buffer] = []
         for x in results:
             buffer = self.buffers.get(_address(x))
             if buffer is None or buffer in made or (x.shape, x.stride(), x.dtype) != (buffer.shape, buffer.strides, buffer.dtype):
                 return "a result is not memory of its own"
             made.append(buffer)
-        return self.obstacle or Tape(self, made)
+        return Tape(self, made)
 
     def _pointer(self, x: Tensor, now: int) -> Pointer:
         form = x.shape, x.stride(), x.dtype
