@@ -104,6 +104,15 @@ def _measured() -> dict[str, Any]:
     return table
 
 
+_EDITIONS: list[Path] = []
+"""What `keep` has written."""
+
+
+def edition() -> int:
+    """Another number whenever `length` may say something else."""
+    return len(_EDITIONS)
+
+
 def cache_file() -> Path:
     """The file that `calibrate` writes, in `NEARFIELD_CACHE` or in the platform's folder for caches."""
     if "NEARFIELD_CACHE" in os.environ:
@@ -129,4 +138,5 @@ def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) ->
             json.dump({"lengths": table}, file, indent=2)
         os.replace(draft, path)
     _lengths.cache_clear()
+    _EDITIONS.append(path)
     return path

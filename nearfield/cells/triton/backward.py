@@ -70,7 +70,9 @@ def backward(
     tables = tabulate(keys, values, cell_of, moments, layout)
     far_mass, tilt_delta = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
     widths = queries.shape[2], queries.shape[2], values.shape[2]
-    moment_grads = [torch.empty(SPLITS, len(keys), layout.cells, width, device=keys.device) for width in widths]
+    moment_grads = [
+        torch.empty(SPLITS, len(keys), layout.cells, width, dtype=torch.float32, device=keys.device) for width in widths
+    ]
     for part in _entries(4 * rows.count * layout.mark_words, (queries, keys, values)):
         own, own_tables = rows.part(part, slice(None)), tables.of(part)
         marks = mark(opened[part], layout)
@@ -86,7 +88,7 @@ def backward(
     sums_and_pairs = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
     for part in _entries(sums_and_pairs, (queries, keys, values)):
         own, own_keys, own_values = rows.part(part, slice(None)), keys[part], values[part]
-        own_dk, own_dv = (torch.empty(x.shape, device=x.device) for x in (own_keys, own_values))
+        own_dk, own_dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (own_keys, own_values))
         moments_dkv(own_keys, own_values, cell_of[part], layout, grads.of(part), own_dk, own_dv)
         local_dkv(own, own_keys, own_values, layout, sizes, scale, row_starts[part], own_dk, own_dv, deterministic)
         near_dkv(

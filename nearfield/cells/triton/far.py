@@ -521,7 +521,7 @@ def far_dcross(
     entries, count, dim = rows.queries.shape
     value_dim = rows.do.shape[2]
     splits = max(1, min(32, FULL_CARD // max(1, entries * layout.segments)))
-    dcross = torch.empty(entries, layout.segments * splits, value_dim, dim, device=rows.queries.device)
+    dcross = torch.empty(entries, layout.segments * splits, value_dim, dim, dtype=torch.float32, device=rows.queries.device)
     blocks = blocks_for("far_dcross", max(dim, value_dim), rows.queries.dtype, rows.queries.device)
     block = min(blocks.columns, padded(value_dim))
     if layout.segments:

@@ -138,7 +138,7 @@ def _opened_cells(
     for slab in slabs_of(units, group_bytes(units.size, slots, cells, size), budget.pairs):
         groups = group(opened, starts, cells, units, slice(slab[0].start, slab[-1].stop), size) if cells else None
         parts = queries.new_empty((units.together, units.size, slots, value_dim))
-        parts_lse = torch.empty(parts.shape[:3], device=queries.device)
+        parts_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=queries.device)
         for some in slab:
             if groups is not None:
                 near_forward(queries, keys, values, order, sizes, groups, some, scale, parts, parts_lse)

@@ -135,7 +135,7 @@ def _delta(
 
 def backward_rows(queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor) -> BackwardRows:
     entries, rows, value_dim = output.shape
-    delta, safe_lse = (torch.empty(entries, rows, device=output.device) for _ in range(2))
+    delta, safe_lse = (torch.empty(entries, rows, dtype=torch.float32, device=output.device) for _ in range(2))
     _delta[(cdiv(rows, 64), entries)](
         output=output,
         do=do,

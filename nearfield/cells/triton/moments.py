@@ -256,9 +256,9 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, si
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
     order, starts = members_of(cell_of, sizes, layout)
-    centroid = torch.empty(entries, cells, dim, device=device)
-    value = torch.empty(entries, cells, value_dim, device=device)
-    log_exists, log2_size = (torch.empty(entries, cells, device=device) for _ in range(2))
+    centroid = torch.empty(entries, cells, dim, dtype=torch.float32, device=device)
+    value = torch.empty(entries, cells, value_dim, dtype=torch.float32, device=device)
+    log_exists, log2_size = (torch.empty(entries, cells, dtype=torch.float32, device=device) for _ in range(2))
     low_centroid, low_value = torch.empty_like(centroid, dtype=keys.dtype), torch.empty_like(value, dtype=keys.dtype)
     low_variance = torch.empty_like(centroid, dtype=dot_dtype(keys.dtype))
     if last:
@@ -300,11 +300,11 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
     if not spans:
         cross = zeros(entries, 1, value_dim, dim, dtype=torch.float32, device=device)
-        return cross, fill_(torch.empty(entries, 1, device=device), 1)
+        return cross, fill_(torch.empty(entries, 1, dtype=torch.float32, device=device), 1)
     chunks = layout.segments * cdiv(layout.segment, CHUNK)
     parts = chunks + len(spans)
-    products = torch.empty(entries, parts, value_dim, dim, device=device)
-    pooled = torch.empty(entries, device=device)
+    products = torch.empty(entries, parts, value_dim, dim, dtype=torch.float32, device=device)
+    pooled = torch.empty(entries, dtype=torch.float32, device=device)
     blocks = blocks_for("products", max(dim, value_dim), keys.dtype, device)
     block = min(blocks.columns, padded(value_dim))
     _products[(parts, entries, cdiv(value_dim, block))](
@@ -534,8 +534,8 @@ def member_grads(moments: Moments, layout: Layout, moment_grads: tuple[Tensor, T
     dcentroid, dvariance, dvalue = moment_grads
     splits, entries, cells, dim = dcentroid.shape
     value_dim, device = dvalue.shape[3], dcentroid.device
-    constant, factor = (torch.empty(entries, cells, dim, device=device) for _ in range(2))
-    value_constant = torch.empty(entries, cells, value_dim, device=device)
+    constant, factor = (torch.empty(entries, cells, dim, dtype=torch.float32, device=device) for _ in range(2))
+    value_constant = torch.empty(entries, cells, value_dim, dtype=torch.float32, device=device)
     tile_span, tile_cell = layout.cell_tiles(32)
     if cells:
         _member_grads[(len(tile_span), entries)](
