@@ -563,7 +563,7 @@ def member_grads(moments: Moments, layout: Layout, moment_grads: tuple[Tensor, T
             BD=padded(dim),
             BV=padded(value_dim),
             BK=min(32, padded(dim), padded(value_dim)),
-            num_warps=4,
+            num_warps=4 if max(dim, value_dim) <= 64 else 8,
         )
     return MemberGrads(constant, factor, value_constant, dcross)
 
