@@ -252,8 +252,12 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
     if sizes is None:
         sizes = zeros(entries, cells, dtype=torch.int32, device=device)
         _settle_cells(cell_of, sizes, layout, None, tally)
+        members = layout.first_members(entries) if layout.causal else _held(sizes)
     else:
-        _settle_cells(cell_of, sizes, layout, _host_cells(sizes, layout), tally)
+        hosts, held = _host_cells(sizes, layout)
+        _settle_cells(cell_of, sizes, layout, hosts, tally)
+        # Without a mask there is one span.
+        members = layout.first_members(entries) if layout.causal else held
     tile_span, tile_cell = layout.cell_tiles(128)
     _scan[(tile_span.shape[0], entries)](
         sizes=sizes,
@@ -263,7 +267,7 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
         cell_edges=layout.cell_edges,
         chunk_edges=chunk_edges,
         span_chunks=span_chunks,
-        members=layout.first_members(entries) if layout.causal else _held(sizes),
+        members=members,
         starts=starts,
         cells=cells,
         entries=entries,
@@ -639,8 +643,9 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
 
 
 @Kernel
-def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC: tl.constexpr):
-    """For each cell of a span that is too large: how many parts are cut off, and the small cells that take them in."""
+def _hosts(sizes, parts, begins, host, held, cell_edges, key_ranges, cells, times, BC: tl.constexpr):
+    """For each cell of a span that is too large: how many parts are cut off, and the small cells that take them in. Besides, how
+    many members a span has."""
     span, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
     keys = tl.load(key_ranges + 2 * span + 1) - tl.load(key_ranges + 2 * span)
@@ -650,10 +655,14 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
     begins += entry * cells
     host += entry * cells
     largest = 0
+    total = 0
     for start in range(first, last, BC):
         cell = start + tl.arange(0, BC)
-        largest = tl.maximum(largest, tl.max(tl.load(sizes + cell, mask=cell < last, other=0), 0))
+        size = tl.load(sizes + cell, mask=cell < last, other=0)
+        largest = tl.maximum(largest, tl.max(size, 0))
+        total += tl.sum(size, 0)
         tl.store(parts + cell, tl.zeros([BC], tl.int32), mask=cell < last)
+    tl.store(held + entry * tl.num_programs(0) + span, total)
     if largest > times * mean:
         # What was stored above lane by lane is stored again below.
         tl.debug_barrier()
@@ -673,15 +682,17 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
             tl.store(begins + cell, begin)
 
 
-def _host_cells(sizes: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Which cells take in parts of those that are too large, as `_hosts` says it."""
+def _host_cells(sizes: Tensor, layout: Layout) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Which cells take in parts of those that are too large, see `_hosts`; `[entries, spans]`: how many members spans have."""
     entries, cells = sizes.shape
     parts, begins, host = torch.empty(3, entries, cells, dtype=torch.int32, device=sizes.device).unbind(0)
+    held = torch.empty(entries, len(layout.spans.all), dtype=torch.int32, device=sizes.device)
     _hosts[(len(layout.spans.all), entries)](
         sizes=sizes,
         parts=parts,
         begins=begins,
         host=host,
+        held=held,
         cell_edges=layout.cell_edges,
         key_ranges=layout.key_ranges,
         cells=cells,
@@ -689,7 +700,7 @@ def _host_cells(sizes: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         BC=256,
         num_warps=1,
     )
-    return parts, begins, host
+    return (parts, begins, host), held
 
 
 def _settle_cells(
@@ -729,4 +740,5 @@ def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
     `sizes` `[entries, cells]` is kept up to date. Unlike on a CPU, the small cells that take in a part keep their own keys.
     """
     if layout.cells:
-        _settle_cells(cell_of, sizes, layout, _host_cells(sizes, layout), None)
+        hosts, _ = _host_cells(sizes, layout)
+        _settle_cells(cell_of, sizes, layout, hosts, None)

@@ -12,11 +12,11 @@ from nearfield.cells.triton.attend import cell_tile
 from nearfield.cells.triton.far_field import (
     boost_backward,
     cell_logit,
-    cell_mass,
+    cell_mass_roots,
     squares,
 )
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
-from nearfield.cells.triton.local import BackwardRows
+from nearfield.cells.triton.local import BackwardRows, backward_tile
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
@@ -168,11 +168,12 @@ def _far_dq(
                 spread = tl.dot(square, tl.trans(var), input_precision=IP)
                 taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
                 logit = cell_logit(first, scale, log2_n[None, :] - base[:, None])
-                p = tl.where(taken, 0.0, cell_mass(logit, spread))
-                far_l += tl.sum(p, 1)
-                ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) + (tilt - delta_i)[:, None])
-                acc = tl.dot(ds.to(mean.dtype), mean, acc, input_precision=IP)
-                du = boost_backward(ds, spread)
+                part, root = cell_mass_roots(logit, spread)
+                part = tl.where(taken, 0.0, part)
+                far_l += tl.sum(part * root, 1)
+                dpart = part * (tl.dot(do_i, tl.trans(value), input_precision=IP) + (tilt - delta_i)[:, None])
+                acc = tl.dot((dpart * root).to(mean.dtype), mean, acc, input_precision=IP)
+                du = boost_backward(dpart, spread)
                 dsquare = tl.dot(du.to(DT), var, dsquare, input_precision=IP)
             # Computed again: there are not enough registers to keep it.
             dtilt = tilt_backward(matrix, do, row, do_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
@@ -307,6 +308,7 @@ def _far_dmoments(
     value_split,
     scale,
     segments,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -349,35 +351,34 @@ def _far_dmoments(
     begin = first_position + share * per_share * BM
     end = tl.minimum(last_position, begin + per_share * BM)
     for member in range(group):
+        first_row = (member * positions).to(tl.int64)
         for start in range(begin, end, BM):
             position = start + tl.arange(0, BM)
-            there = position < end
-            row = (member * positions + position).to(tl.int64)
-            query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            do_i = tl.load(
-                do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
+            row = first_row + tl.minimum(position, end - 1)
+            query, do_i, lse_i, delta_i = backward_tile(
+                queries, do, lse, delta, row, position < end, query_row, do_row, column, value_column, wide, value_wide, FULL
             )
-            lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-            delta_i = tl.load(delta + row, mask=there, other=0.0) - tl.load(tilt_delta + row, mask=there, other=0.0)
+            delta_i -= tl.load(tilt_delta + row)
             taken = tl.zeros([BC, BM], tl.int32)
             for i in tl.static_range((BC + 31) // 32):
                 # The first column need not be at the start of a word.
-                word = tl.load(marks + i * rows + row, mask=there, other=0).to(tl.uint32) >> by
+                word = tl.load(marks + i * rows + row).to(tl.uint32) >> by
                 after = tl.minimum(i + 1, words - 1 - first_word)
-                more = tl.load(marks + after * rows + row, mask=there, other=0).to(tl.uint32) << (32 - by) % 32
+                more = tl.load(marks + after * rows + row).to(tl.uint32) << (32 - by) % 32
                 word = tl.where(by > 0, word | more, word).to(tl.int32)
                 bit = word[None, :] & (1 << (tl.arange(0, BC) % 32))[:, None]
                 taken = tl.where((tl.arange(0, BC) // 32 == i)[:, None], bit, taken)
             square = squares(query, scale, DT)
             first = tl.dot(mean, tl.trans(query), input_precision=IP)
             spread = tl.dot(var, tl.trans(square), input_precision=IP)
-            logit = cell_logit(first, scale, log2_n[:, None] - (lse_i * LOG2E)[None, :])
-            p = cell_mass(logit, spread)
-            p = tl.where((taken != 0) | (there == 0)[None, :], 0.0, p)
-            dvalue_acc = tl.dot(p.to(do_i.dtype), do_i, dvalue_acc, input_precision=IP)
-            ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
-            dcentroid_acc = tl.dot(ds.to(query.dtype), query, dcentroid_acc, input_precision=IP)
-            du = boost_backward(ds, spread)
+            logit = cell_logit(first, scale, log2_n[:, None] - lse_i[None, :])
+            # Rows that are not there have a normaliser of infinity.
+            part, root = cell_mass_roots(logit, spread)
+            part = tl.where(taken != 0, 0.0, part)
+            dvalue_acc = tl.dot((part * root).to(do_i.dtype), do_i, dvalue_acc, input_precision=IP)
+            dpart = part * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
+            dcentroid_acc = tl.dot((dpart * root).to(query.dtype), query, dcentroid_acc, input_precision=IP)
+            du = boost_backward(dpart, spread)
             dvariance_acc = tl.dot(du.to(DT), square, dvariance_acc, input_precision=IP)
     into = share.to(tl.int64) * split + base[:, None] * dim + column[None, :]
     tl.store(dcentroid + into, dcentroid_acc * scale, mask=load)
@@ -441,6 +442,7 @@ def far_dmoments(
             value_split=dvalue.stride(0),
             scale=scale,
             segments=layout.segments,
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
             BM=blocks.rows,
             BC=blocks.keys,
             BD=padded(dim),

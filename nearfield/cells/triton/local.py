@@ -339,12 +339,22 @@ def local_dq(
 
 
 @triton.jit
-def backward_tile(queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide):
-    """Queries, gradients of the output, log2-normalisers and deltas of some rows. Rows that are not `there` have no weights."""
-    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-    lse_i = tl.load(lse + row, mask=there, other=float("inf")) * LOG2E
-    return query, do_i, lse_i, tl.load(delta + row, mask=there, other=0.0)
+def backward_tile(
+    queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL: tl.constexpr
+):
+    """Queries, gradients of the output, log2-normalisers and deltas of some rows. Those that are not `there` have no weights.
+
+    All of `row` exist. FULL: no columns are missing.
+    """
+    query_at = queries + row[:, None] * query_row + column[None, :]
+    do_at = do + row[:, None] * do_row + value_column[None, :]
+    if FULL:
+        query, do_i = tl.load(query_at), tl.load(do_at)
+    else:
+        query = tl.load(query_at, mask=wide[None, :], other=0.0)
+        do_i = tl.load(do_at, mask=value_wide[None, :], other=0.0)
+    lse_i = tl.where(there, tl.load(lse + row) * LOG2E, float("inf"))
+    return query, do_i, lse_i, tl.load(delta + row)
 
 
 @triton.jit
@@ -355,6 +365,9 @@ def add_dkv(key, value, query, do_i, lse_i, delta_i, scale, seen, dk_acc, dv_acc
         p = tl.where(seen, p, 0.0)
     dv_acc = tl.dot(p.to(do_i.dtype), do_i, dv_acc, input_precision=IP)
     ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
+    if MASKED:
+        # Zero times a gradient that is not finite would not be zero.
+        ds = tl.where(seen, ds, 0.0)
     dk_acc = tl.dot(ds.to(query.dtype), query, dk_acc, input_precision=IP)
     return dk_acc, dv_acc
 
@@ -397,6 +410,7 @@ def _local_dkv(
     sinks,
     SINKS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -449,9 +463,9 @@ def _local_dkv(
         for start in range(begin, tl.minimum(middle, end), BM):
             position = start + tl.arange(0, BM)
             there = position < end
-            row = first_row + position
+            row = first_row + tl.minimum(position, end - 1)
             query, do_i, lse_i, delta_i = backward_tile(
-                queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide
+                queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
             )
             sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
             if CAUSAL:
@@ -468,9 +482,9 @@ def _local_dkv(
         for start in range(middle, end, BM):
             position = start + tl.arange(0, BM)
             there = position < end
-            row = first_row + position
+            row = first_row + tl.minimum(position, end - 1)
             query, do_i, lse_i, delta_i = backward_tile(
-                queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide
+                queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
             )
             dk_acc, dv_acc = add_dkv(key, value, query, do_i, lse_i, delta_i, scale * LOG2E, there, dk_acc, dv_acc, False, IP)
     place = entry * length + key_place
@@ -533,6 +547,7 @@ def local_dkv(
             sinks=sizes.sinks,
             SINKS=sinks,
             CAUSAL=sizes.segment > 0,
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
             BM=tuned.rows,
             BN=tuned.keys,
             BD=padded(dim),

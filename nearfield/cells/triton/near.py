@@ -298,6 +298,19 @@ def pairs_of_entries(opened: Tensor, tables: Tables, stable: Layout | None) -> P
     return Pairs(pair, starts.unfold(0, tables.cells + 1, tables.cells))
 
 
+@triton.jit
+def member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL: tl.constexpr):
+    """Keys and values `[positions, columns]`. FULL: no columns are missing."""
+    key_at = keys + position[:, None] * key_row + column[None, :]
+    value_at = values + position[:, None] * value_row + value_column[None, :]
+    if FULL:
+        key, value = tl.load(key_at), tl.load(value_at)
+    else:
+        key = tl.load(key_at, mask=wide[None, :], other=0.0)
+        value = tl.load(value_at, mask=value_wide[None, :], other=0.0)
+    return key, value
+
+
 @partial(Kernel, do_not_specialize=("start", "skipped"))
 def _near_fwd(
     queries,
@@ -322,6 +335,7 @@ def _near_fwd(
     value_row,
     scale,
     SLOTS: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -338,28 +352,27 @@ def _near_fwd(
     values += entry * value_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + lane, mask=there, other=0)
+    # What is beyond the end is loaded from the last place: a mask takes longer.
+    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + tl.minimum(lane, end - 1))
     row = first_row + own // SLOTS
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
-    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=wide[None, :], other=0.0)
     m_i = tl.full([BM], -float("inf"), tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     for key_at in range(start_key, stop_key, BN):
         member = key_at + tl.arange(0, BN)
         real = member < stop_key
-        position = tl.load(order + member, mask=real, other=0).to(tl.int64)
-        key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
+        position = tl.load(order + tl.minimum(member, stop_key - 1)).to(tl.int64)
+        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        key = tl.trans(key)
         qk = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
         p = tl.exp2(qk * scale - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
-        value = tl.load(
-            values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
-        )
-        acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
+        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
         m_i = m_new
     place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
     tl.store(lse + place, m_i + tl.log2(l_i), mask=there)
@@ -404,6 +417,7 @@ def near_forward(
         **strides(query=queries, key=keys, value=values),
         scale=scale * LOG2E.value,
         SLOTS=slots,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),
@@ -533,6 +547,7 @@ def _near_dkv(
     least,
     beyond,
     SLOTS: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -568,9 +583,9 @@ def _near_dkv(
     for start in range(begin_row, last, BM):
         lane = start + tl.arange(0, BM)
         there = lane < last
-        row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64)
+        row = (tl.load(pair + tl.minimum(lane, last - 1)) // SLOTS).to(tl.int64)
         query, do_i, lse_i, delta_i = backward_tile(
-            queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide
+            queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
         )
         dk_acc, dv_acc = add_dkv(key, value, query, do_i, lse_i, delta_i, scale * LOG2E, there, dk_acc, dv_acc, False, IP)
     place = entry * length + position
@@ -609,6 +624,7 @@ def _near_dq(
     row_entry,
     scale,
     SLOTS: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -628,27 +644,23 @@ def _near_dq(
     delta += entry * row_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + lane, mask=there, other=0)
+    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + tl.minimum(lane, end - 1))
     row = first_row + own // SLOTS
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
-    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-    lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-    delta_i = tl.load(delta + row, mask=there, other=0.0)
+    query, do_i, lse_i, delta_i = backward_tile(
+        queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
+    )
     acc = tl.zeros([BM, BD], tl.float32)
     for key_at in range(start_key, stop_key, BN):
         member = key_at + tl.arange(0, BN)
         real = member < stop_key
-        position = tl.load(order + member, mask=real, other=0).to(tl.int64)
-        key = tl.load(keys + position[:, None] * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
-        value = tl.load(
-            values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
-        )
-        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - lse_i[:, None]
-        p = tl.where(real[None, :], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        position = tl.load(order + tl.minimum(member, stop_key - 1)).to(tl.int64)
+        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        logit = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * LOG2E) - lse_i[:, None]
+        p = tl.where(real[None, :], tl.exp2(tl.minimum(logit, 0.0)), 0.0)
         ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
-        acc += tl.dot(ds.to(key.dtype), key, input_precision=IP)
+        acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=IP)
     result = (acc * scale).to(dq.dtype.element_ty)
     place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
     tl.store(dq + place[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
@@ -704,6 +716,7 @@ def near_dkv(
             least=least,
             beyond=beyond,
             SLOTS=opened.shape[2],
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
             BM=blocks.rows,
             BN=blocks.keys,
             BD=padded(dim),
@@ -794,6 +807,7 @@ def near_dq(
         row_entry=rows.lse.stride(0),
         scale=scale,
         SLOTS=slots,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),
