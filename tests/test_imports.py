@@ -24,9 +24,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("auto", "paper"),
     ("knn",),
-    ("cells", "exact", "audit"),
-    ("problem", "kernels", "crossover"),
-    ("results", "sampling", "checks", "chunks", "synthetic", "_compat", "_moved"),
+    ("cells", "exact", "audit", "crossover"),
+    ("problem", "kernels"),
+    ("results", "sampling", "checks", "chunks", "synthetic", "user_cache", "_compat", "_moved"),
 )
 MOST_LAYERS = 9
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
