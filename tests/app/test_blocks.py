@@ -379,6 +379,32 @@ def test_the_table_says_what_has_changed() -> None:
     assert "route half 128 128 64 rows, 4 warps, 2 stages as before 0.500 0.500 1.00" in lines
 
 
+@pytest.mark.usefixtures("a_card")
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [((128, 64), "saved to {folder}/blocks.json"), ((64,), "no block sizes are faster"), ((), "no time for block sizes")],
+)
+def test_the_user_hears_what_became_of_it(
+    rows: tuple[int, ...], said: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = TileSizes(64, 4, 2, 32)
+    found = [Found(Place("near_dq", "half", 64, 128), before, before._replace(rows=x), 2.0, 1.0) for x in rows]
+
+    def find(dtypes: Any, timer: Timer, processes: Any, deadline: Deadline, say: Any) -> list[Found]:
+        assert (timer.device, dtypes) == (CARD, [HALF])
+        say("near_dq, half, 64")
+        return found
+
+    monkeypatch.setattr(report, "find", find)
+    console = Console(width=300, force_terminal=True, color_system=None)
+    with console.capture() as printed:
+        assert report.find_blocks(console, CARD, [HALF], FakeCompilers(), Deadline.after(50.0)) == found  # type: ignore[arg-type]
+    assert said.format(folder=own_cache) in printed.get()
+    assert "near_dq, half, 64" in printed.get()
+    assert re.search(r"(49|50) s left", printed.get())
+    assert ("speed-up" in printed.get()) == bool(rows)
+
+
 class Sequence:
     """What calibrating a card does, in order, with fakes for whatever needs one."""
 
