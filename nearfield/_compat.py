@@ -25,6 +25,11 @@ def in_functorch_transform() -> bool:
     return peek is not None and peek() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether tensors may carry tangents (torch.autograd.forward_ad). Seen in torch 2.11 and 2.13."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 DispatchMode = TorchDispatchMode
 """The base of classes that see every operation of a thread. Seen in torch 2.11 and 2.13."""
 

@@ -24,8 +24,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("auto", "paper"),
     ("knn",),
-    ("cells", "exact", "audit", "crossover"),
-    ("problem", "kernels"),
+    ("cells", "exact", "audit"),
+    ("problem", "kernels", "crossover"),
     ("results", "sampling", "checks", "chunks", "synthetic", "user_cache", "_compat", "_moved"),
 )
 MOST_LAYERS = 9

@@ -13,6 +13,8 @@ LATER = "test_earlier_rows_have_gradients_whatever_follows"
 REMEMBERED = "test_a_call_that_was_made_before_is_not_compiled_again"
 VOTES = "test_triton.py::test_a_block_opens_the_cells_with_most_votes"
 TIGHT = "test_cells_are_as_tight_as_on_a_cpu"
+CUT = "test_cells_of_equal_keys_at_equal_distances_are_cut"
+SETTLED = "test_members_of_cells_that_are_cut_are_in_order"
 TRAINED = "test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass"
 
 MUTANTS = (
@@ -123,9 +125,9 @@ MUTANTS = (
     ),
     Mutant(
         "triton: cells without a limit to their size",
-        "triton.forward:assign",
-        "    limit_cell_sizes_(cell_of, found, layout)\n",
-        "",
+        "_hosts",
+        "if largest > times * mean:",
+        "if largest < 0:",
         (ALIKE,),
     ),
     Mutant(
@@ -235,10 +237,45 @@ MUTANTS = (
     ),
     Mutant(
         "triton: large cells cut by odd and even",
-        "_move",
+        "_settle",
         "part = (mixed % (count + 1)).to(tl.int32)",
-        "part = (lane % length % (count + 1)).to(tl.int32)",
-        ("test_cells_of_equal_keys_at_equal_distances_are_cut",),
+        "part = (position % (count + 1)).to(tl.int32)",
+        (CUT,),
+    ),
+    Mutant(
+        "triton: keys that were moved to another cell are counted where they were",
+        "_settle",
+        "        cell = tl.where(moved, into, cell)\n",
+        "",
+        (SETTLED,),
+    ),
+    Mutant(
+        "triton: a cell that was cut keeps its size",
+        "_settle",
+        "tl.atomic_add(sizes + entry * cells + cell, -1, mask=moved",
+        "tl.atomic_add(sizes + entry * cells + cell, 0, mask=moved",
+        (CUT,),
+    ),
+    Mutant(
+        "triton: a cell that takes in a part keeps its size",
+        "_settle",
+        "tl.atomic_add(sizes + entry * cells + into, 1, mask=moved",
+        "tl.atomic_add(sizes + entry * cells + into, 0, mask=moved",
+        (CUT,),
+    ),
+    Mutant(
+        "triton: keys of a cell in one block in any order",
+        "_place",
+        "number[None, :] < number[:, None]",
+        "number[None, :] > number[:, None]",
+        (SETTLED,),
+    ),
+    Mutant(
+        "triton: keys of the next block where those of the last are",
+        "_place",
+        "tl.atomic_add(tally + cell, 1, mask=inside",
+        "tl.atomic_add(tally + cell, 0, mask=inside",
+        (SETTLED,),
     ),
     Mutant(
         "triton: heads that share keys are one head",
@@ -361,30 +398,30 @@ MUTANTS = (
     ),
     Mutant(
         "triton: a kernel compiled for one grid serves another",
-        "Kernel.launch",
+        "Kernel.start",
         "key = (device, grid, ",
         "key = (device, ",
         (REMEMBERED,),
     ),
     Mutant(
         "triton: a kernel compiled with one option serves another",
-        "Kernel.launch",
+        "Kernel.start",
         "next(reversed(arguments))",
         "None",
         (REMEMBERED,),
     ),
     Mutant(
         "triton: a kernel compiled for aligned tensors serves others",
-        "Kernel.launch",
+        "Kernel.start",
         "tuple(address & 15 for address in addresses)",
         "0",
         ("test_tensors_of_another_dtype_or_alignment_are_another_call",),
     ),
     Mutant(
         "triton: keywords in any order",
-        "Kernel.launch",
-        "        self.check(arguments)\n        compiled",
-        "        compiled",
+        "Kernel.start",
+        "            self.check(arguments)\n            compiled",
+        "            compiled",
         ("test_keywords_go_in_the_order_of_the_signature",),
     ),
     Mutant(

@@ -76,7 +76,7 @@ def add_seen(qk, value, scale, m_i, l_i, acc, IP: tl.constexpr):
 
 
 @triton.jit
-def _cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL: tl.constexpr):
+def cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL: tl.constexpr):
     """Centroids, variances and mean values of some cells `[cells, columns]`."""
     mean, value = _tile(centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL)
     if FULL:
@@ -266,7 +266,7 @@ def _attend(
             cell = tl.minimum(tl.maximum(next_cell + start % TILE + lane_c, 0), cells - 1)
             next_cell = tl.load(tile_cell + tl.minimum((start + BC) // TILE, tiles - 1))
             log2_n = tl.load(log2_size + start + lane_c)
-            mean, var, value = _cell_tile(
+            mean, var, value = cell_tile(
                 centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
@@ -319,7 +319,6 @@ def _attend_rows(
     output,
     lse,
     positions,
-    rows,
     cells,
     dim,
     value_dim,
@@ -333,7 +332,8 @@ def _attend_rows(
     output_entry,
     output_row,
     lse_entry,
-    words,
+    mark_entry,
+    mark_word,
     scale,
     segment,
     window,
@@ -403,7 +403,7 @@ def _attend_rows(
     mean_value += entry * cells * value_dim
     log2_size += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
-    marks += (entry * rows + row) * words
+    marks += entry * mark_entry + row
     square = squares(query, scale, DT)
     lane = tl.arange(0, BC)
     least = tl.min(tl.where(there, closed, segments), 0)
@@ -424,10 +424,10 @@ def _attend_rows(
             last_cell = tl.load(tile_end + next_tile)
             log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
             at = tl.minimum(tl.maximum(cell, 0), cells - 1)
-            mean, var, value = _cell_tile(
+            mean, var, value = cell_tile(
                 centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
-            taken = is_marked(marks + start // 32, there, lane, BC)
+            taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
             if NARROW:
@@ -477,7 +477,7 @@ def attend_rows(
 ) -> None:
     """Fills in `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]`, without opened cells.
 
-    `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened. `members`: of how many heads
+    `marks` `[entries, words, rows]`: a bit for every column of the row, 1 where the cell is opened. `members`: of how many heads
     these rows are, equally many of each.
     """
     entries, rows, dim = queries.shape
@@ -501,7 +501,6 @@ def attend_rows(
         output=output,
         lse=lse,
         positions=positions,
-        rows=rows,
         cells=layout.cells,
         dim=dim,
         value_dim=value_dim,
@@ -509,7 +508,8 @@ def attend_rows(
         visible_entry=visible.stride(0),
         **strides(output=output),
         lse_entry=lse.stride(0),
-        words=layout.mark_words,
+        mark_entry=marks.stride(0),
+        mark_word=marks.stride(1),
         scale=scale,
         segment=layout.segment,
         window=sizes.window,

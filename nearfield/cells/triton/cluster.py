@@ -536,10 +536,10 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
         fill_(found, -1)
         return fill_(sizes, 0)
     assert found[0].is_contiguous()
-    offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
+    offset, weight = (torch.empty(entries, spans, dim, dtype=torch.float32, device=device) for _ in range(2))
     points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
     centroids = points.new_empty((entries, layout.cells, dim))
-    half = torch.empty(entries, layout.cells, device=device)
+    half = torch.empty(entries, layout.cells, dtype=torch.float32, device=device)
     chunk_span, chunk_number = sample.chunks(POINTS)
     _prepare[(chunk_span.shape[0], entries)](
         keys=keys,

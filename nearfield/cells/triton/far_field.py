@@ -33,11 +33,16 @@ def squares(query, scale, DT: tl.constexpr):
 
 
 @triton.jit
-def cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP: tl.constexpr):
-    """q.mu_c and u_c of a tile of cells."""
-    load = real[None, :] & wide[:, None]
-    mean = tl.load(centroid + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
-    var = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
+def cell_moments(query, square, centroid, variance, cell, column, wide, dim, FULL: tl.constexpr, IP: tl.constexpr):
+    """q.mu_c and u_c of a tile of cells. FULL: no columns are missing."""
+    at = cell[None, :] * dim + column[:, None]
+    if FULL:
+        mean, var = tl.load(centroid + at), tl.load(variance + at)
+    else:
+        mean, var = (
+            tl.load(centroid + at, mask=wide[:, None], other=0.0),
+            tl.load(variance + at, mask=wide[:, None], other=0.0),
+        )
     return tl.dot(query, mean, input_precision=IP), tl.dot(square, var, input_precision=IP)
 
 

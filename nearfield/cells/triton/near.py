@@ -16,7 +16,7 @@ from torch import Tensor
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.cluster import pack_cells, sort_by_cell
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import BackwardRows
+from nearfield.cells.triton.local import BackwardRows, add_dkv, backward_tile
 from nearfield.cells.triton.memory import Units
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import TileSizes, blocks_for
@@ -172,12 +172,26 @@ def _place_pairs(
 
 
 @partial(Kernel, do_not_specialize=("start",))
-def _block_ranges(first, edges, starts, blocks, most, cells, size, units_per_entry, start, STEPS: tl.constexpr, BB: tl.constexpr):
-    """The cell of each block, by bisection, and its ranges of pairs and of keys."""
+def _block_ranges(
+    first,
+    edges,
+    starts,
+    blocks,
+    most,
+    cells,
+    size,
+    first_unit,
+    starts_entry,
+    units_per_entry,
+    start,
+    STEPS: tl.constexpr,
+    BB: tl.constexpr,
+):
+    """The cell of each block, by bisection, the range of the block in `first`, and that of the cell in `starts`."""
     unit = tl.program_id(1).to(tl.int64)
-    first += unit * (cells + 1)
+    first += unit * first_unit
     edges += unit * (cells + 1)
-    starts += ((start + tl.program_id(1)) // units_per_entry).to(tl.int64) * cells
+    starts += ((start + tl.program_id(1)) // units_per_entry).to(tl.int64) * starts_entry
     block = tl.program_id(0) * BB + tl.arange(0, BB)
     there = block < most
     low = tl.zeros([BB], tl.int32)
@@ -261,6 +275,8 @@ def group(opened: Tensor, starts: Tensor, cells: int, units: Units, some: slice,
         most=most,
         cells=cells,
         size=size,
+        first_unit=pairs.first.stride(0),
+        starts_entry=cells,
         units_per_entry=units.per_entry,
         start=some.start,
         STEPS=cells.bit_length() + 1,
@@ -496,12 +512,9 @@ def _near_dkv(
     order,
     starts,
     pair,
-    first,
-    block_edges,
-    block_cell,
+    blocks,
     dk,
     dv,
-    entries,
     cells,
     length,
     dim,
@@ -516,7 +529,6 @@ def _near_dkv(
     do_row,
     row_entry,
     pair_entry,
-    first_entry,
     scale,
     least,
     beyond,
@@ -528,24 +540,18 @@ def _near_dkv(
     IP: tl.constexpr,
 ):
     """dk and dv of a block of keys of a cell, over all rows that opened it; only cells from `least` to `beyond` of each entry."""
-    block = tl.program_id(0)
-    cell = tl.load(block_cell + block)
-    if cell >= entries * cells:
-        return
-    own_cell = cell % cells
-    entry = (cell // cells).to(tl.int64)
-    first += entry * first_entry + own_cell
-    begin_row, last = tl.load(first), tl.load(first + 1)
-    if (own_cell < least) | (own_cell >= beyond) | (begin_row >= last):
+    entry = tl.program_id(1).to(tl.int64)
+    begin, end, begin_row, last = block_at(blocks, tl.program_id(1))
+    starts += entry * cells
+    if (begin >= end) | (begin_row >= last) | (begin < tl.load(starts + least)) | (begin >= tl.load(starts + beyond)):
         return
     pair += entry * pair_entry
     queries += entry * query_entry
     do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
-    begin = tl.load(starts + cell) + (block - tl.load(block_edges + cell)) * BN
     member = begin + tl.arange(0, BN)
-    real = member < tl.load(starts + cell + 1)
+    real = member < end
     position = tl.load(order + member, mask=real, other=0).to(tl.int64)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
@@ -563,15 +569,10 @@ def _near_dkv(
         lane = start + tl.arange(0, BM)
         there = lane < last
         row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64)
-        query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-        lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-        delta_i = tl.load(delta + row, mask=there, other=0.0)
-        logit = tl.dot(key, tl.trans(query), input_precision=IP) * scale - lse_i[None, :]
-        p = tl.where(real[:, None], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-        dv_acc += tl.dot(p.to(do_i.dtype), do_i, input_precision=IP)
-        ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
-        dk_acc += tl.dot(ds.to(query.dtype), query, input_precision=IP)
+        query, do_i, lse_i, delta_i = backward_tile(
+            queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide
+        )
+        dk_acc, dv_acc = add_dkv(key, value, query, do_i, lse_i, delta_i, scale * LOG2E, there, dk_acc, dv_acc, False, IP)
     place = entry * length + position
     into, mask = dk + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
     tl.atomic_add(into, dk_acc * scale, mask=mask, sem="relaxed")
@@ -663,19 +664,23 @@ def near_dkv(
     scale: float,
     dk: Tensor,
     dv: Tensor,
+    members: int,
     cell_ranges: list[tuple[int, int]],
     stable: Layout | None,
 ) -> None:
-    """Adds to `dk` and `dv` `[entries, n, ...]`, float32. One launch for each range of cells in `cell_ranges`."""
+    """Adds to `dk` and `dv` `[entries, n, ...]`, float32. One launch for each range of cells in `cell_ranges`.
+
+    `members`: the most that the cells of an entry have.
+    """
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("near_dkv", max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
     if not tables.cells:
         return
     pairs = pairs_of_entries(opened, tables, stable)
-    edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
+    key_blocks, most = blocks_of_keys(tables, pairs, members, blocks.keys)
     for least, beyond in cell_ranges:
-        _near_dkv[(of_block.shape[0],)](
+        _near_dkv[(most, entries)](
             queries=rows.queries,
             keys=keys,
             values=values,
@@ -685,12 +690,9 @@ def near_dkv(
             order=tables.order,
             starts=tables.starts,
             pair=pairs.pair,
-            first=pairs.first,
-            block_edges=edges,
-            block_cell=of_block,
+            blocks=key_blocks,
             dk=dk,
             dv=dv,
-            entries=entries,
             cells=tables.cells,
             length=length,
             dim=dim,
@@ -698,7 +700,6 @@ def near_dkv(
             **strides(query=rows.queries, key=keys, value=values, do=rows.do),
             row_entry=rows.lse.stride(0),
             pair_entry=pairs.pair.stride(0),
-            first_entry=pairs.first.stride(0),
             scale=scale,
             least=least,
             beyond=beyond,
@@ -713,13 +714,48 @@ def near_dkv(
         )
 
 
-def key_blocks(starts: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]:
-    """The first block of `size` keys of each cell, and the cell of each block."""
-    edges = torch.zeros_like(starts)
-    edges[1:] = ((starts.diff() + size - 1) // size).cumsum(0)
-    most = -(-members // size) + starts.shape[0] - 1
-    block = torch.arange(most, device=starts.device, dtype=torch.int32)
-    return edges, torch.searchsorted(edges[1:], block, right=True).int()
+@Kernel
+def _scan_blocks(starts, edges, cells, size, BC: tl.constexpr):
+    """How many blocks of `size` keys the cells of an entry take, in running sums."""
+    entry = tl.program_id(0).to(tl.int64)
+    starts += entry * cells
+    edges += entry * (cells + 1)
+    blocks = 0
+    for start in range(0, cells, BC):
+        cell = start + tl.arange(0, BC)
+        there = cell < cells
+        own = tl.load(starts + cell + 1, mask=there, other=0) - tl.load(starts + cell, mask=there, other=0)
+        need = (own + size - 1) // size
+        tl.store(edges + cell, blocks + tl.cumsum(need, 0) - need, mask=there)
+        blocks += tl.sum(need, 0)
+    tl.store(edges + cells, blocks)
+
+
+def blocks_of_keys(tables: Tables, pairs: Pairs, members: int, size: int) -> tuple[Tensor, int]:
+    """`[entries, most, 4]`: blocks of at most `size` keys of one cell: first and one after the last in `Tables.order`; the first
+    pair of the cell, one after its last. Those that are not needed are empty. `members`: the most that an entry has."""
+    entries, cells = tables.log_exists.shape
+    device, most = tables.order.device, cdiv(members, size) + cells
+    edges = torch.empty(entries, cells + 1, dtype=torch.int32, device=device)
+    blocks = torch.empty(entries, most, NUMBERS_PER_BLOCK, dtype=torch.int32, device=device)
+    _scan_blocks[(entries,)](starts=tables.starts, edges=edges, cells=cells, size=size, BC=1024, num_warps=4)
+    _block_ranges[(cdiv(most, 256), entries)](
+        first=tables.starts,
+        edges=edges,
+        starts=pairs.first,
+        blocks=blocks,
+        most=most,
+        cells=cells,
+        size=size,
+        first_unit=cells,
+        starts_entry=pairs.first.stride(0),
+        units_per_entry=1,
+        start=0,
+        STEPS=cells.bit_length() + 1,
+        BB=256,
+        num_warps=4,
+    )
+    return blocks, most
 
 
 def near_dq(

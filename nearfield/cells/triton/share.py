@@ -258,7 +258,7 @@ def lists_for(
     positions, number = rows // sizes.group, opened.shape[1]
     columns = 32 * layout.mark_words
     most_keys, most_listed = _most_listed(layout, sizes)
-    log2_size = torch.empty(entries, number, columns, device=queries.device)
+    log2_size = torch.empty(entries, number, columns, dtype=torch.float32, device=queries.device)
     listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)
     count = torch.empty(entries, number, dtype=torch.int32, device=queries.device)
     tuned = blocks_for("vote", dim, queries.dtype, queries.device)
