@@ -107,6 +107,18 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
     return lambda stream, addresses, others: runner(*addresses, *others, stream=stream)
 
 
+def is_kernel_failure(error: Exception) -> bool:
+    """Whether Triton raised this because a kernel does not compile with its block sizes, or does not fit on the card.
+
+    Seen in Triton 3.6 and 3.9. What its passes cannot do is a RuntimeError that names the pass manager.
+    """
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    failed_pass = type(error) is RuntimeError and "PassManager" in str(error)
+    return failed_pass or isinstance(error, OutOfResources | PTXASError | CompilationError)
+
+
 def has_dependent_launch() -> bool:
     """Whether Triton knows programmatic dependent launch. Seen in Triton 3.6 and 3.9.
 

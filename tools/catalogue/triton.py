@@ -426,14 +426,14 @@ MUTANTS = (
     ),
     Mutant(
         "triton: block sizes of one card for all",
-        "table_for",
+        "shipped_for",
         'torch.cuda.get_device_name(device) if device.type == "cuda" and not imposed else ""',
         '""',
         ("test_block_sizes_are_those_of_the_card",),
     ),
     Mutant(
         "triton: a measured card does not use the block sizes of another class",
-        "table_for",
+        "shipped_for",
         ' and not imposed else ""',
         ' else ""',
         ("test_block_sizes_of_another_class_are_used_when_asked",),

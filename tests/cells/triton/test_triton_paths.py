@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -514,7 +515,7 @@ def test_every_kernel_has_block_sizes() -> None:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Cards 0 to 3 and what is known: one that was measured, another one, and two that were not, of classes 9.0 and 8.6."""
     plain = json.loads(json.dumps(tuning._tables("tuning.json")["cards"]["NVIDIA H200"]))
     other, small = (json.loads(json.dumps(plain)) for _ in range(2))
@@ -528,12 +529,13 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9) if device.index == 3 else (9, 0))
     monkeypatch.delenv(cards.SWITCH, raising=False)
-    caches = tuning._kept, tuning._kept_for_steps, cards.class_of
-    for cached in caches:
-        cached.cache_clear()
+    monkeypatch.setenv("NEARFIELD_CACHE", str(tmp_path))  # the user may have calibrated such a card
+    forgetting = tuning.forget, cards.class_of.cache_clear
+    for forget in forgetting:
+        forget()
     yield known
-    for cached in caches:
-        cached.cache_clear()
+    for forget in forgetting:
+        forget()
 
 
 def test_wide_float32_needs_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
