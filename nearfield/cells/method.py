@@ -186,12 +186,12 @@ def check_share(share: object) -> None:
 def _keys_per_query(result: CellsResult, visible: Tensor, sizes: CellSizes) -> float:
     """How many keys a row reads one by one, near ones and drawn ones, averaged over the rows."""
     near = 0.0
-    block_of = blocks_of_rows(visible.shape[1], sizes, visible.device)
+    block_of = blocks_of_rows(visible.shape[1], sizes, visible.device, result.order.long())
     for entry in range(len(visible)):
         cell_of = result.cell_of[entry].flatten().long()
         opened = result.opened[entry].long()
         size = torch.bincount(cell_of + 1, minlength=max(2, int(opened.max()) + 2) if opened.numel() else 2)[1:]
-        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)[block_of]
+        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)[block_of[entry] if sizes.ordered else block_of]
         closed = closed_keys(visible[entry], sizes, sizes.group)
         near += float((inside + (visible[entry] - closed) + closed.clamp(max=sizes.sinks)).double().mean())
     drawn = float((result.drawn >= 0).sum(-1).double().mean()) if sizes.samples else 0.0

@@ -34,7 +34,12 @@ class CellSizes(NamedTuple):
     span_levels: int = 1
     """causal: how many lengths of spans there are: 1, 2, 4, ... segments"""
     share: int = 1
-    """how many consecutive queries of a head open cells together: a block"""
+    """how many queries of a head open cells together, as a block: consecutive ones, or in the order of their best cells"""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether blocks are made of rows in the order of their best cells: without a mask any rows may be a block."""
+        return self.share > 1 and not self.segment
 
     def cells_in(self, keys: int) -> int:
         """How many cells this many keys are grouped into."""
