@@ -21,7 +21,7 @@ from nearfield.cells import method as cells_method
 from nearfield.cells.cache import CellStore
 from nearfield.cells.operator import CellsResult, Recipe, cells_attention
 from nearfield.cells.partition import to_plain
-from nearfield.cells.sizes import CellSizes
+from nearfield.cells.sizes import CellSizes, default_probes
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.torch import forward as torch_forward
 from nearfield.kernels import backends
@@ -278,8 +278,8 @@ def test_a_single_row_is_a_block_of_its_own_by_default() -> None:
     assert nf.Cells(share=32).sizes(problem).share == 32
 
 
-def share_of(method: nf.Cells, needed: bool = False, causal: bool = False, dropout: float = 0.0) -> int:
-    q, k, v = inputs(1, 1, queries=64)
+def share_of(method: nf.Cells, needed: bool = False, causal: bool = False, dropout: float = 0.0, queries: int = 64) -> int:
+    q, k, v = inputs(1, 1, queries=queries, keys=2048)
     return method.sizes(check(q, k, v.requires_grad_(needed), None, dropout, causal, None, False)).share
 
 
@@ -290,9 +290,29 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_on_a_gpu_as_well() -> None:
-    """Without a mask nothing could leak, but queries that are not alike need cells of their own."""
-    assert {share_of(nf.Cells(), needed, causal) for needed in (False, True) for causal in (False, True)} == {1}
+@pytest.mark.parametrize("needed", [False, True])
+def test_on_a_gpu_rows_open_cells_together_where_there_is_no_mask(needed: bool) -> None:
+    """From eight blocks on, where kernels serve the call, and no budget was given that is meant for each row."""
+    assert [share_of(nf.Cells(), needed, queries=count) for count in (1, 128, 1023, 1024, 5000)] == [1, 1, 1, 128, 128]
+    assert {share_of(nf.Cells(), needed, causal=True, queries=count) for count in (1, 1024, 5000)} == {1}
+    assert share_of(nf.Cells(share=1), needed, queries=5000) == 1
+    assert share_of(nf.Cells(cell_size=16), needed, queries=5000) == 128
+    for method in (nf.Cells(probes=4), nf.Cells(samples=2), nf.Cells(partition=nf.Blocks()), nf.Cells(cell_size=1)):
+        assert share_of(method, needed, queries=5000) == 1
+    assert share_of(nf.Cells(), needed, dropout=0.1, queries=5000) == 1
+
+
+def test_on_a_cpu_rows_are_by_themselves() -> None:
+    assert share_of(nf.Cells(), queries=5000) == 1
+
+
+@pytest.mark.parametrize(("length", "keys"), [(8192, 1027), (131072, 2055)])
+def test_how_many_keys_a_block_opens(length: int, keys: int) -> None:
+    """Without a mask 108 length^(1/4), with one 150; a row by itself opens 54 on a CPU, 27 on a GPU."""
+    assert default_probes(length, 1, share=128) == default_probes(length, 1, on_gpu=True, share=128) == keys
+    assert default_probes(length, 1, causal=True, share=128) == pytest.approx(keys * 150 / 108, abs=1)
+    assert default_probes(length, 1) == pytest.approx(keys / 2, abs=1)
+    assert default_probes(length, 512, share=128) == 8
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -305,14 +325,15 @@ def test_a_share_that_is_given_is_kept(share: int) -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("how", ["compile", "vmap"])
-def test_rows_of_a_traced_call_are_by_themselves_unless_told_otherwise(how: str) -> None:
+@pytest.mark.parametrize(("length", "expected"), [(64, 1), (1024, 128)])
+def test_a_traced_call_has_the_same_blocks(how: str, length: int, expected: int) -> None:
     def shares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         problem = check(q, k, v)
         return torch.tensor([nf.Cells().sizes(problem).share, nf.Cells(share=32).sizes(problem).share])
 
     torch.compiler.reset()
     traced = torch.compile(shares, backend="eager", fullgraph=True) if how == "compile" else torch.vmap(shares, out_dims=None)
-    assert traced(*inputs(2, 1, queries=64)).tolist() == [1, 32]
+    assert traced(*inputs(2, 1, queries=length)).tolist() == [expected, 32]
     torch.compiler.reset()
 
 

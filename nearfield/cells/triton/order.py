@@ -10,7 +10,7 @@ from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.cluster import fill_share, sort_by_count_
 from nearfield.cells.triton.far_field import ROUTE_SPREADS, VOID, squares
 from nearfield.cells.triton.layout import COLUMNS, Layout
-from nearfield.cells.triton.memory import entry_parts
+from nearfield.cells.triton.memory import MOST_ENTRIES
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.share import scores_of
 from nearfield.cells.triton.tuning import blocks_for
@@ -111,5 +111,7 @@ def order_rows(queries: Tensor, tables: Tables, layout: Layout, sizes: CellSizes
         num_stages=blocks.stages,
     )
     places = order.view(len(best), -1)
-    for some in entry_parts(len(best)):
+    step = min(MOST_ENTRIES, (2**31 - 1) // best.shape[2])
+    for first in range(0, len(best), step):
+        some = slice(first, first + step)
         sort_by_count_(best[some], held[some], layout, places[some])
