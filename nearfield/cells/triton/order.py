@@ -55,8 +55,6 @@ def _best_cells(
         mask=there[:, None] & wide[None, :],
         other=0.0,
     )
-    # A query that is not finite has a place too.
-    query = tl.where(query.to(tl.float32) * 0.0 == 0.0, query, 0.0).to(queries.dtype.element_ty)
     square = squares(query, scale * ROUTE_SPREADS, DT)
     lane = tl.arange(0, BC)
     # Every lane keeps its own best score, with the number of its tile in the last bits.
@@ -65,11 +63,9 @@ def _best_cells(
         cell = start + lane
         exists = tl.load(log_exists + cell, mask=cell < cells, other=VOID)
         score = scores_of(query, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL, IP) + exists[None, :]
-        # Within bounds that leave room for these bits: with them an infinite number would be none.
-        score = tl.minimum(tl.where(score > VOID, score, VOID), -VOID)
         score = ((score.to(tl.int32, bitcast=True) & -TILES) | start // BC).to(tl.float32, bitcast=True)
         top = tl.maximum(top, score)
-    # Of equals the first.
+    # Of equals the first. Comparisons with NaN are false: such a row is among those of the last cell.
     place = (top.to(tl.int32, bitcast=True) & (TILES - 1)) * BC + lane[None, :]
     winner = tl.min(tl.where(top == tl.max(top, 1)[:, None], place, 1 << 30), 1)
     tl.store(best + entry * rows + row, tl.minimum(winner, cells - 1), mask=there)

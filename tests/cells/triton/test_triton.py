@@ -370,6 +370,18 @@ def test_without_a_mask_rows_are_in_the_order_of_their_best_cells(name: str, chu
     assert torch.equal(again.output, found.output)
 
 
+def test_entries_vote_by_their_own_order() -> None:
+    """An entry of a batch comes out as it does by itself."""
+    case = Case(entries=2, group=2, length=40, keys=90, probes=4, share=16)
+    both = run(case)
+    assert not torch.equal(both.order[0], both.order[1])
+    tensors = {name: x[1:].clone() for name, x in vars(both).items() if isinstance(x, Tensor)}
+    alone = replace(both, case=replace(case, entries=1), **tensors)
+    forward_again(alone)
+    for name in ("order", "opened", "output"):
+        assert torch.equal(getattr(alone, name)[0], getattr(both, name)[1])
+
+
 def test_a_query_that_is_not_finite_has_a_place() -> None:
     """And spoils no row but its own."""
     case = Case(group=2, length=40, keys=90, probes=4, share=16)
