@@ -157,10 +157,12 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int =
     output, lse = torch.empty_like(value), torch.empty(2, length)
     cell_of = torch.empty(2, sizes.span_levels, length, dtype=torch.int32)
     opened = torch.empty(2, sizes.blocks_of(length), probes, dtype=torch.int32)
-    plan = sizes, dim**-0.5
-    triton_forward.forward(query, key, value, visible, *plan, 2, 0, output, lse, cell_of, opened, MemoryPolicy().beyond)
+    order = torch.empty(2, length if sizes.ordered else 0, dtype=torch.int32)
+    given, how = (query, key, value, visible), (sizes, dim**-0.5)
+    triton_forward.forward(*given, *how, 2, 0, output, lse, cell_of, opened, order, MemoryPolicy().beyond)
     # Nothing has run: there is no plan yet.
-    triton_backward.backward(upstream, query, key, value, visible, output, lse, cell_of.fill_(-1), opened.fill_(-1), *plan)
+    plan = cell_of.fill_(-1), opened.fill_(-1), order.copy_(torch.arange(order.shape[1]))
+    triton_backward.backward(upstream, *given, output, lse, *plan, *how)
     chosen = torch.arange(4)
     exact_rows.exact_rows(query, key, value, visible, chosen % 2, chosen, dim**-0.5)
 

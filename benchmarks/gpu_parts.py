@@ -33,7 +33,7 @@ GROUPS = {
         "_products",
         "_weighted_sums",
     ),
-    "route": ("_route", "_vote", "_list_keys"),
+    "route": ("_route", "_best_cells", "_vote", "_list_keys"),
     "near": ("_count_pairs", "_scan_counts", "_place_pairs", "_block_ranges", "_near_fwd", "_merge"),
     "own segment and far": ("_attend_rows",),
     "all of a block": ("_attend",),

@@ -113,7 +113,9 @@ class Auto:
             steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
             if isinstance(method, Exact) or audit.additive <= self.eps:
                 return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": steps, "audit": audit})
-            method = replace(method, probes=GROWTH * method.sizes(problem).probes)
+            sizes = method.sizes(problem)
+            # Rows that open cells together by default go on doing so.
+            method = replace(method, probes=GROWTH * sizes.probes, share=sizes.share if sizes.share > 1 else method.share)
 
 
 def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:

@@ -76,6 +76,11 @@ def open_best(first: Tensor, spread: Tensor, count: int) -> Tensor:
     return column.masked_fill_(best == -torch.inf, -1)
 
 
+def best_cell(first: Tensor, spread: Tensor) -> Tensor:
+    """The column of the cell of largest score in each row. Without a mask, rows become blocks in the order of these."""
+    return score(first, spread).argmax(1)
+
+
 def pooled(queries: Tensor, share: int) -> tuple[Tensor, Tensor]:
     """The means of every `POOL` rows of a block, `[runs * blocks, pools, dim]`, and which of these have rows `[..., pools]`.
 

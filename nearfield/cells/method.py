@@ -30,7 +30,8 @@ class Cells:
     With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
 
     1. A row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}. All keys of an opened
-       cell are near. With `share`, a block of consecutive rows opens the same cells, those with most votes of its rows.
+       cell are near. With `share`, a block of rows opens the same cells, those with most votes of its rows: consecutive rows, or
+       without a mask rows in the order of their best cells.
     2. Every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys
        inside cells, pooled over all cells. This is right to second order, and stays moderate where a cell is far from Gaussian.
     3. Optionally, `samples` far keys per row are drawn, with the far field as control variate. Numerator and denominator become
@@ -43,14 +44,16 @@ class Cells:
 
     Args:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
-        probes: cells opened per row; None: by the number of keys.
+        probes: cells opened per row, or per block of rows; None: by the number of keys.
         samples: far keys drawn per row: 0, or at least 2.
         window: causal only: how many of the latest keys are always near, rounded up to whole segments beyond a row's own.
         sinks: how many of the first keys are near for every row.
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
-        share: how many consecutive queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256. Blocks are
-            counted from the first query of a call, in each head by itself. None: 1.
+        share: how many queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256. With a causal mask they
+            are consecutive, counted from the first query of a call; without one they are put in the order of their best cells
+            first. None: 1; without a mask 128 where the Triton kernels run, there are 1,024 queries or more, and `probes` is not
+            given.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
     are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
@@ -150,11 +153,23 @@ class Cells:
 
     def sizes(self, problem: Problem) -> CellSizes:
         """The sizes of a call: those given, and defaults for its shape."""
+        if self.share is None and self._may_share(problem):
+            shared = self._sizes(problem, defaults.SHARE)
+            if self._unsupported(problem, shared) is None:
+                return shared
+        return self._sizes(problem, self.share or 1)
+
+    def _may_share(self, problem: Problem) -> bool:
+        """Whether rows might open cells together without being told to. Where `probes` is given, it is meant for each row."""
+        if problem.is_causal or self.probes is not None or not backends.runs_triton(problem.key.device):
+            return False
+        return problem.query.shape[2] >= defaults.LEAST_QUERIES
+
+    def _sizes(self, problem: Problem, share: int) -> CellSizes:
         length, causal = problem.key.shape[2], problem.is_causal
         on_gpu = backends.runs_triton(problem.key.device)
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
-        share = self.share or 1
         probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu, share)
         sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples, share=share)
         if not causal:
@@ -186,12 +201,12 @@ def check_share(share: object) -> None:
 def _keys_per_query(result: CellsResult, visible: Tensor, sizes: CellSizes) -> float:
     """How many keys a row reads one by one, near ones and drawn ones, averaged over the rows."""
     near = 0.0
-    block_of = blocks_of_rows(visible.shape[1], sizes, visible.device)
+    block_of = blocks_of_rows(visible.shape[1], sizes, visible.device, result.order.long())
     for entry in range(len(visible)):
         cell_of = result.cell_of[entry].flatten().long()
         opened = result.opened[entry].long()
         size = torch.bincount(cell_of + 1, minlength=max(2, int(opened.max()) + 2) if opened.numel() else 2)[1:]
-        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)[block_of]
+        inside = torch.where(opened >= 0, size[opened.clamp(min=0)], 0).sum(1)[block_of[entry] if sizes.ordered else block_of]
         closed = closed_keys(visible[entry], sizes, sizes.group)
         near += float((inside + (visible[entry] - closed) + closed.clamp(max=sizes.sinks)).double().mean())
     drawn = float((result.drawn >= 0).sum(-1).double().mean()) if sizes.samples else 0.0

@@ -19,7 +19,7 @@ from nearfield.cells.partition import from_plain
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import closed_keys
+from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.torch import backward as torch_backward
 from nearfield.cells.torch import forward as torch_forward
 from nearfield.cells.torch.head import Head, assign
@@ -65,6 +65,7 @@ def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSize
         queries.new_empty((batch, rows if sizes.samples else 0), dtype=compute),
         keys.new_empty((batch, sizes.span_levels, length), dtype=torch.int32),
         queries.new_empty((batch, sizes.blocks_of(rows), sizes.probes), dtype=torch.int32),
+        queries.new_empty((batch, rows if sizes.ordered else 0), dtype=torch.int32),
         queries.new_empty((batch, rows, sizes.samples), dtype=torch.int32),
         queries.new_empty((batch, rows, sizes.samples), dtype=compute),
     )
@@ -80,10 +81,10 @@ def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed
         from nearfield.cells.triton.forward import forward as run
 
         assert isinstance(partition, KMeans)  # see `cells.triton.limits`
-        cell_of, opened = plans[:2]
+        cell_of, opened, order = plans[:3]
         with backends.device_guard(queries.device):
             cells = recipe.sizes, recipe.scale, partition.iterations_or(KERNEL_ITERATIONS), partition.seed
-            run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, recipe.memory.beyond)
+            run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, order, recipe.memory.beyond)
         return results
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in plans))
@@ -111,6 +112,7 @@ def backward(
     lse: Tensor,
     cell_of: Tensor,
     opened: Tensor,
+    order: Tensor,
     drawn: Tensor,
     log_factor: Tensor,
     *settings: Any,
@@ -121,11 +123,12 @@ def backward(
         from nearfield.cells.triton.backward import backward as run
 
         with backends.device_guard(queries.device):
-            return run(output_grad, queries, keys, values, visible, output, lse, cell_of, opened, recipe.sizes, recipe.scale)
+            results = output, lse, cell_of, opened, order
+            return run(output_grad, queries, keys, values, visible, *results, recipe.sizes, recipe.scale)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
-        plan = CellPlan(*(x[entry] for x in (cell_of, opened, drawn, log_factor)))
-        head = _head(recipe, queries, _wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry)
+        plan = CellPlan(*(x[entry] for x in (cell_of, opened, order, drawn, log_factor)))
+        head = _head(recipe, queries, _wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
         out, out_grad = _wide(output[entry]), _wide(output_grad[entry])
         if recipe.engine == "reference":
             found = _reference_backward(head, plan, out_grad)
@@ -142,12 +145,20 @@ def backward(
 
 
 def _head(
-    recipe: Recipe, queries: Tensor, key: Tensor, values: Tensor, visible: Tensor, cell_of: Tensor, seed: Tensor, entry: int
+    recipe: Recipe,
+    queries: Tensor,
+    key: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    cell_of: Tensor,
+    seed: Tensor,
+    entry: int,
+    order: Tensor | None = None,
 ) -> Head:
     """One entry of the batch, for keys that are `_wide` already."""
     query, value = _wide(queries[entry]), _wide(values[entry])
     random = recipe.dropout_p, int(seed), entry * queries.shape[1]
-    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random)
+    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -171,7 +182,8 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
         every = head.keep(rows, items)
         assert every is not None
         keep = every[:, : len(keys)], every[:, len(keys) :]
-    plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values())).by_row(head.block_of)
+    plan = CellPlan(*(x if x.is_floating_point() else x.long() for x in vars(plan).values()))
+    plan = plan.by_row(blocks_of_rows(len(queries), head.sizes, queries.device, plan.order))
     closed = closed_keys(head.visible, head.sizes, head.sizes.group)
     keys, values = keys.to(head.compute), values.to(head.compute)
     return reference.reference_attention(
@@ -189,7 +201,7 @@ def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tupl
 _LIBRARY = torch.library.Library("nearfield", "DEF")
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
-_PLAN = "Tensor cell_of, Tensor opened, Tensor drawn, Tensor log_factor"
+_PLAN = "Tensor cell_of, Tensor opened, Tensor order, Tensor drawn, Tensor log_factor"
 _SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
 _ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}".split(", "))
 
@@ -227,6 +239,7 @@ class CellsResult(NamedTuple):
     cell_of: Tensor
     """from here on as in `CellPlan`, for each entry of the batch"""
     opened: Tensor
+    order: Tensor
     drawn: Tensor
     log_factor: Tensor
 

@@ -42,29 +42,30 @@ class ReadyCells:
         return output.view(*query.shape[:-1], value.shape[-1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, wanted: int) -> Sequence[Tensor]:
-        """The first `wanted` of: output `[groups, rows, value_dim]`, log-normalisers, cells of keys, opened cells."""
+        """The first `wanted` of: output `[groups, rows, value_dim]`, log-normalisers, cells of keys, opened cells, order."""
         inputs = query.reshape(self.query_rows), key.reshape(self.key_rows), value.reshape(self.value_rows)
 
         def run() -> Sequence[Tensor]:
             with full_precision(query):
-                output, lse, _, cell_of, opened, *_ = forward(*inputs, self.visible, self.seed, *self.recipe.arguments())
-            return (output, lse, cell_of, opened)[:wanted]
+                output, lse, _, *plan = forward(*inputs, self.visible, self.seed, *self.recipe.arguments())
+            return (output, lse, *plan[:3])[:wanted]
 
         with torch.no_grad():
             return replayed((self, wanted), inputs, run)
 
     def backward(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gradients of queries, keys and values, by rows, from that of the output and what `forward` was given and returned."""
-        query, key, value, output, lse, cell_of, opened = saved
+        query, key, value, output, lse, cell_of, opened, *order = saved
         inputs = query.reshape(self.query_rows), key.reshape(self.key_rows), value.reshape(self.value_rows)
         do, output = (_packed(x.reshape(self.output_rows)) for x in (grad, output))
         # Nothing is drawn.
         nothing = lse.new_empty(0)
-        between = self.visible, self.seed, output, lse, cell_of, opened, nothing, nothing
+        plan = cell_of, opened, order[0] if order else opened.new_empty((len(opened), 0)), nothing, nothing
+        between = self.visible, self.seed, output, lse, *plan
         if torch.is_grad_enabled() or is_traced():
             # Second derivatives are refused there, and several gradients at once are served.
             return CellsBackward.apply(do, *inputs, *between, *self.recipe.arguments())
-        given = do, *inputs, output, lse, cell_of, opened
+        given = do, *inputs, output, lse, cell_of, opened, *order
         # Hooks on saved tensors may have laid all of them out anew.
         key_of = self, torch.are_deterministic_algorithms_enabled(), *map(form, given)
 
@@ -85,7 +86,8 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ready: ReadyCells) -> Tensor:
-        output, *rest = ready.forward(query, key, value, 4)
+        # An empty order of rows is no memory of its own, and could not be replayed.
+        output, *rest = ready.forward(query, key, value, 5 if ready.sizes.ordered else 4)
         output = output.view(*query.shape[:-1], value.shape[-1])
         if ready.recipe.memory.heads:
             output = output.transpose(-2, -3).contiguous().transpose(-2, -3)

@@ -30,6 +30,9 @@ class CellPlan:
     """`[span_levels, n]`: the cell of each key in its span of each level; -1: none (it is a sink, or in no span of that level)"""
     opened: Tensor
     """`[blocks, probes]`: the cells whose keys are near for the rows of a block; -1: none. See `blocks_of_rows`."""
+    order: Tensor
+    """`[rows]`: the positions of rows in the order in which they are cut into blocks, member by member of the group; `[0]`: in
+    their own order"""
     drawn: Tensor
     """`[rows, samples]`: the positions of drawn keys; -1: none"""
     log_factor: Tensor

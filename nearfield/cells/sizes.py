@@ -14,6 +14,10 @@ MOST_SPAN_LEVELS = 8
 SHARES = (1, 16, 32, 64, 128, 256)
 """How many rows may open cells together."""
 
+SHARE, LEAST_QUERIES = 128, 1024
+"""Without a mask, so many rows open cells together by default where the Triton kernels run, from so many queries on: with fewer
+there are too few blocks to tell rows apart."""
+
 
 class CellSizes(NamedTuple):
     """The sizes of one call as operators and kernels take them: plain integers."""
@@ -34,7 +38,12 @@ class CellSizes(NamedTuple):
     span_levels: int = 1
     """causal: how many lengths of spans there are: 1, 2, 4, ... segments"""
     share: int = 1
-    """how many consecutive queries of a head open cells together: a block"""
+    """how many queries of a head open cells together, as a block: consecutive ones, or in the order of their best cells"""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether blocks are made of rows in the order of their best cells: without a mask any rows may be a block."""
+        return self.share > 1 and not self.segment
 
     def cells_in(self, keys: int) -> int:
         """How many cells this many keys are grouped into."""
@@ -82,10 +91,11 @@ def default_probes(length: int, cell_size: int, causal: bool = False, on_gpu: bo
     """As many as it takes to open 54 length^(1/4) keys: 512 of 8k, 724 of 32k, 1,024 of 131k; at least 8 cells.
 
     On a GPU half as many keys where attention is not causal: 512 of 131k, in at least 4 cells. A causal row sees several spans,
-    and needs more cells. Rows that open cells together open almost three times as many keys, since each needs some of its own.
+    and needs more cells. Rows that open cells together open almost three times as many keys, since each needs some of its own;
+    without a mask, where rows that want the same cells are put together, twice as many.
     """
     if share > 1:
-        return max(16, round(150 * length**0.25 / cell_size))
+        return max(16, round(150 * length**0.25 / cell_size)) if causal else max(8, round(108 * length**0.25 / cell_size))
     few = on_gpu and not causal
     return max(4 if few else 8, round((27 if few else 54) * length**0.25 / cell_size))
 

@@ -97,14 +97,20 @@ def closed_keys(visible: Tensor, sizes: CellSizes, members: int = 1) -> Tensor:
     return (own - sizes.window).clamp(min=0) * sizes.segment
 
 
-def blocks_of_rows(rows: int, sizes: CellSizes, device: torch.device) -> Tensor:
-    """`[rows]`: the number of the block of each row of a group."""
+def blocks_of_rows(rows: int, sizes: CellSizes, device: torch.device, order: Tensor | None = None) -> Tensor:
+    """`[rows]`: the number of the block of each row of a group.
+
+    `order` `[..., rows]`: see `CellPlan`; then the same for each. Without one, or where it is empty: rows in their own order.
+    """
     number = torch.arange(rows, device=device)
     if sizes.share == 1:
         return number
     length = rows // sizes.group
-    member, position = number // max(1, length), number % max(1, length)
-    return member * -(-length // sizes.share) + position // sizes.share
+    member, place = number // max(1, length), number % max(1, length)
+    block = member * -(-length // sizes.share) + place // sizes.share
+    if order is None or order.shape[-1] != rows:
+        return block
+    return torch.empty_like(order, dtype=block.dtype).scatter_(-1, member * length + order, block.expand(order.shape))
 
 
 def pieces(visible: Tensor, sizes: CellSizes) -> list[Piece]:

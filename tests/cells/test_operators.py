@@ -77,6 +77,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "samples-grouped": {"samples": 4, "group": 2},
     "dropout-causal": {"dropout_p": 0.2, "causal": True},
     "share": {"group": 2, "causal": True, "share": 16},
+    "share-in-order": {"group": 2, "share": 16, "padded": True},
     "padding-dropout-hashed": {"padded": True, "dropout_p": 0.2, "partition": ("HashBuckets", (0, 1))},
     "padding-causal-low-precision": {"padded": True, "causal": True, "dtype": torch.bfloat16, "partition": ("Blocks", ())},
 }
@@ -114,7 +115,14 @@ def batched(in_dims: tuple[int | None, ...], shape: tuple[int, ...] = (1, 2, 24,
 
 @pytest.mark.parametrize("in_dims", IN_DIMS)
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"is_causal": True, "method": MANY_SPANS}, {"is_causal": True, "method": SHARED}]
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "method": MANY_SPANS},
+        {"is_causal": True, "method": SHARED},
+        {"method": SHARED},
+    ],
 )
 def test_vmap(in_dims: tuple[int | None, ...], options: dict[str, Any]) -> None:
     function, inputs = partial(attend, **options), batched(in_dims)
@@ -265,7 +273,7 @@ def test_only_the_output_is_differentiable() -> None:
     queries, keys, values, visible, seed, *settings = arguments(samples=2)
     recipe = Recipe.of(settings)
     result = cells_attention(*leaves(queries, keys, values), visible, seed, recipe)
-    assert [x.requires_grad for x in result] == [True] + [False] * 6
+    assert [x.requires_grad for x in result] == [True] + [False] * 7
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "blocks": ({"method": nf.Cells(4, 2, partition=nf.Blocks())}, False),
     "hash": ({"method": nf.Cells(4, 2, partition=nf.HashBuckets(seed=1))}, False),
     "reference": ({"is_causal": True, "backend": "reference"}, False),
+    "share-in-order": ({"kv_heads": 1, "method": SHARED}, True),
     "share-dropout": ({"is_causal": True, "kv_heads": 1, "dropout_p": 0.3, "method": SHARED}, False),
 }
 

@@ -12,6 +12,7 @@ GROUPED = "test_heads_grouped_together_and_computed_in_turn"
 LATER = "test_earlier_rows_have_gradients_whatever_follows"
 REMEMBERED = "test_a_call_that_was_made_before_is_not_compiled_again"
 VOTES = "test_triton.py::test_a_block_opens_the_cells_with_most_votes"
+IN_ORDER = "test_without_a_mask_rows_are_in_the_order_of_their_best_cells"
 TIGHT = "test_cells_are_as_tight_as_on_a_cpu"
 CUT = "test_cells_of_equal_keys_at_equal_distances_are_cut"
 SETTLED = "test_members_of_cells_that_are_cut_are_in_order"
@@ -348,6 +349,55 @@ MUTANTS = (
         ("test_blocks_of_rows_belong_to_one_head",),
     ),
     Mutant(
+        "triton: shared: rows attend at their places",
+        "_attend",
+        "position_at(order, place, there, ORDERED)",
+        "place",
+        (f"{PARITY}[shared]",),
+    ),
+    Mutant(
+        "triton: shared: rows vote at their places",
+        "_vote",
+        "position_at(order, place, there, ORDERED)",
+        "place",
+        (VOTES,),
+    ),
+    Mutant(
+        "triton: shared: all members of a group in the order of the first",
+        "_attend",
+        "order += entry * (tl.num_programs(0) // per_member) * positions + member * positions",
+        "order += entry * (tl.num_programs(0) // per_member) * positions",
+        (f"{PARITY}[shared-groups]",),
+    ),
+    Mutant(
+        "triton: shared: votes in the order of another entry",
+        "_vote",
+        "order += entry * (tl.num_programs(0) // per_member) * positions + member * positions",
+        "order += member * positions",
+        ("test_entries_vote_by_their_own_order",),
+    ),
+    Mutant(
+        "triton: shared: the best cell without the spread of logits",
+        "_best_cells",
+        "scores_of(query, square,",
+        "scores_of(query, square * 0.0,",
+        (IN_ORDER,),
+    ),
+    Mutant(
+        "triton: shared: the best of the first cells alone",
+        "_best_cells",
+        "for start in range(0, cells, BC):",
+        "for start in range(0, BC, BC):",
+        (f"{IN_ORDER}[many-cells-64]",),
+    ),
+    Mutant(
+        "triton: shared: the backward pass does not know the order of rows",
+        "triton.backward:backward",
+        "sizes, visible.device, order.long())",
+        "sizes, visible.device)",
+        (f"{PARITY}[shared-groups]",),
+    ),
+    Mutant(
         "triton: shared: keys beyond the end of a list counted",
         "_attend",
         'qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))',
@@ -394,7 +444,7 @@ MUTANTS = (
         "_vote",
         "end = tl.minimum(begin + share, positions)",
         "end = begin + share",
-        (VOTES,),
+        (f"{VOTES}[causal]",),
     ),
     Mutant(
         "triton: shared: votes for whole cells, not for each key",

@@ -82,7 +82,8 @@ def _with_results(block: RowBlock, plan: CellPlan, output: Tensor, lse: Tensor, 
     head, rows = block.head, block.rows
     out, grad = (torch.cat([x.index_select(0, rows), x.new_zeros(1, x.shape[1])]).to(head.compute) for x in (output, output_grad))
     of_rows = (x.index_select(0, i) for x, i in ((plan.opened, head.block_of[rows]), (plan.drawn, rows), (plan.log_factor, rows)))
-    own = CellPlan(plan.cell_of, *(x if x.is_floating_point() else x.long() for x in of_rows))
+    opened, *drawn = (x if x.is_floating_point() else x.long() for x in of_rows)
+    own = CellPlan(plan.cell_of, opened, plan.order, *drawn)
     # A row that sees nothing, like the one that fills up tiles, gets weights e^(z - inf) = 0.
     own_lse = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])
     own_lse = own_lse.masked_fill_(own_lse == -torch.inf, torch.inf)

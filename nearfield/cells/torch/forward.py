@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nearfield.cells.far_field import largest_first, masses, moments, open_best, open_together, pooled
+from nearfield.cells.far_field import best_cell, largest_first, masses, moments, open_best, open_together, pooled
 from nearfield.cells.moments import SeenCells
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.spans import Piece
@@ -25,6 +25,9 @@ def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellP
     """Fill in the output `[rows, value_dim]`, the log-normaliser `[rows]`, the standard error `[rows]` if keys are drawn, and the
     part of the plan that rows decide."""
     sizes, device = head.sizes, head.keys.device
+    if sizes.ordered:
+        plan.order.copy_(by_best_cell(head))
+        head.cut_into_blocks(plan.order)
     for block in head.blocks():
         total = Partial(len(block), output)
         opened = torch.full((len(block), sizes.probes), -1, dtype=torch.int64, device=device)
@@ -42,6 +45,21 @@ def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellP
             plan.drawn.index_copy_(0, block.rows, draws.drawn.int())
             plan.log_factor.index_copy_(0, block.rows, draws.log_factor)
             stderr.index_copy_(0, block.rows, draws.stderr(found, found_lse))
+
+
+def by_best_cell(head: Head) -> Tensor:
+    """`[rows]`: the positions of rows, member by member of the group, in the order of the cells of largest score.
+
+    Rows with the same cell stay in their own order. Without a mask all rows see the same cells.
+    """
+    group, length = head.sizes.group, head.length
+    best = torch.zeros(group * length, dtype=torch.int64, device=head.keys.device)
+    if head.pieces and head.pieces[0].segments:
+        seen = head.seen_by(head.pieces[0])
+        for rows in row_parts(slice(0, len(best)), len(seen), head.scores_per_pass):
+            queries = head.scaled(torch.arange(rows.start, rows.stop, device=best.device))
+            best[rows] = best_cell(*moments(queries, seen))
+    return best.view(group, length).sort(dim=1, stable=True).indices.flatten()
 
 
 def local(head: Head, block: RowBlock, total: Partial) -> None:

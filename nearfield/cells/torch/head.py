@@ -49,6 +49,8 @@ class Head:
     seed: int = 0
     first_row: int = 0
     """the number of its first row among the rows of all heads; what a row draws depends on its number"""
+    order: Tensor | None = None
+    """`[group * length]`: as in `CellPlan`; None: not known yet, or rows are in their own order"""
     block_of: Tensor = field(init=False)
     """`[group * length]`: the block with which each row opens cells"""
     pieces: list[Piece] = field(init=False)
@@ -56,10 +58,15 @@ class Head:
     table: CellTable = field(init=False)
 
     def __post_init__(self) -> None:
-        self.block_of = blocks_of_rows(len(self.queries), self.sizes, self.queries.device)
+        self.cut_into_blocks(self.order)
         self.pieces = pieces(self.visible_at, self.sizes)
         self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
         self.table = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(self.sizes.cells_in(self.segment_length)))
+
+    def cut_into_blocks(self, order: Tensor | None) -> None:
+        """Let rows open cells together in this order."""
+        self.order = order if order is None else order.long()
+        self.block_of = blocks_of_rows(len(self.queries), self.sizes, self.queries.device, self.order)
 
     def seen_by(self, piece: Piece) -> SeenCells:
         """The cells that a piece sees."""
@@ -140,7 +147,9 @@ class RowBlock:
         positions = [torch.arange(p.start, p.stop, device=head.keys.device) for p in found]
         member = torch.arange(group, device=head.keys.device)[:, None] * head.length
         self.rows = torch.cat([(member + p).reshape(-1) for p in positions])
-        """`[rows]`: the numbers of the rows in the head, piece by piece and member by member"""
+        """`[rows]`: the numbers of the rows in the head, piece by piece and member by member, in the order of the plan"""
+        if head.order is not None and len(head.order):
+            self.rows = self.rows - self.rows % head.length + head.order.index_select(0, self.rows)
         self.ranges = []
         start = 0
         for piece in found:

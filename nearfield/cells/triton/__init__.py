@@ -6,6 +6,7 @@ cluster              which key is in which cell: k-means, a limit to the size of
 moments              what is known of each cell, and its gradients
 far_field            the formula: score, boost, mass and derivative of a cell
 route, share         which cells a row opens, or a block of rows together
+order                which rows are a block, where there is no mask
 attend               attention to all but the cells that a row opened; to everything, for a block of rows
 near                 attention to the keys of opened cells, cell by cell, and its gradients
 local, far           gradients of attention to keys seen one by one, and to closed cells

@@ -128,12 +128,22 @@ def _tilt(
     return acc
 
 
+@triton.jit
+def position_at(order, place, there, ORDERED: tl.constexpr):
+    """The position of the row at a place; `order` is that of a head."""
+    if ORDERED:
+        return tl.load(order + place, mask=there, other=0)
+    else:
+        return place
+
+
 @Kernel
 def _attend(
     queries,
     keys,
     values,
     visible,
+    order,
     listed,
     listed_count,
     log2_size,
@@ -167,6 +177,7 @@ def _attend(
     window,
     segments,
     CAUSAL: tl.constexpr,
+    ORDERED: tl.constexpr,
     NARROW: tl.constexpr,
     FULL: tl.constexpr,
     TILE: tl.constexpr,
@@ -184,9 +195,10 @@ def _attend(
     per_member = tl.cdiv(positions, BM)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     member, inside = number // per_member, number % per_member
-    position = inside * BM + tl.arange(0, BM)
-    there = position < positions
-    row = (member * positions + position).to(tl.int64)
+    place = inside * BM + tl.arange(0, BM)
+    there = place < positions
+    order += entry * (tl.num_programs(0) // per_member) * positions + member * positions
+    row = (member * positions + position_at(order, place, there, ORDERED)).to(tl.int64)
     # Several blocks of this kernel may share one list.
     first_position = inside * BM // share * share
     block = entry * (tl.num_programs(0) // per_member) * tl.cdiv(positions, share)
@@ -541,11 +553,15 @@ def attend(
     layout: Layout,
     sizes: CellSizes,
     scale: float,
+    order: Tensor,
     lists: Lists,
     output: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills in `output` `[entries, rows, value_dim]` and log-normalisers `lse` `[entries, rows]`."""
+    """Fills in `output` `[entries, rows, value_dim]` and log-normalisers `lse` `[entries, rows]`.
+
+    `order` `[entries, rows]`: see `CellPlan`.
+    """
     entries, rows, dim = queries.shape
     value_dim, positions = values.shape[2], rows // sizes.group
     blocks = blocks_for("attend", max(dim, value_dim), queries.dtype, queries.device)
@@ -555,6 +571,7 @@ def attend(
         keys=keys,
         values=values,
         visible=visible,
+        order=order,
         listed=lists.keys,
         listed_count=lists.count,
         log2_size=lists.log2_size,
@@ -582,6 +599,7 @@ def attend(
         window=sizes.window,
         segments=layout.segments,
         CAUSAL=sizes.segment > 0,
+        ORDERED=sizes.ordered,
         NARROW=queries.dtype == torch.float16,
         FULL=dim == padded(dim) and value_dim == padded(value_dim),
         TILE=COLUMNS,

@@ -37,6 +37,7 @@ def backward(
     lse: Tensor,
     cell_of: Tensor,
     opened: Tensor,
+    order: Tensor,
     sizes: CellSizes,
     scale: float,
 ) -> tuple[Tensor, ...]:
@@ -45,7 +46,7 @@ def backward(
         found = []
         for some in entry_parts(len(queries)):
             inputs = do[some], queries[some], keys[some], values[some], visible[some], output[some], lse[some]
-            found.append(backward(*inputs, cell_of[some], opened[some], sizes, scale))
+            found.append(backward(*inputs, cell_of[some], opened[some], order[some], sizes, scale))
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
     deterministic = torch.are_deterministic_algorithms_enabled()
     sign = 1.0 if scale > 0 else -1.0 if scale else 0.0
@@ -58,7 +59,8 @@ def backward(
     block_sees = visible
     if sizes.share > 1:
         number = torch.arange(visible.shape[1], device=visible.device)
-        opened = opened[:, blocks_of_rows(len(number), sizes, visible.device)]
+        block = blocks_of_rows(len(number), sizes, visible.device, order.long())
+        opened = opened.gather(1, block.expand(len(opened), -1)[..., None].expand(-1, -1, opened.shape[2]))
         block_sees = visible[:, number - number % (len(number) // sizes.group) % sizes.share]
     rows = backward_rows(queries, visible, block_sees, output, lse, do)
     # First, so that it keeps the device busy while many small kernels are launched.

@@ -239,25 +239,44 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
     see `limit_cell_sizes_`. None: cells stay as they are. A counting sort: chunks of keys count their cells, and what earlier
     chunks and cells have counted says where their keys go.
     """
-    entries, _, length = cell_of.shape
-    device, cells = cell_of.device, layout.cells
+    entries, device, cells = len(cell_of), cell_of.device, layout.cells
     assert entries * layout.members < 2**31
     order = torch.empty(entries * layout.members, dtype=torch.int32, device=device)
-    starts = torch.empty(entries * cells + 1, dtype=torch.int32, device=device)
     if not cells:
-        return order, fill_(starts, 0)
-    chunk_span, chunk_number = layout.chunks(KEYS)
-    chunk_edges, span_chunks, per_entry = layout.tallies(KEYS)
-    tally = torch.empty(entries, per_entry, dtype=torch.int32, device=device)
+        return order, fill_(torch.empty(1, dtype=torch.int32, device=device), 0)
+    tally = torch.empty(entries, layout.tallies(KEYS)[2], dtype=torch.int32, device=device)
     if sizes is None:
         sizes = zeros(entries, cells, dtype=torch.int32, device=device)
         _settle_cells(cell_of, sizes, layout, None, tally)
-        members = layout.first_members(entries) if layout.causal else _held(sizes)
+        held = None if layout.causal else _held(sizes)
     else:
-        hosts, held = _host_cells(sizes, layout)
-        _settle_cells(cell_of, sizes, layout, hosts, tally)
         # Without a mask there is one span.
-        members = layout.first_members(entries) if layout.causal else held
+        hosts, held_by_span = _host_cells(sizes, layout)
+        held = None if layout.causal else held_by_span
+        _settle_cells(cell_of, sizes, layout, hosts, tally)
+    return order, _place_by_cell(cell_of, sizes, tally, held, layout, order)
+
+
+def sort_by_count_(cell_of: Tensor, sizes: Tensor, layout: Layout, order: Tensor) -> None:
+    """Fills in `order` with the positions of `cell_of` `[entries, 1, n]`, entry by entry, cell by cell, ascending in each.
+
+    Every position has a cell. `sizes` `[entries, cells]` are zeros, and become the numbers of members.
+    """
+    tally = torch.empty(len(cell_of), layout.tallies(KEYS)[2], dtype=torch.int32, device=cell_of.device)
+    _settle_cells(cell_of, sizes, layout, None, tally)
+    _place_by_cell(cell_of, sizes, tally, None, layout, order)
+
+
+def _place_by_cell(cell_of: Tensor, sizes: Tensor, tally: Tensor, held: Tensor | None, layout: Layout, order: Tensor) -> Tensor:
+    """Fills in `order`, see `members_of`, and returns where each cell begins.
+
+    `tally`: how many keys of each chunk each cell has; overwritten. `held`: how many members each entry has;
+    None: all keys but sinks.
+    """
+    entries, cells = sizes.shape
+    starts = torch.empty(entries * cells + 1, dtype=torch.int32, device=sizes.device)
+    chunk_span, chunk_number = layout.chunks(KEYS)
+    chunk_edges, span_chunks, per_entry = layout.tallies(KEYS)
     tile_span, tile_cell = layout.cell_tiles(128)
     _scan[(tile_span.shape[0], entries)](
         sizes=sizes,
@@ -267,12 +286,12 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
         cell_edges=layout.cell_edges,
         chunk_edges=chunk_edges,
         span_chunks=span_chunks,
-        members=members,
+        members=layout.first_members(entries) if held is None else held,
         starts=starts,
         cells=cells,
         entries=entries,
         per_entry=per_entry,
-        SAME=layout.causal,
+        SAME=held is None,
         BC=128,
         BS=1024,
         num_warps=4,
@@ -287,14 +306,14 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
         chunk_edges=chunk_edges,
         tally=tally,
         order=order,
-        length=length,
+        length=cell_of.shape[2],
         per_entry=per_entry,
         cell_entry=cell_of.stride(0),
         BP=KEYS,
         BS=64,
         num_warps=2,
     )
-    return order, starts
+    return starts
 
 
 POINTS = 128

@@ -15,6 +15,7 @@ from nearfield.cells.triton.layout import Layout, layout_of
 from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_parts, memory_budget, pieces_of, slabs_of, units_of
 from nearfield.cells.triton.moments import Tables, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
+from nearfield.cells.triton.order import order_rows
 from nearfield.cells.triton.route import route
 from nearfield.cells.triton.share import list_bytes, lists_for
 from nearfield.kernels import backends
@@ -43,16 +44,19 @@ def forward(
     lse: Tensor,
     cell_of: Tensor,
     opened: Tensor,
+    order: Tensor,
     beyond: float,
 ) -> None:
-    """Fills in output and log-normaliser of queries `[entries, group * length, dim]`, the cells of keys, and the opened cells.
+    """Fills in output and log-normaliser of queries `[entries, group * length, dim]`, and the plan: the cells of keys, the opened
+    cells, and the order in which rows open them together, if it is not their own.
 
     `beyond`: see `memory_budget`.
     """
     if len(queries) > MOST_ENTRIES:
         for some in entry_parts(len(queries)):
             inputs = queries[some], keys[some], values[some], visible[some]
-            forward(*inputs, sizes, scale, iterations, seed, output[some], lse[some], cell_of[some], opened[some], beyond)
+            results = output[some], lse[some], cell_of[some], opened[some], order[some]
+            forward(*inputs, sizes, scale, iterations, seed, *results, beyond)
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
@@ -62,13 +66,17 @@ def forward(
     layout = layout_for(keys, sizes)
     tables = cells_of(keys, values, visible, sizes, layout, iterations, seed, cell_of)
     if sizes.share > 1:
-        budget = memory_budget((queries, keys, values, output), (cell_of, opened, *vars(tables).values()), beyond)
+        budget = memory_budget((queries, keys, values, output), (cell_of, opened, order, *vars(tables).values()), beyond)
         step = max(1, budget.parts // max(1, list_bytes(layout, sizes, opened.shape[1])))
         for first in range(0, len(queries), step):
             some = slice(first, min(first + step, len(queries)))
             query, sees, own_tables = queries[some], visible[some], tables.of(some)
-            lists = lists_for(query, sees, own_tables, layout, sizes, scale, opened[some])
-            attend(query, keys[some], values[some], sees, own_tables, layout, sizes, scale, lists, output[some], lse[some])
+            places = order[some] if sizes.ordered else sees
+            if sizes.ordered:
+                order_rows(query, own_tables, _layout_of_rows(query, sizes, max(1, layout.cells)), sizes, scale, places)
+            lists = lists_for(query, sees, places, own_tables, layout, sizes, scale, opened[some])
+            own_keys, own_values, into = keys[some], values[some], (output[some], lse[some])
+            attend(query, own_keys, own_values, sees, own_tables, layout, sizes, scale, places, lists, *into)
         return
     inputs, ours = (queries, keys, values, output), (cell_of, opened, visible)
     budget = memory_budget(inputs, (*ours, *vars(tables).values()), beyond)
@@ -149,8 +157,19 @@ def _opened_cells(
 
 def layout_for(keys: Tensor, sizes: CellSizes) -> Layout:
     """The layout of such keys. If a graph is being captured, it stays for good: the graph will read it."""
-    layout = layout_of(keys.shape[1], sizes, keys.device)
-    if keys.is_cuda and torch.cuda.is_current_stream_capturing():
+    return _kept(layout_of(keys.shape[1], sizes, keys.device))
+
+
+def _layout_of_rows(queries: Tensor, sizes: CellSizes, cells: int) -> Layout:
+    """The layout of the rows of one head, if they were keys in so many cells."""
+    length = queries.shape[1] // sizes.group
+    # To get exactly `cells`, the number of rows per cell may have to be a fraction.
+    alike = CellSizes(group=1, segment=0, window=0, sinks=0, cell_size=length / cells, probes=1, samples=0)  # type: ignore[arg-type]
+    return _kept(layout_of(length, alike, queries.device))
+
+
+def _kept(layout: Layout) -> Layout:
+    if layout.span_of_cell.is_cuda and torch.cuda.is_current_stream_capturing():
         layout.keep()
     return layout
 

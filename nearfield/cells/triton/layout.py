@@ -186,7 +186,7 @@ class Layout:
         return self._kept("chunk_edges", size, edges), first, total
 
     def first_members(self, entries: int) -> Tensor:
-        """Causal: `[entries]`: where the members of each entry begin, if all keys of spans but sinks are members."""
+        """`[entries]`: where the members of each entry begin, if all keys of spans but sinks are members."""
 
         def make() -> Tensor:
             ends = [((span.first + span.segments) * self.segment, span.first * self.segment) for span in self.spans.all]

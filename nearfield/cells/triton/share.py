@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearfield.cells.far_field import POOL
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.attend import Lists
+from nearfield.cells.triton.attend import Lists, position_at
 from nearfield.cells.triton.far_field import NOT_FINITE, ROUTE_SPREADS, VOID, squares, wide_cell_score
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
 from nearfield.cells.triton.moments import Tables
@@ -38,15 +38,15 @@ def _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE: tl.constex
 
 
 @triton.jit
-def _pool_scores(pooled, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL: tl.constexpr, IP: tl.constexpr):
-    """Scores of cells for pooled queries, to base 2. Where a column has no cell they are those of any other."""
+def scores_of(query, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL: tl.constexpr, IP: tl.constexpr):
+    """Scores of cells for some queries, to base 2. Where a column has no cell they are those of any other."""
     at = tl.minimum(tl.maximum(cell, 0), cells - 1)[:, None] * dim + column[None, :]
     if FULL:
         mean, var = tl.load(centroid + at), tl.load(variance + at)
     else:
         mean = tl.load(centroid + at, mask=wide[None, :], other=0.0)
         var = tl.load(variance + at, mask=wide[None, :], other=0.0)
-    first = tl.dot(pooled, tl.trans(mean), input_precision=IP)
+    first = tl.dot(query, tl.trans(mean), input_precision=IP)
     spread = tl.dot(square, tl.trans(var), input_precision=IP)
     return wide_cell_score(first * scale, spread, 0.0) * LOG2E
 
@@ -55,6 +55,7 @@ def _pool_scores(pooled, square, centroid, variance, cell, column, wide, dim, ce
 def _vote(
     queries,
     visible,
+    order,
     centroid,
     variance,
     log2_size,
@@ -80,6 +81,7 @@ def _vote(
     probes,
     most_keys,
     CAUSAL: tl.constexpr,
+    ORDERED: tl.constexpr,
     POOL: tl.constexpr,
     POOLS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -117,10 +119,12 @@ def _vote(
     wide = coordinate < dim
     pool = tl.arange(0, POOLS)
     end = tl.minimum(begin + share, positions)
+    order += entry * (tl.num_programs(0) // per_member) * positions + member * positions
     total = tl.zeros([POOLS, BD], tl.float32)
     for i in tl.static_range(POOL):
-        position = begin + pool * POOL + i
-        there = position < end
+        place = begin + pool * POOL + i
+        there = place < end
+        position = position_at(order, place, there, ORDERED)
         query = tl.load(
             queries + position.to(tl.int64)[:, None] * query_row + coordinate[None, :],
             mask=there[:, None] & wide[None, :],
@@ -137,7 +141,7 @@ def _vote(
     l_i = tl.zeros([POOLS], tl.float32)
     for start in range(0, columns, BC):
         cell, real = _cells_of(tile_cell, tile_begin, tile_end, start + lane, columns, TILE)
-        score = _pool_scores(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
+        score = scores_of(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
         size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
         # A cell with a member that is not finite is not opened.
         score += tl.where(size < NOT_FINITE, size, -float("inf"))[None, :]
@@ -149,7 +153,7 @@ def _vote(
     top = 0
     for start in range(0, columns, BC):
         cell, real = _cells_of(tile_cell, tile_begin, tile_end, start + lane, columns, TILE)
-        score = _pool_scores(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
+        score = scores_of(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
         size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
         vote = tl.sum(tl.exp2(score - lse[:, None]), 0)
         vote = tl.where((size > -float("inf")) & (size < NOT_FINITE) & (vote < float("inf")), vote, 0.0)
@@ -248,11 +252,18 @@ def list_bytes(layout: Layout, sizes: CellSizes, blocks: int) -> int:
 
 
 def lists_for(
-    queries: Tensor, visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, opened: Tensor
+    queries: Tensor,
+    visible: Tensor,
+    order: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
 ) -> Lists:
     """Fills in `opened` `[entries, blocks, probes]`: the cells that blocks of rows open; -1 where there are fewer.
 
-    They have no more keys than so many cells of mean size.
+    They have no more keys than so many cells of mean size. `order` `[entries, rows]`: see `CellPlan`.
     """
     entries, rows, dim = queries.shape
     positions, number = rows // sizes.group, opened.shape[1]
@@ -265,6 +276,7 @@ def lists_for(
     _vote[(number, entries)](
         queries=queries,
         visible=visible,
+        order=order,
         centroid=tables.centroid,
         variance=tables.variance,
         log2_size=tables.log2_size,
@@ -289,6 +301,7 @@ def lists_for(
         probes=sizes.probes,
         most_keys=most_keys,
         CAUSAL=sizes.segment > 0,
+        ORDERED=sizes.ordered,
         POOL=POOL,
         POOLS=max(16, next_power_of_2(cdiv(sizes.share, POOL))),
         STEPS=BISECTIONS,

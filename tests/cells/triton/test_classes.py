@@ -21,6 +21,7 @@ from nearfield.kernels.launch import Kernel
 
 PASSES = {"_nearest", "_means", "_moments", "_products", "_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_near_dkv"}
 BY_ROW, SHARED_BLOCKS = {"_route", "_attend_rows", "_near_fwd", "_merge"}, {"_vote", "_list_keys", "_attend"}
+IN_ORDER = SHARED_BLOCKS | {"_best_cells"}
 STEP = {"score_cells", "choose_and_read_open_end", "read_cells", "merge_parts"}
 
 
@@ -69,7 +70,9 @@ def test_block_sizes_of_every_class_are_right(name: str, case: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("segment", "share"), [(0, 1), (128, 1), (128, 32)], ids=["plain", "causal", "shared"])
+@pytest.mark.parametrize(
+    ("segment", "share"), [(0, 1), (128, 1), (128, 32), (0, 32)], ids=["plain", "causal", "shared", "in-order"]
+)
 @pytest.mark.parametrize(
     ("dtype", "dim"),
     [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float32, 64), (torch.float32, 128)],
@@ -87,7 +90,7 @@ def test_passes_stay_within_the_class(
     assert off(found.output, output) <= 2 * off(plain, output) + floor
     for mine, eager, true in zip(found.gradients(), plain_grads, grads, strict=True):
         assert off(mine, true) <= 2 * off(eager, true) + floor
-    assert_within(name, launched, PASSES | (BY_ROW if share == 1 else SHARED_BLOCKS))
+    assert_within(name, launched, PASSES | (BY_ROW if share == 1 else SHARED_BLOCKS if segment else IN_ORDER))
 
 
 @pytest.mark.gpu

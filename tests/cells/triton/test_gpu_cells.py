@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import nearfield as nf
+from nearfield.cells.sizes import LEAST_QUERIES
 from nearfield.synthetic import make
 
 pytestmark = pytest.mark.gpu
@@ -518,18 +519,23 @@ def test_a_query_that_is_not_finite_spoils_its_own_row_at_most(causal: bool, bad
     if math.isnan(bad):
         assert_spoiled(after, before, rows)
     assert torch.equal(after[~rows], before[~rows])
-    # Where rows open cells together, the others of a block may get other cells, and none is spoiled.
+    # Where rows open cells together, the others of a block may get other cells, and none is spoiled. Without a mask a row that
+    # goes elsewhere moves others from block to block.
     shared = attend(q, k, v, together, is_causal=causal)
-    block = torch.arange(1000, device=DEVICE) // 64
-    near = (rows[..., None] & (block[:, None] == block)).any(-2)
     assert bool(shared[~rows].isfinite().all())
-    assert torch.equal(shared[~near], before_shared[~near])
+    if causal:
+        block = torch.arange(1000, device=DEVICE) // 64
+        near = (rows[..., None] & (block[:, None] == block)).any(-2)
+        assert torch.equal(shared[~near], before_shared[~near])
+    else:
+        assert off(shared[~rows], before_shared[~rows]) <= 0.5
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_open_cells_together_where_they_are_told_to(causal: bool) -> None:
+def test_rows_open_cells_together_where_they_are_told_to_or_may(causal: bool) -> None:
     q, k, v = tensors()
-    for method, share in ((nf.Cells(), 1), (FEW, 1), (nf.Cells(share=64), 64)):
+    assert q.shape[2] >= LEAST_QUERIES
+    for method, share in ((nf.Cells(), 1 if causal else 128), (FEW, 1), (nf.Cells(share=1), 1), (nf.Cells(share=64), 64)):
         est = nf.estimate(q, k, v, is_causal=causal, method=method)
         assert est.info["share"] == share
         assert est.info["backend"] == "triton"

@@ -75,6 +75,7 @@ CASES = {
     "shared-groups-padding-odd-dims": Case(
         entries=2, group=2, length=40, keys=83, dim=24, value_dim=20, cell_size=5, probes=4, padding=7, share=32
     ),
+    "shared-groups": Case(group=3, length=50, keys=90, cell_size=3, share=16),
     "shared-all-opened": Case(probes=20, share=64),
     "shared-nothing-visible": Case(length=5, keys=9, padding=9, share=16),
     "shared-causal": Case(length=70, keys=70, segment=16, span_levels=3, share=16),
@@ -108,6 +109,7 @@ class Run:
     lse: Tensor
     cell_of: Tensor
     opened: Tensor
+    order: Tensor
 
     @property
     def scale(self) -> float:
@@ -117,7 +119,7 @@ class Run:
         from nearfield.cells.triton.backward import backward
 
         inputs = (self.upstream, self.queries, self.keys, self.values, self.case.visible(), self.output, self.lse)
-        return backward(*inputs, self.cell_of, self.opened, self.case.sizes, self.scale)
+        return backward(*inputs, self.cell_of, self.opened, self.order, self.case.sizes, self.scale)
 
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Output, log-normaliser and gradients by the reference, computed in `dtype`."""
@@ -130,7 +132,9 @@ class Run:
             rows = len(visible[entry])
             none = torch.empty(rows, 0, device=DEVICE)
             cell_of, opened = self.cell_of[entry].long(), self.opened[entry].long()
-            plan = CellPlan(cell_of, opened, none.long(), none.to(dtype)).by_row(blocks_of_rows(rows, case.sizes, DEVICE))
+            order = self.order[entry].long()
+            blocks = blocks_of_rows(rows, case.sizes, DEVICE, order)
+            plan = CellPlan(cell_of, opened, order, none.long(), none.to(dtype)).by_row(blocks)
             inputs = [x[entry].to(dtype).requires_grad_() for x in (self.queries, self.keys, self.values)]
             closed = closed_keys(visible[entry], case.sizes, case.group)
             output, lse = cells_reference.reference_attention(
@@ -158,18 +162,23 @@ def drawn(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, stretch
     lse = torch.full((case.entries, rows), torch.nan, device=DEVICE)
     cell_of = torch.full((case.entries, case.span_levels, case.keys), -77, dtype=torch.int32, device=DEVICE)
     opened = torch.full((case.entries, case.sizes.blocks_of(rows), case.probes), -77, dtype=torch.int32, device=DEVICE)
-    return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened)
+    order = torch.full((case.entries, rows if case.sizes.ordered else 0), -77, dtype=torch.int32, device=DEVICE)
+    return Run(case, queries, keys, values, upstream, output, lse, cell_of, opened, order)
 
 
 def run(case: Case, dtype: torch.dtype = torch.float32, iterations: int = 1, **options: Any) -> Run:
     """The same after a forward pass, whose cells are made in so many iterations of k-means."""
+    found = drawn(case, dtype, **options)
+    forward_again(found, iterations)
+    return found
+
+
+def forward_again(found: Run, iterations: int = 1) -> None:
     from nearfield.cells.triton.forward import forward
 
-    found = drawn(case, dtype, **options)
-    results = found.output, found.lse, found.cell_of, found.opened
-    plan = case.sizes, found.scale, iterations, 0
-    forward(found.queries, found.keys, found.values, case.visible(), *plan, *results, MemoryPolicy().beyond)
-    return found
+    plan = found.case.sizes, found.scale, iterations, 0
+    results = found.output, found.lse, found.cell_of, found.opened, found.order
+    forward(found.queries, found.keys, found.values, found.case.visible(), *plan, *results, MemoryPolicy().beyond)
 
 
 def off(found: Tensor, expected: Tensor) -> float:
@@ -299,11 +308,14 @@ def block_votes(found: Run, cells: SeenCells) -> list[dict[int, float]]:
     case, queries = found.case, found.queries[0].double() * found.scale
     votes: list[dict[int, float]] = []
     for member in range(case.group):
+        place = torch.arange(case.length, device=DEVICE)
+        if not case.segment:
+            place = found.order[0, member * case.length : (member + 1) * case.length].long()
         for begin in range(0, case.length, case.share):
             votes.append({})
             for first in range(begin, min(begin + case.share, case.length), 8):
                 last = min(first + 8, case.length)
-                mean = queries[member * case.length + first : member * case.length + last].mean(0)
+                mean = queries[member * case.length + place[first:last]].mean(0)
                 weights = {cell: math.exp(x) for cell, x in cells.scores(member * case.length + begin, mean).items()}
                 total = sum(len(cells.members[cell]) * weight for cell, weight in weights.items())
                 for cell, weight in weights.items():
@@ -347,6 +359,77 @@ def test_a_block_opens_the_cells_with_most_votes(name: str) -> None:
             assert too_many or too_large
             limited += 1
     assert limited > 0
+
+
+IN_ORDER = {
+    "groups-padding": Case(entries=2, group=2, length=75, keys=150, probes=6, padding=7, share=16),
+    # Several tiles of cells.
+    "many-cells": Case(length=90, keys=300, cell_size=2, share=32),
+    "many-rows": Case(group=3, length=200, keys=40, dim=24, share=64),
+    "one-cell": Case(length=50, keys=20, cell_size=20, share=16),
+    "nothing-visible": Case(length=20, keys=9, padding=9, share=16),
+}
+
+
+@pytest.mark.parametrize(("name", "chunk"), [*((name, 64) for name in IN_ORDER), ("many-rows", 1024)])
+def test_without_a_mask_rows_are_in_the_order_of_their_best_cells(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head by itself; of rows with the same best cell in their own order. So many rows are counted at a time."""
+    from nearfield.cells.triton import cluster
+
+    monkeypatch.setattr(cluster, "KEYS", chunk)
+    found = run(IN_ORDER[name])
+    case, cells = found.case, SeenCells(found)
+    queries = found.queries[0].double() * found.scale
+    order = found.order.view(case.entries, case.group, case.length)
+    assert torch.equal(order.sort(-1).values, torch.arange(case.length, device=DEVICE).expand_as(order))
+    for member in range(case.group):
+        scores = [cells.scores(row, queries[row]) for row in range(member * case.length, (member + 1) * case.length)]
+        before, cell = -1, -1
+        for position in order[0, member].tolist():
+            own = scores[position]
+            # A score is told up to its last few binary digits.
+            best = [c for c in own if own[c] >= max(own.values()) - 1e-4 * (1 + abs(max(own.values())))]
+            same = position > before and (cell in best or not own)
+            if not same:
+                cell = min((c for c in best if c > cell), default=-1)
+                assert cell >= 0
+            before = position
+    again = run(IN_ORDER[name])
+    assert torch.equal(again.order, found.order)
+    assert torch.equal(again.output, found.output)
+
+
+def test_entries_vote_by_their_own_order() -> None:
+    """An entry of a batch comes out as it does by itself."""
+    case = Case(entries=2, group=2, length=40, keys=90, probes=4, share=16)
+    both = run(case)
+    assert not torch.equal(both.order[0], both.order[1])
+    tensors = {name: x[1:].clone() for name, x in vars(both).items() if isinstance(x, Tensor)}
+    alone = replace(both, case=replace(case, entries=1), **tensors)
+    forward_again(alone)
+    for name in ("order", "opened", "output"):
+        assert torch.equal(getattr(alone, name)[0], getattr(both, name)[1])
+
+
+def test_a_query_that_is_not_finite_has_a_place() -> None:
+    """And spoils no row but its own."""
+    case = Case(group=2, length=40, keys=90, probes=4, share=16)
+    found, spoilt = drawn(case), drawn(case)
+    rows = torch.zeros(1, 80, dtype=torch.bool, device=DEVICE)
+    for row, bad in ((0, torch.nan), (33, torch.inf), (34, -torch.inf), (79, torch.nan)):
+        rows[0, row] = True
+        spoilt.queries[0, row, 3] = bad
+    # Large, but finite.
+    found.queries[0, 50], spoilt.queries[0, 50] = 1e19, 1e19
+    for one in (found, spoilt):
+        forward_again(one)
+        order = one.order.view(2, 40).sort(1).values
+        assert torch.equal(order, torch.arange(40, device=DEVICE).expand_as(order))
+    assert torch.isfinite(spoilt.output[~rows]).all()
+    assert torch.isnan(spoilt.output[rows]).any(-1).sum() >= 2
+    clean = ~rows
+    clean[0, 50] = False
+    assert off(spoilt.output[clean], found.output[clean]) < 0.5
 
 
 GRID: list[Any] = [
