@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
 from nearfield.cells.triton.local import add_keys, edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
@@ -126,15 +126,6 @@ def _tilt(
         )
         acc += tl.dot(part.to(DT), block.to(DT), input_precision=IP)
     return acc
-
-
-@triton.jit
-def position_at(order, place, there, ORDERED: tl.constexpr):
-    """The position of the row at a place; `order` is that of a head."""
-    if ORDERED:
-        return tl.load(order + place, mask=there, other=0)
-    else:
-        return place
 
 
 @Kernel

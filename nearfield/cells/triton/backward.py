@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import blocks_of_rows
 from nearfield.cells.triton.far import far_dcross, far_dmoments, far_dq
 from nearfield.cells.triton.forward import layout_for
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import BackwardRows, backward_rows, first_positions, local_dkv, local_dq
+from nearfield.cells.triton.local import BackwardRows, backward_rows, first_positions, first_sees, local_dkv, local_dq
 from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of, units_of
 from nearfield.cells.triton.moments import Tables, member_grads, moments_dkv, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, near_dkv, near_dq, near_dq_blocks
 from nearfield.cells.triton.route import mark
+from nearfield.cells.triton.share import list_bytes, list_keys, listed_dq
 from nearfield.kernels.launch import dense
 from nearfield.kernels.tensors import cast_
 from nearfield.problem import with_positive_scale
@@ -56,13 +56,7 @@ def backward(
     visible = visible.to(torch.int32)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_for(keys, sizes)
-    block_sees = visible
-    if sizes.share > 1:
-        number = torch.arange(visible.shape[1], device=visible.device)
-        block = blocks_of_rows(len(number), sizes, visible.device, order.long())
-        opened = opened.gather(1, block.expand(len(opened), -1)[..., None].expand(-1, -1, opened.shape[2]))
-        block_sees = visible[:, number - number % (len(number) // sizes.group) % sizes.share]
-    rows = backward_rows(queries, visible, block_sees, output, lse, do)
+    rows = backward_rows(queries, visible, first_sees(visible, sizes), output, lse, do)
     # First, so that it keeps the device busy while many small kernels are launched.
     local_dq(rows, keys, values, layout, sizes, scale, dq)
     # The first row with at least 0, 1, 2, ... closed segments.
@@ -77,9 +71,13 @@ def backward(
     ]
     for part in _entries(4 * rows.count * layout.mark_words, (queries, keys, values)):
         own, own_tables = rows.part(part, slice(None)), tables.of(part)
-        marks = mark(opened[part], layout)
+        marks = mark(opened[part], order[part], rows.count, layout, sizes)
         into = dq[part], far_mass[part], tilt_delta[part]
-        _dq_of_cells(own, keys[part], values[part], own_tables, layout, sizes, scale, opened[part], marks, *into)
+        given = own, keys[part], values[part], own_tables, layout, sizes, scale
+        if sizes.share > 1:
+            _dq_of_lists(*given, opened[part], order[part], marks, *into)
+        else:
+            _dq_of_cells(*given, opened[part], marks, *into)
         dcentroid, dvariance, dvalue = (x[:, part] for x in moment_grads)
         starts = row_starts[part]
         far_dmoments(own, own_tables, layout, sizes, scale, marks, tilt_delta[part], starts, (dcentroid, dvariance, dvalue))
@@ -100,6 +98,7 @@ def backward(
             tables.of(part),
             sizes,
             opened[part],
+            order[part],
             scale,
             own_dk,
             own_dv,
@@ -138,7 +137,8 @@ def _dq_of_cells(
     far_mass: Tensor,
     tilt_delta: Tensor,
 ) -> None:
-    """Adds to `dq` what comes from opened and closed cells, part by part; for the rest see `far_dq`."""
+    """Adds to `dq` what comes from opened and closed cells, part by part; for the rest see `far_dq`. Rows open cells by
+    themselves."""
     entries, count, slots = opened.shape
     dim = keys.shape[2]
     per_row = slots * dim * keys.element_size()
@@ -157,3 +157,34 @@ def _dq_of_cells(
             own_tables, own_marks = tables.of(part[0]), marks[part[0], :, part[1]]
             far_dq(rows.part(*part), own_tables, layout, sizes, scale, opened[part], own_marks, parts, *into)
         del groups, parts
+
+
+def _dq_of_lists(
+    rows: BackwardRows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
+    order: Tensor,
+    marks: Tensor,
+    dq: Tensor,
+    far_mass: Tensor,
+    tilt_delta: Tensor,
+) -> None:
+    """The same where rows open cells together."""
+    dim = keys.shape[2]
+    per_entry = list_bytes(layout, sizes, opened.shape[1]) + rows.count * dim * keys.element_size()
+    budget = memory_budget((rows.queries, rows.do, keys, values), (), MemoryPolicy().beyond)
+    step = max(1, budget.parts // max(1, per_entry))
+    for first in range(0, len(keys), step):
+        some = slice(first, min(first + step, len(keys)))
+        own, own_tables, own_opened = rows.part(some, slice(None)), tables.of(some), opened[some]
+        lists = list_keys(own.visible, own_tables, layout, sizes, own_opened, 0)
+        parts = keys.new_empty((len(own_opened), rows.count, 1, dim))
+        listed_dq(own, keys[some], values[some], sizes, order[some], lists, scale, parts)
+        into = dq[some], far_mass[some], tilt_delta[some]
+        far_dq(own, own_tables, layout, sizes, scale, own_opened, marks[some], parts, *into)
+        del lists, parts

@@ -96,6 +96,7 @@ def _far_dq(
     window,
     segments,
     CAUSAL: tl.constexpr,
+    LISTED: tl.constexpr,
     FULL: tl.constexpr,
     TILE: tl.constexpr,
     BM: tl.constexpr,
@@ -184,8 +185,9 @@ def _far_dq(
             acc += tl.load(into, mask=mine[:, None] & wide[None, :], other=0.0).to(tl.float32)
             # Cells that were opened.
             for slot in range(slots):
-                cell = tl.load(opened + entry * opened_entry + row * slots + slot, mask=mine, other=-1)
-                real = mine & (cell >= 0)
+                real = mine
+                if not LISTED:
+                    real = mine & (tl.load(opened + entry * opened_entry + row * slots + slot, mask=mine, other=-1) >= 0)
                 part = tl.load(
                     parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
                 )
@@ -208,7 +210,8 @@ def far_dq(
     far_mass: Tensor,
     tilt_delta: Tensor,
 ) -> None:
-    """Adds to `dq` what comes from closed cells and, in `parts`, from opened ones.
+    """Adds to `dq` what comes from closed cells and, in `parts` `[entries, rows, slots, dim]`, from opened ones: of each by
+    itself or, where rows open cells together, of all in one slot.
 
     Fills in, for each row, the mass of its closed cells (`far_mass`) and the product of their tilt and do (`tilt_delta`).
     """
@@ -247,7 +250,7 @@ def far_dq(
         row_entry=rows.lse.stride(0),
         opened_entry=opened.stride(0),
         **strides(dq=dq),
-        slots=opened.shape[2],
+        slots=parts.shape[2],
         mark_entry=marks.stride(0),
         mark_word=marks.stride(1),
         scale=scale,
@@ -255,6 +258,7 @@ def far_dq(
         window=sizes.window,
         segments=layout.segments,
         CAUSAL=sizes.segment > 0,
+        LISTED=sizes.share > 1,
         FULL=dim == padded(dim) and value_dim == padded(value_dim),
         TILE=COLUMNS,
         BM=blocks.rows,

@@ -370,3 +370,12 @@ def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
         return tl.where(visible > 0, tl.minimum(tl.maximum(own - window, 0), segments), 0)
     else:
         return tl.where(visible > 0, 1, 0)
+
+
+@triton.jit
+def position_at(order, place, there, ORDERED: tl.constexpr):
+    """The position of the row at a place; `order` is that of a head."""
+    if ORDERED:
+        return tl.load(order + place, mask=there, other=0)
+    else:
+        return place

@@ -133,6 +133,34 @@ def _delta(
     tl.store(safe_lse + entry * rows + row, tl.where(lse_i == -float("inf"), float("inf"), lse_i), mask=there)
 
 
+@Kernel
+def _first_sees(visible, block_sees, rows, positions, share, visible_entry, BM: tl.constexpr):
+    entry = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    there = row < rows
+    first = row - row % positions % share
+    tl.store(block_sees + entry * visible_entry + row, tl.load(visible + entry * visible_entry + first, mask=there), mask=there)
+
+
+def first_sees(visible: Tensor, sizes: CellSizes) -> Tensor:
+    """How many keys the first row of each row's block sees; `visible` itself where that makes no difference."""
+    if sizes.share == 1 or not sizes.segment:
+        return visible
+    # Where all entries see the same, one row of numbers serves them all, and all programs write the same.
+    found = torch.empty_strided(visible.shape, visible.stride(), dtype=visible.dtype, device=visible.device)
+    _first_sees[(cdiv(visible.shape[1], 1024), len(visible))](
+        visible=visible,
+        block_sees=found,
+        rows=visible.shape[1],
+        positions=visible.shape[1] // sizes.group,
+        share=sizes.share,
+        visible_entry=visible.stride(0),
+        BM=1024,
+        num_warps=4,
+    )
+    return found
+
+
 def backward_rows(queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor) -> BackwardRows:
     entries, rows, value_dim = output.shape
     delta, safe_lse = (torch.empty(entries, rows, dtype=torch.float32, device=output.device) for _ in range(2))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.cluster import pack_cells, sort_by_cell
-from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.layout import Layout, position_at
 from nearfield.cells.triton.local import BackwardRows, add_dkv, backward_tile
 from nearfield.cells.triton.memory import Units
 from nearfield.cells.triton.moments import Tables
@@ -527,10 +527,13 @@ def _near_dkv(
     starts,
     pair,
     blocks,
+    row_order,
     dk,
     dv,
     cells,
     length,
+    positions,
+    rows,
     dim,
     value_dim,
     query_entry,
@@ -547,6 +550,8 @@ def _near_dkv(
     least,
     beyond,
     SLOTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    ORDERED: tl.constexpr,
     FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -580,10 +585,24 @@ def _near_dkv(
     )
     dk_acc = tl.zeros([BN, BD], tl.float32)
     dv_acc = tl.zeros([BN, BV], tl.float32)
-    for start in range(begin_row, last, BM):
-        lane = start + tl.arange(0, BM)
-        there = lane < last
-        row = (tl.load(pair + tl.minimum(lane, last - 1)) // SLOTS).to(tl.int64)
+    row_order += entry * rows
+    # A pair is of a row or, if rows open cells together, of a block.
+    per_pair: tl.constexpr = (SHARE + BM - 1) // BM
+    count = (last - begin_row) * per_pair if SHARE > 1 else (last - begin_row + BM - 1) // BM
+    for tile in range(count):
+        if SHARE > 1:
+            block = tl.load(pair + begin_row + tile // per_pair) // SLOTS
+            per_member = tl.cdiv(positions, SHARE)
+            first_place = block % per_member * SHARE
+            lane = first_place + tile % per_pair * BM + tl.arange(0, BM)
+            there = lane < tl.minimum(first_place + SHARE, positions)
+            first_row = block // per_member * positions
+            lane = tl.minimum(lane, positions - 1)
+            row = (first_row + position_at(row_order + first_row, lane, there, ORDERED)).to(tl.int64)
+        else:
+            lane = begin_row + tile * BM + tl.arange(0, BM)
+            there = lane < last
+            row = (tl.load(pair + tl.minimum(lane, last - 1)) // SLOTS).to(tl.int64)
         query, do_i, lse_i, delta_i = backward_tile(
             queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
         )
@@ -673,6 +692,7 @@ def near_dkv(
     tables: Tables,
     sizes: CellSizes,
     opened: Tensor,
+    order: Tensor,
     scale: float,
     dk: Tensor,
     dv: Tensor,
@@ -682,7 +702,7 @@ def near_dkv(
 ) -> None:
     """Adds to `dk` and `dv` `[entries, n, ...]`, float32. One launch for each range of cells in `cell_ranges`.
 
-    `members`: the most that the cells of an entry have.
+    `opened` and `order`: see `CellPlan`. `members`: the most that the cells of an entry have.
     """
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
@@ -703,10 +723,13 @@ def near_dkv(
             starts=tables.starts,
             pair=pairs.pair,
             blocks=key_blocks,
+            row_order=order if sizes.ordered else pairs.pair,
             dk=dk,
             dv=dv,
             cells=tables.cells,
             length=length,
+            positions=rows.count // sizes.group,
+            rows=rows.count,
             dim=dim,
             value_dim=value_dim,
             **strides(query=rows.queries, key=keys, value=values, do=rows.do),
@@ -716,8 +739,10 @@ def near_dkv(
             least=least,
             beyond=beyond,
             SLOTS=opened.shape[2],
+            SHARE=sizes.share,
+            ORDERED=sizes.ordered,
             FULL=dim == padded(dim) and value_dim == padded(value_dim),
-            BM=blocks.rows,
+            BM=blocks.rows if sizes.share == 1 else min(blocks.rows, sizes.share),
             BN=blocks.keys,
             BD=padded(dim),
             BV=padded(value_dim),

@@ -19,7 +19,7 @@ from nearfield.cells.triton.far_field import (
     squares,
     wide_cell_score,
 )
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
@@ -38,48 +38,62 @@ def is_marked(words, mark_word, there, lane, BC: tl.constexpr):
 @Kernel
 def _mark(
     opened,
+    order,
     span_of_cell,
     cell_edges,
     span_column,
     marks,
     rows,
+    positions,
+    share,
     opened_entry,
     slots,
     words,
+    ORDERED: tl.constexpr,
     BM: tl.constexpr,
 ):
     entry = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
-    opened += entry * opened_entry
+    number = tl.program_id(0) * BM + tl.arange(0, BM)
+    there = number < rows
+    member, place = number // positions, number % positions
+    block = member * tl.cdiv(positions, share) + place // share
+    row = member * positions + position_at(order + entry * rows, number if ORDERED else place, there, ORDERED)
+    opened += entry * opened_entry + block.to(tl.int64) * slots
     marks += entry * rows * words + row
-    for number in range(words):
-        tl.store(marks + tl.cast(number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
+    for word_number in range(words):
+        tl.store(marks + tl.cast(word_number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
     for slot in range(slots):
-        cell = tl.load(opened + row * slots + slot, mask=there, other=-1)
+        cell = tl.load(opened + slot, mask=there, other=-1)
         real = cell >= 0
         span = tl.load(span_of_cell + cell, mask=real, other=0)
-        place = tl.load(span_column + span, mask=real, other=0) + cell - tl.load(cell_edges + span, mask=real, other=0)
+        column = tl.load(span_column + span, mask=real, other=0) + cell - tl.load(cell_edges + span, mask=real, other=0)
         # Each row belongs to one thread: no other writes to its words.
-        here = marks + (place // 32).to(tl.int64) * rows
+        here = marks + (column // 32).to(tl.int64) * rows
         word = tl.load(here, mask=real, other=0)
-        tl.store(here, word | (1 << (place % 32)).to(tl.int32), mask=real)
+        tl.store(here, word | (1 << (column % 32)).to(tl.int32), mask=real)
 
 
-def mark(opened: Tensor, layout: Layout) -> Tensor:
-    """`[entries, words, rows]`: 1 where the row opened the cell of the column."""
-    entries, rows, slots = opened.shape
+def mark(opened: Tensor, order: Tensor, rows: int, layout: Layout, sizes: CellSizes) -> Tensor:
+    """`[entries, words, rows]`: 1 where the row opened the cell of the column.
+
+    `opened` `[entries, blocks, probes]`, `order` `[entries, rows]` or empty: see `CellPlan`.
+    """
+    entries, _, slots = opened.shape
     marks = torch.empty(entries, layout.mark_words, rows, dtype=torch.int32, device=opened.device)
     _mark[(cdiv(rows, 128), entries)](
         opened=opened,
+        order=order if sizes.ordered else opened,
         span_of_cell=layout.span_of_cell,
         cell_edges=layout.cell_edges,
         span_column=layout.span_column,
         marks=marks,
         rows=rows,
+        positions=rows // sizes.group,
+        share=sizes.share,
         opened_entry=opened.stride(0),
         slots=slots,
         words=layout.mark_words,
+        ORDERED=sizes.ordered,
         BM=128,
         num_warps=4,
     )
