@@ -110,9 +110,7 @@ class Cells:
         engine = self._engine(problem, sizes, call.backend)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
         recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
-        # A tensor that is made while a graph is captured belongs to the graph.
-        captured = problem.query.is_cuda and torch.cuda.is_current_stream_capturing()
-        if engine == "triton" and call.signature is not None and not captured:
+        if engine == "triton" and call.signature is not None and not _is_captured(problem.query):
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
         output = result.output if memory.heads else problem.by_head(result.output)
@@ -178,6 +176,11 @@ class Cells:
         levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
         most = length // segment * sizes.cells_in(segment)
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a graph is being captured: a tensor that is made now belongs to it."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _ready(problem: Problem, recipe: Recipe, call: Hashable) -> Ready:

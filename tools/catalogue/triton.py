@@ -223,6 +223,13 @@ MUTANTS = (
         (PARITY,),
     ),
     Mutant(
+        "triton: cells beyond the end of a span are those of later ones",
+        "within",
+        "return tl.maximum(tl.minimum(cell, last - 1), first)",
+        "return tl.maximum(tl.minimum(cell, last + 1), 0)",
+        ("test_later_keys_that_are_too_large_stay_where_they_are",),
+    ),
+    Mutant(
         "triton: backward: sinks get what members of cells do",
         "_moments_dkv",
         "inside = member & (position // segment == number)",

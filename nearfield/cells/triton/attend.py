@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
 from nearfield.cells.triton.local import add_keys, edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
@@ -144,6 +144,8 @@ def _attend(
     cross,
     tile_edges,
     tile_cell,
+    tile_begin,
+    tile_end,
     output,
     lse,
     positions,
@@ -259,15 +261,19 @@ def _attend(
         cross += (entry * (segments + 1) + closed) * value_dim * dim
         log2_size += block * columns
         tile_cell += first_tile
+        tile_begin += first_tile
+        tile_end += first_tile
         square = squares(query, scale, DT)
         l_before, m_before = l_i, m_i
         lane_c = tl.arange(0, BC)
-        # One ahead, so that nothing waits for it.
-        next_cell = tl.load(tile_cell)
+        # One ahead, so that nothing waits for them.
+        next_cell, first_cell, last_cell = tl.load(tile_cell), tl.load(tile_begin), tl.load(tile_end)
         for start in range(0, tiles * TILE, BC):
-            # Beyond the ends of a span there are cells of other spans, or none: their sizes are zero here.
-            cell = tl.minimum(tl.maximum(next_cell + start % TILE + lane_c, 0), cells - 1)
-            next_cell = tl.load(tile_cell + tl.minimum((start + BC) // TILE, tiles - 1))
+            # Beyond the ends of a span sizes are zero.
+            cell = within(next_cell + start % TILE + lane_c, first_cell, last_cell)
+            next_tile = tl.minimum((start + BC) // TILE, tiles - 1)
+            next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
+            last_cell = tl.load(tile_end + next_tile)
             log2_n = tl.load(log2_size + start + lane_c)
             mean, var, value = cell_tile(
                 centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL
@@ -422,11 +428,11 @@ def _attend_rows(
         for start in range(0, columns, BC):
             cell = next_cell + start % TILE + lane
             real = (cell >= first_cell) & (cell < last_cell)
+            at = within(cell, first_cell, last_cell)
             next_tile = first_tile + tl.minimum(start + BC, columns - 1) // TILE
             next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
             last_cell = tl.load(tile_end + next_tile)
             log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
-            at = tl.minimum(tl.maximum(cell, 0), cells - 1)
             mean, var, value = cell_tile(
                 centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
@@ -572,6 +578,8 @@ def attend(
         cross=tables.cross,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
         output=output,
         lse=lse,
         positions=positions,

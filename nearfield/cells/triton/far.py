@@ -15,7 +15,7 @@ from nearfield.cells.triton.far_field import (
     cell_mass_roots,
     squares,
 )
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, within
 from nearfield.cells.triton.local import BackwardRows, backward_tile
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
@@ -157,11 +157,11 @@ def _far_dq(
             for start in range(0, columns, BC):
                 cell = next_cell + start % TILE + lane
                 real = (cell >= first_cell) & (cell < last_cell)
+                at = within(cell, first_cell, last_cell)
                 next_tile = first_tile + tl.minimum(start + BC, columns - 1) // TILE
                 next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
                 last_cell = tl.load(tile_end + next_tile)
                 log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
-                at = tl.minimum(tl.maximum(cell, 0), cells - 1)
                 mean, var, value = cell_tile(
                     centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
                 )

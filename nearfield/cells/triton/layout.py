@@ -373,6 +373,13 @@ def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def within(cell, first, last):
+    """`cell`, or the closest one from `first` to `last`, which is not included: what a row does not see must not be multiplied by
+    zero, which gives no zero if it is not finite or too large."""
+    return tl.maximum(tl.minimum(cell, last - 1), first)
+
+
+@triton.jit
 def position_at(order, place, there, ORDERED: tl.constexpr):
     """The position of the row at a place; `order` is that of a head."""
     if ORDERED:

@@ -706,7 +706,9 @@ def near_dkv(
     """
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
-    blocks = blocks_for("near_dkv", max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
+    # Whole blocks of rows are read as those of the own segment are.
+    kernel = "near_dkv" if sizes.share == 1 else "local_dkv"
+    blocks = blocks_for(kernel, max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
     if not tables.cells:
         return
     pairs = pairs_of_entries(opened, tables, stable)

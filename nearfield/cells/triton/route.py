@@ -19,7 +19,7 @@ from nearfield.cells.triton.far_field import (
     squares,
     wide_cell_score,
 )
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
@@ -202,13 +202,13 @@ def _route(
         for tile in range(tiles):
             cell = next_cell + lane
             real = (cell >= first_cell) & (cell < last_cell)
+            at = within(cell, first_cell, last_cell)
             next_tile = first_tile + tl.minimum(tile + 1, tiles - 1)
             next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
             last_cell = tl.load(tile_end + next_tile)
             exists = tl.load(log_exists + cell, mask=real, other=VOID)
-            at = tl.minimum(tl.maximum(cell, 0), cells - 1)
             first, spread = cell_moments(query, square, centroid, variance, at, column, wide, dim, FULL, IP)
-            score = tl.where(mine[:, None], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
+            score = tl.where(mine[:, None] & real[None, :], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
             # The last bits of a score hold its column.
             score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
             if not FEW:

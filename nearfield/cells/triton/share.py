@@ -14,7 +14,7 @@ from nearfield.cells.far_field import POOL
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.attend import Lists
 from nearfield.cells.triton.far_field import NOT_FINITE, ROUTE_SPREADS, VOID, squares, wide_cell_score
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
 from nearfield.cells.triton.local import BackwardRows, backward_tile
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.near import member_tile
@@ -34,12 +34,12 @@ SLOTS = 16
 
 @triton.jit
 def _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE: tl.constexpr):
-    """The cells of some columns, and which of them exist."""
+    """The cells of some columns, and which of them exist. Those that do not are others of their span, or the very first one."""
     tile = column // TILE
     there = column < columns
     cell = tl.load(tile_cell + tile, mask=there, other=0) + column % TILE
     first, last = tl.load(tile_begin + tile, mask=there, other=0), tl.load(tile_end + tile, mask=there, other=0)
-    return cell, (cell >= first) & (cell < last)
+    return within(cell, first, last), (cell >= first) & (cell < last)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def _vote(
         score = scores_of(pooled, square, centroid, variance, cell, coordinate, wide, dim, cells, scale, FULL, IP)
         size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
         # A cell with a member that is not finite is not opened.
-        score += tl.where(size < NOT_FINITE, size, -float("inf"))[None, :]
+        score = tl.where(((size > -float("inf")) & (size < NOT_FINITE))[None, :], score + size[None, :], -float("inf"))
         m_new = tl.maximum(m_i, tl.max(score, 1))
         l_i = l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(score - m_new[:, None]), 1)
         m_i = m_new

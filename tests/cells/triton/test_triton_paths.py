@@ -280,6 +280,22 @@ def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "share"), [(3e36, 1), (1e38, 1), (3e36, 16)], ids=["huge", "overflowing", "huge-shared"])
+def test_later_keys_that_are_too_large_stay_where_they_are(size: float, share: int) -> None:
+    """Tiles of cells reach beyond the spans that a row sees. A score of 1e37 is not made small by taking 1e30 away."""
+    case = Case(length=80, keys=80, segment=8, cell_size=2, span_levels=3, sinks=2, probes=2, share=share)
+    clean, spoilt = run(case), run(case)
+    spoilt.keys[:, 48:] *= size
+    forward_again(spoilt)
+    for found in (clean, spoilt):
+        found.upstream[:, 48:] = 0.0
+    assert torch.equal(clean.opened[:, : 48 // share], spoilt.opened[:, : 48 // share])
+    assert torch.equal(clean.output[:, :48], spoilt.output[:, :48])
+    assert torch.equal(clean.lse[:, :48], spoilt.lse[:, :48])
+    assert torch.equal(clean.gradients()[0][:, :48], spoilt.gradients()[0][:, :48])
+
+
 def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:
     """Half of all keys are one and the same, every other one: a cut by odd and even would move all of them, or none."""
     from nearfield.cells.triton.cluster import limit_cell_sizes_
