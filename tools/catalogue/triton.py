@@ -226,7 +226,7 @@ MUTANTS = (
         "triton: cells beyond the end of a span are those of later ones",
         "within",
         "return tl.maximum(tl.minimum(cell, last - 1), first)",
-        "return tl.maximum(tl.minimum(cell, last + 1), 0)",
+        "return tl.maximum(tl.minimum(cell, last + 8), first)",
         ("test_later_keys_that_are_too_large_stay_where_they_are",),
     ),
     Mutant(

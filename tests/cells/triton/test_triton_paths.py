@@ -281,12 +281,13 @@ def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("size", "share"), [(3e36, 1), (1e38, 1), (3e36, 16)], ids=["huge", "overflowing", "huge-shared"])
+@pytest.mark.parametrize(("size", "share"), [(3e36, 1), (1e38, 1), (1e38, 16)], ids=["huge", "overflowing", "overflowing-shared"])
 def test_later_keys_that_are_too_large_stay_where_they_are(size: float, share: int) -> None:
     """Tiles of cells reach beyond the spans that a row sees. A score of 1e37 is not made small by taking 1e30 away."""
     case = Case(length=80, keys=80, segment=8, cell_size=2, span_levels=3, sinks=2, probes=2, share=share)
     clean, spoilt = run(case), run(case)
-    spoilt.keys[:, 48:] *= size
+    # All alike, so that their means are finite, and scores of rows before them are not if `size` is 1e38.
+    spoilt.keys[:, 48:] = size * clean.queries[:, 40:41].sign()
     forward_again(spoilt)
     for found in (clean, spoilt):
         found.upstream[:, 48:] = 0.0
