@@ -249,6 +249,20 @@ MUTANTS = (
         ("test_blocks_of_rows_belong_to_one_head",),
     ),
     Mutant(
+        "triton: given plan: opened cells also in the far field",
+        "_left_closed",
+        "real = real & (cell != tl.load(opened + slot))",
+        "real = real & (cell != tl.load(opened + slot) - 1)",
+        ("test_with_another_plan_it_is_what_the_reference_says",),
+    ),
+    Mutant(
+        "triton: given plan: cells opened anew",
+        "_closed_cells",
+        "if chosen:",
+        "if False:",
+        ("test_with_another_plan_it_is_what_the_reference_says",),
+    ),
+    Mutant(
         "triton: shared: rows attend at their places",
         "_attend",
         "position_at(order, place, there, ORDERED)",

@@ -186,6 +186,54 @@ def _vote(
 
 
 @Kernel
+def _left_closed(
+    visible,
+    opened,
+    log2_size,
+    tile_edges,
+    tile_cell,
+    tile_begin,
+    tile_end,
+    left,
+    positions,
+    share,
+    cells,
+    visible_entry,
+    most_columns,
+    segment,
+    window,
+    segments,
+    probes,
+    CAUSAL: tl.constexpr,
+    TILE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """What `Lists.log2_size` says, for one block and the cells that it has opened."""
+    entry = tl.program_id(1).to(tl.int64)
+    per_member = tl.cdiv(positions, share)
+    number = tl.program_id(0)
+    block = entry * tl.num_programs(0) + number
+    first_row = number // per_member * positions + number % per_member * share
+    sees = tl.load(visible + entry * visible_entry + first_row).to(tl.int32)
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    first_tile = tl.load(tile_edges + closed)
+    columns = (tl.load(tile_edges + closed + 1) - first_tile) * TILE
+    tile_cell += first_tile
+    tile_begin += first_tile
+    tile_end += first_tile
+    log2_size += entry * cells
+    opened += block * probes
+    left += block * most_columns
+    for start in range(0, columns, BC):
+        column = start + tl.arange(0, BC)
+        cell, real = _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE)
+        for slot in range(probes):
+            real = real & (cell != tl.load(opened + slot))
+        size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+        tl.store(left + column, size, mask=column < columns)
+
+
+@Kernel
 def _list_keys(
     visible,
     opened,
@@ -270,8 +318,6 @@ def lists_for(
     columns = 32 * layout.mark_words
     most_keys, most_listed = _most_listed(layout, sizes)
     log2_size = torch.empty(entries, number, columns, device=queries.device)
-    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)
-    count = torch.empty(entries, number, dtype=torch.int32, device=queries.device)
     tuned = blocks_for("vote", dim, queries.dtype, queries.device)
     _vote[(number, entries)](
         queries=queries,
@@ -316,6 +362,49 @@ def lists_for(
         num_warps=max(tuned.warps, next_power_of_2(columns) // CELLS_PER_WARP),
         num_stages=tuned.stages,
     )
+    return _listed(visible, tables, layout, sizes, opened, log2_size, most_listed)
+
+
+def lists_of(visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor) -> Lists:
+    """The same for cells that blocks have opened already, with as many keys as they have. Waits for the card."""
+    entries, number, probes = opened.shape
+    columns = 32 * layout.mark_words
+    log2_size = torch.empty(entries, number, columns, device=opened.device)
+    _left_closed[(number, entries)](
+        visible=visible,
+        opened=opened,
+        log2_size=tables.log2_size,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
+        left=log2_size,
+        positions=visible.shape[1] // sizes.group,
+        share=sizes.share,
+        cells=layout.cells,
+        visible_entry=visible.stride(0),
+        most_columns=columns,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        probes=probes,
+        CAUSAL=sizes.segment > 0,
+        TILE=COLUMNS,
+        BC=256,
+        num_warps=4,
+    )
+    held = torch.nn.functional.pad(tables.starts.diff().view(entries, -1), (1, 0))
+    keys = held.gather(1, (opened + 1).long().flatten(1)).view(opened.shape).sum(-1)
+    most_listed = sizes.sinks + (int(keys.max()) if keys.numel() else 0)
+    return _listed(visible, tables, layout, sizes, opened, log2_size, cdiv(max(1, most_listed), 128) * 128)
+
+
+def _listed(
+    visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor, log2_size: Tensor, most_listed: int
+) -> Lists:
+    entries, number, _ = opened.shape
+    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=opened.device)
+    count = torch.empty(entries, number, dtype=torch.int32, device=opened.device)
     _list_keys[(number, entries, cdiv(sizes.probes, SLOTS))](
         visible=visible,
         opened=opened,
@@ -323,7 +412,7 @@ def lists_for(
         order=tables.order,
         listed=listed,
         count=count,
-        positions=positions,
+        positions=visible.shape[1] // sizes.group,
         share=sizes.share,
         cells=layout.cells,
         visible_entry=visible.stride(0),
