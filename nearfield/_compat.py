@@ -25,6 +25,11 @@ def in_functorch_transform() -> bool:
     return peek is not None and peek() is not None
 
 
+def in_forward_mode() -> bool:
+    """Whether tensors may carry tangents (torch.autograd.forward_ad). Seen in torch 2.11 and 2.13."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 DispatchMode = TorchDispatchMode
 """The base of classes that see every operation of a thread. Seen in torch 2.11 and 2.13."""
 
@@ -100,6 +105,18 @@ def launcher(function: Any, compiled: Any, grid: tuple[int, ...]) -> Callable[..
         return lambda stream, addresses, others: start(*sizes, stream, kernel, *flags, *addresses, *others)
     runner = compiled[sizes]
     return lambda stream, addresses, others: runner(*addresses, *others, stream=stream)
+
+
+def is_kernel_failure(error: Exception) -> bool:
+    """Whether Triton raised this because a kernel does not compile with its block sizes, or does not fit on the card.
+
+    Seen in Triton 3.6 and 3.9. What its passes cannot do is a RuntimeError that names the pass manager.
+    """
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    failed_pass = type(error) is RuntimeError and "PassManager" in str(error)
+    return failed_pass or isinstance(error, OutOfResources | PTXASError | CompilationError)
 
 
 def has_dependent_launch() -> bool:

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield import crossover
 from nearfield.audit import run_audit
 from nearfield.auto import Auto
+from nearfield.cells.method import Cells
 from nearfield.checks import check_gradient, check_method
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
@@ -72,12 +74,14 @@ def attention(
         if output is not None:
             return output
     signature = None
-    if attn_mask is None and gradient is None and generator is None and not dropout_p and not check_finite:
-        signature = ready.signature(query, key, value, backend, is_causal, scale, enable_gqa, method)
-        make = ready.known(signature)
+    method = Auto() if method is None else method
+    # Only these: a method of one's own may do more than the cells that it calls.
+    is_plain = attn_mask is None and gradient is None and generator is None and not dropout_p and not check_finite
+    if is_plain and type(method) in (Cells, Auto):
+        signature = ready.signature(query, key, value, backend, is_causal, scale, enable_gqa, method, crossover.edition())
+        make = None if signature is None else ready.known(signature)
         if make is not None:
             return make(query, key, value)
-    method = Auto() if method is None else method
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = replace(_call(problem, generator, backend, gradient), signature=signature)
     problem = _screened(problem, method, call, check_finite)

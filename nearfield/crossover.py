@@ -10,17 +10,14 @@ import functools
 import json
 import logging
 import math
-import os
 import platform
-import sys
-import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nearfield import _compat
+from nearfield import _compat, user_cache
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +67,13 @@ def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     One number for both: a call has to mean the same whether or not gradients are recorded. Otherwise a model would compute
     something else in evaluation than in training, and checkpointing would differentiate another function than it ran.
     """
-    known = _lengths(place(device), device_name(device), dtype_name(dtype))
-    return max(known.get(kind(causal, training), math.inf) for training in (False, True))
+    found = known(device, dtype)
+    return max(found.get(kind(causal, training), math.inf) for training in (False, True))
+
+
+def known(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """The lengths that hold here, by kind: the user's or, where there are none, those that are shipped."""
+    return _lengths(place(device), device_name(device), dtype_name(dtype))
 
 
 @functools.cache
@@ -104,29 +106,26 @@ def _measured() -> dict[str, Any]:
     return table
 
 
+_EDITIONS: list[Path] = []
+"""What `keep` has written."""
+
+
+def edition() -> int:
+    """Another number whenever `length` may say something else."""
+    return len(_EDITIONS)
+
+
 def cache_file() -> Path:
-    """The file that `calibrate` writes, in `NEARFIELD_CACHE` or in the platform's folder for caches."""
-    if "NEARFIELD_CACHE" in os.environ:
-        return Path(os.environ["NEARFIELD_CACHE"]) / "crossover.json"
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "nearfield" / "crossover.json"
+    """The file that `keep` writes."""
+    return user_cache.folder() / "crossover.json"
 
 
 def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) -> Path:
-    """Add measured lengths to the cache file, and keep what it holds for other places. A crash leaves the old file whole."""
+    """Add measured lengths to the cache file, and keep what it holds for other places. Calls in this process go by them."""
     path = cache_file()
     table = _measured()
     table.setdefault(place(device), {})[dtype_name(dtype)] = lengths
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        draft = Path(folder) / path.name
-        with draft.open("w") as file:
-            json.dump({"lengths": table}, file, indent=2)
-        os.replace(draft, path)
+    user_cache.replace(path, {"lengths": table})
     _lengths.cache_clear()
+    _EDITIONS.append(path)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -32,6 +33,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "nearfield"))
 def same_draws_every_time() -> None:
     """A test that draws from torch's own generators draws the same numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> None:
+    """A test that changes a kernel, or counts launches, gets nothing that an earlier test has recorded."""
+    for name in ("ready", "replay"):
+        module = sys.modules.get(f"nearfield.kernels.{name}")
+        if module is not None:
+            module.forget()
 
 
 @pytest.fixture

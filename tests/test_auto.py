@@ -19,6 +19,7 @@ import nearfield as nf
 from nearfield import auto, crossover
 from nearfield.app import calibrate
 from nearfield.app.cli import app
+from nearfield.app.deadline import Deadline
 from nearfield.audit import audit_quantile, run_audit
 from nearfield.problem import check
 from nearfield.synthetic import FAMILIES, make
@@ -377,6 +378,87 @@ def test_calibrate_measures_what_it_is_asked_for(
     for name in measured:
         assert f"{crossover.place(CPU)}, {name}" in result.output
         assert crossover.length(CPU, getattr(torch, name), True) == calibrate.LENGTHS[0]
+
+
+class Clock:
+    """Seconds pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0, 1e6])
+def test_lengths_are_measured_in_time_and_others_stay(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact attention takes four times as long at each length, and never loses but in the first kind."""
+    clock, seen = Clock(), []
+    deadline = Deadline.after(seconds, clock)
+
+    def took(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
+        seen.append((kind, length))
+        exact = (length / 4096) ** 2 / 10
+        cells = exact / 10 if kind == "forward" else exact
+        clock.now += (rounds + 1) * (exact + cells)
+        return exact, cells
+
+    monkeypatch.setattr(calibrate, "_seconds", took)
+    crossover.keep(CPU, torch.float64, {"forward": 70.0, "training": 80.0, "training, causal": 90.0})
+    found = calibrate.calibrate(CPU, torch.float64, deadline=deadline)
+    assert clock.now <= seconds
+    if not seconds:
+        assert not seen
+        assert found == {"forward": 70, "forward, causal": math.inf, "training": 80, "training, causal": 90}
+    elif seconds == 100.0:
+        assert found["forward"] == calibrate.LENGTHS[0]
+        assert found["training"] == 80
+        assert {length for kind, length in seen if kind == "forward, causal"} == set(calibrate.LENGTHS[:3])
+    else:
+        assert list(found.values()) == [calibrate.LENGTHS[0], *[math.inf] * 3]
+    assert crossover.known(CPU, torch.float64) == found
+
+
+def test_what_is_not_compiled_in_time_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seen = [], []
+
+    def prepare(length: int, kind: str, deadline: Deadline) -> bool:
+        asked.append((kind, length))
+        assert deadline.left > 0
+        return kind == "training"
+
+    def took(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
+        seen.append(kind)
+        return 2.0, 1.0
+
+    monkeypatch.setattr(calibrate, "_seconds", took)
+    found = calibrate.calibrate(CPU, torch.float64, deadline=Deadline.after(1e6), prepare=prepare)
+    assert asked == [(kind, calibrate.LENGTHS[0]) for kind in crossover.KINDS]
+    assert seen == ["training"]
+    assert {kind: length for kind, length in found.items() if length < math.inf} == {"training": calibrate.LENGTHS[0]}
+
+
+def test_calls_go_by_new_lengths_at_once() -> None:
+    """What remembers how a call was made forgets it."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    q, k, v = inputs(1, 1, queries=40, dim=16)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    for length, is_exact in ((10.0, False), (1e6, True), (10.0, False)):
+        crossover.keep(CPU, torch.float32, {"forward": length, "training": length})
+        for _ in range(2):
+            assert torch.equal(nf.attention(q, k, v, backend="triton"), exact) == is_exact
+
+
+def test_inputs_are_made_once_and_record_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(calibrate, "make", lambda *x: made.append(x) or make(*x))
+    monkeypatch.setattr(calibrate, "LENGTHS", (64, 128))
+    calibrate._inputs.cache_clear()
+    calibrate.calibrate(CPU, torch.float32, rounds=1)
+    assert [x[3] for x in made] in ([64], [64, 128])
+    assert calibrate._inputs.cache_info().currsize == 0, "they take memory"
 
 
 def test_a_card_is_measured_in_both_halves() -> None:

@@ -1,11 +1,16 @@
-"""`nearfield bench`: time cells against exact attention, and find the length from which they are faster on this machine."""
+"""`nearfield bench`: time cells against exact attention, and find the length from which they are faster on this machine.
+
+On a GPU, block sizes of the kernels come first, see `app.blocks`.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +21,16 @@ from torch import Tensor
 
 from nearfield import crossover
 from nearfield.app import wide_console
+from nearfield.app.deadline import Deadline
 from nearfield.attention import attention, estimate
 from nearfield.cells.method import Cells
 from nearfield.cells.triton.limits import unsupported
-from nearfield.kernels import backends
-from nearfield.synthetic import make
+from nearfield.kernels import backends, cards
+from nearfield.problem import check
+from nearfield.synthetic import QKV, make
+
+if TYPE_CHECKING:
+    from nearfield.app.blocks.compilers import Compilers
 
 LENGTHS = tuple(2**k for k in range(12, 18))
 
@@ -29,6 +39,18 @@ DIM, WIDTH = 64, 110
 MARGIN = 1.05
 """Cells must be faster by this factor, so that noise does not make `Auto` slower than SDPA."""
 
+MINUTES = 3.0
+"""What calibrating may take on a GPU."""
+
+SHARE_OF_BLOCKS = 0.6
+"""How much of the time is for block sizes. The lengths are measured with what was found."""
+
+GROWTH = 4
+"""How much longer exact attention takes at the next length."""
+
+Prepare = Callable[[int, str, Deadline], bool]
+"""Makes a length and a kind of call ready to be timed; says whether that was done in time."""
+
 
 def usual_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """The dtypes that are common on a device."""
@@ -36,27 +58,98 @@ def usual_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (*both, torch.float16) if device.type == "cuda" else both
 
 
-def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, rounds: int = 3) -> dict[str, float]:
-    """The crossover length of every kind of call. Prints a table, and saves the lengths for `Auto`."""
+def calibrate_all(device: torch.device, dtypes: Sequence[torch.dtype], minutes: float = MINUTES) -> None:
+    """The crossover lengths of all dtypes. On a GPU, block sizes of the kernels first, and all of it in so many minutes."""
+    if device.type != "cuda":
+        for dtype in dtypes:
+            calibrate(device, dtype)
+        return
+    deadline = Deadline.after(60 * minutes)
+    device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    # The short ones first: they leave the rest of their time to the others.
+    dtypes = sorted(dtypes, key=lambda dtype: dtype.itemsize)
+    if not backends.runs_triton(device):
+        _all_lengths(device, dtypes, deadline, None)
+        return
+    from nearfield.app.blocks import report
+    from nearfield.app.blocks.compilers import Compilers, workers_here
+
+    with Compilers(device, workers_here()) as compilers:
+        if cards.imposed_class():
+            said = f"{cards.SWITCH} is set: block sizes stay those of class {cards.imposed_class()}"
+            wide_console(WIDTH).print(said, highlight=False)
+        else:
+            report.find_blocks(wide_console(WIDTH), device, dtypes, compilers, deadline.part(SHARE_OF_BLOCKS))
+        _all_lengths(device, dtypes, deadline, compilers)
+
+
+def _all_lengths(device: torch.device, dtypes: Sequence[torch.dtype], deadline: Deadline, compilers: Compilers | None) -> None:
+    for number, dtype in enumerate(dtypes):
+        prepare = None
+        if compilers is not None and unsupported(torch.empty(0, DIM, dtype=dtype)) is None:
+            prepare = functools.partial(_compile_cells, compilers, device, dtype)
+        calibrate(device, dtype, deadline=deadline.part(1 / (len(dtypes) - number)), prepare=prepare)
+
+
+def calibrate(
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    rounds: int = 3,
+    deadline: Deadline | None = None,
+    prepare: Prepare | None = None,
+) -> dict[str, float]:
+    """The crossover length of every kind of call. Prints a table, and saves the lengths for `Auto`.
+
+    A kind that there is no time for keeps the length that it had.
+    """
     console = wide_console(WIDTH)
     table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=_title(device, dtype))
     lengths: dict[str, float] = {}
+    late = []
     with Progress(console=console) as progress:
         bar = progress.add_task("", total=len(crossover.KINDS) * len(LENGTHS))
         for number, kind in enumerate(crossover.KINDS):
-            lengths[kind] = math.inf
+            lengths[kind], expected = math.inf, 0.0
+            own = None if deadline is None else deadline.part(1 / (len(crossover.KINDS) - number))
             for place, length in enumerate(LENGTHS):
-                progress.update(bar, description=f"{kind}, {length:,} keys", completed=number * len(LENGTHS) + place)
+                left = "" if own is None or deadline is None else f", {deadline.left:.0f} s left"
+                progress.update(bar, description=f"{kind}, {length:,} keys{left}", completed=number * len(LENGTHS) + place)
+                if own is not None and (expected >= own.left or (prepare is not None and not prepare(length, kind, own))):
+                    late.append(kind)
+                    break
                 exact, cells = _seconds(length, device, dtype, kind, rounds)
+                expected = GROWTH * (rounds + 1) * (exact + cells)
                 table.add_row(kind, f"{length:,}", f"{exact:.3g}", f"{cells:.3g}", f"{exact / cells:.2f}")
                 if exact > MARGIN * cells:
                     lengths[kind] = length
                     break
         progress.update(bar, completed=len(crossover.KINDS) * len(LENGTHS))
+    _inputs.cache_clear()
+    known = crossover.known(device, dtype)
+    lengths |= {kind: known.get(kind, math.inf) for kind in late}
     console.print(table)
+    if late:
+        console.print(f"no time for longer inputs, and no new length: {'; '.join(late)} (--minutes gives more)", highlight=False)
     path = crossover.keep(device, dtype, lengths)
     console.print(f"saved to {path}", highlight=False, soft_wrap=True)
     return lengths
+
+
+def _compile_cells(
+    compilers: Compilers, device: torch.device, dtype: torch.dtype, length: int, kind: str, deadline: Deadline
+) -> bool:
+    """What `Cells()` launches in such a call, compiled by several processes; whether that was done in time."""
+    from nearfield.app.blocks.passes import Pass
+    from nearfield.cells.sizes import MemoryPolicy
+    from nearfield.cells.triton.tuning import all_blocks
+
+    heads, training = crossover.heads(device), kind.startswith("training")
+    like = torch.empty(1, dtype=dtype, device=device).expand(1, heads, length, DIM)
+    query, key, value = (like.detach().requires_grad_(training) for _ in range(3))
+    problem = check(query, key, value, is_causal=kind.endswith("causal"))
+    sizes = Cells().sizes(problem)
+    one = Pass(dtype, DIM, heads, length, sizes, training, MemoryPolicy.of(problem))
+    return compilers.compile_all([(one, all_blocks(DIM, dtype, device, sizes.cell_size))], deadline)
 
 
 def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float32, rounds: int = 3) -> None:
@@ -85,9 +178,7 @@ def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float3
 def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
     """Median seconds of exact attention and of cells, measured in turn."""
     training, causal = kind.startswith("training"), kind.endswith("causal")
-    query, key, value = (
-        x.to(device, dtype).requires_grad_(training) for x in make("clustered", 1, crossover.heads(device), length, DIM)
-    )
+    query, key, value = (x.to(device, dtype).detach().requires_grad_(training) for x in _inputs(length, crossover.heads(device)))
 
     def exact() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
@@ -108,6 +199,12 @@ def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, r
     timed(cells)
     pairs = [(timed(exact), timed(cells)) for _ in range(rounds)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+@functools.lru_cache(maxsize=len(LENGTHS))
+def _inputs(length: int, heads: int) -> QKV:
+    """Made once for all kinds: at the largest lengths that takes longer than attention does on a GPU."""
+    return make("clustered", 1, heads, length, DIM)
 
 
 def _title(device: torch.device, dtype: torch.dtype) -> str:

@@ -69,23 +69,30 @@ def demo(
 
 @app.command()
 def bench(
-    calibrate: bool = typer.Option(False, "--calibrate", help="Save the result; the default method uses it from now on."),
+    calibrate: bool = typer.Option(
+        False, "--calibrate", help="Save the result; the default method and, on CUDA, the kernels use it from now on."
+    ),
     device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
     dtype: list[str] = typer.Option(
         [], help="float32, bfloat16, float16 or float64; may be repeated. Default: float32 and bfloat16, and float16 on CUDA."
     ),
     length: int = typer.Option(16384, min=1, help="Queries and keys, without --calibrate."),
+    minutes: float = typer.Option(3.0, min=0.1, help="With --calibrate on CUDA: how long it may take."),
 ) -> None:
-    """Time cells against exact attention on this machine; with --calibrate, find the length from which they are faster."""
+    """Time cells against exact attention on this machine.
+
+    With --calibrate, find the length from which they are faster; on CUDA, find the block sizes of the kernels first.
+    """
     from nearfield.app import calibrate as measurement
 
     dtypes = [_dtype(name) for name in dict.fromkeys(dtype)]
     place = _device(device)
-    for chosen in dtypes or measurement.usual_dtypes(place):
-        if calibrate:
-            measurement.calibrate(place, chosen)
-        else:
-            measurement.compare(place, length, chosen)
+    chosen = dtypes or measurement.usual_dtypes(place)
+    if calibrate:
+        measurement.calibrate_all(place, chosen, minutes)
+        return
+    for one in chosen:
+        measurement.compare(place, length, one)
 
 
 @app.command("eval")

@@ -110,7 +110,9 @@ class Cells:
         engine = self._engine(problem, sizes, call.backend)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
         recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
-        if engine == "triton" and call.signature is not None:
+        # A tensor that is made while a graph is captured belongs to the graph.
+        captured = problem.query.is_cuda and torch.cuda.is_current_stream_capturing()
+        if engine == "triton" and call.signature is not None and not captured:
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
         output = result.output if memory.heads else problem.by_head(result.output)
@@ -183,9 +185,7 @@ def _ready(problem: Problem, recipe: Recipe, call: Hashable) -> Ready:
     from nearfield.cells.ready import ReadyCells
 
     found = ReadyCells(problem, recipe)
-    # A tensor that is made while a graph is captured belongs to the graph.
-    if not (problem.query.is_cuda and torch.cuda.is_current_stream_capturing()):
-        remember(call, found)
+    remember(call, found)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from nearfield import _compat
 from nearfield.cells import reference
 from nearfield.cells.partition import from_plain
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
@@ -275,7 +276,7 @@ class CellsResult(NamedTuple):
 def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
     """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
     arguments = queries, keys, values, visible, seed, *recipe.arguments()
-    if is_traced() or needs_grad(queries, keys, values) or recipe.memory.heads:
+    if is_traced() or _compat.in_forward_mode() or needs_grad(queries, keys, values) or recipe.memory.heads:
         return CellsResult(*_Cells.apply(*arguments))
     # An autograd function looks up its own signature at every call, which takes longer than all the rest.
     return CellsResult(*torch.ops.nearfield.cells(*arguments))

@@ -20,9 +20,10 @@ def planned_attention(
     """`cells_attention` with a plan, or a part of it, that is `given`; the plan of the result repeats it.
 
     Cells are numbered as the engine would number them: see `Spans`. The cells that a block has opened are different ones, among
-    those that its first row sees, and -1 where there are fewer. None of that is looked at. What is not given is found out: the
-    cells that are opened, and before that the order of rows. Differentiable with respect to queries, keys and values;
-    torch.compile and torch.func do not know this call.
+    those that its first row sees, and -1 where there are fewer. None of that is looked at, except that a block of the Triton
+    engine has room for as many keys as `probes` cells of mean size have. What is not given is found out: the cells that are
+    opened, and before that the order of rows. Differentiable with respect to queries, keys and values; torch.compile and
+    torch.func do not know this call.
     """
     _check(queries, keys, recipe, given)
     return CellsResult(*_Planned.apply(queries, keys, values, visible, seed, recipe, given))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nearfield.cells.operator import CellsBackward, Recipe, backward, forward
 from nearfield.cells.sizes import CellSizes
-from nearfield.kernels.replay import replayed
+from nearfield.kernels.backends import full_precision
+from nearfield.kernels.replay import form, replayed
 from nearfield.problem import Problem, is_traced
 
 
@@ -25,8 +26,9 @@ class ReadyCells:
         self.key_rows = (groups, length, problem.key.shape[3])
         self.value_rows = (groups, length, problem.value.shape[3])
         self.output_rows = (groups, rows, problem.value.shape[3])
-        # Kept here for good, so it is no part of a graph's own memory: not made while one is captured.
-        self.visible = problem.visible[:1].to(torch.int32).contiguous().expand(groups, -1)
+        # By way of the host, so that all streams may read it.
+        visible = problem.visible[:1].to("cpu", torch.int32).contiguous().to(problem.query.device)
+        self.visible = visible.expand(groups, -1)
         self.seed = torch.zeros((), dtype=torch.int64)
 
     @property
@@ -44,7 +46,8 @@ class ReadyCells:
         inputs = query.reshape(self.query_rows), key.reshape(self.key_rows), value.reshape(self.value_rows)
 
         def run() -> Sequence[Tensor]:
-            output, lse, _, *plan = forward(*inputs, self.visible, self.seed, *self.recipe.arguments())
+            with full_precision(query):
+                output, lse, _, *plan = forward(*inputs, self.visible, self.seed, *self.recipe.arguments())
             return (output, lse, *plan[:3])[:wanted]
 
         with torch.no_grad():
@@ -62,9 +65,15 @@ class ReadyCells:
         if torch.is_grad_enabled() or is_traced():
             # Second derivatives are refused there, and several gradients at once are served.
             return CellsBackward.apply(do, *inputs, *between, *self.recipe.arguments())
-        key_of = self, do.stride(), output.stride(), (do.data_ptr() | output.data_ptr()) & 15
         given = do, *inputs, output, lse, cell_of, opened, *order
-        return tuple(replayed(key_of, given, lambda: backward(do, *inputs, *between, *self.recipe.arguments())))
+        # Hooks on saved tensors may have laid all of them out anew.
+        key_of = self, torch.are_deterministic_algorithms_enabled(), *map(form, given)
+
+        def run() -> tuple[Tensor, ...]:
+            with full_precision(query):  # It may have been started under autocast.
+                return backward(do, *inputs, *between, *self.recipe.arguments())
+
+        return tuple(replayed(key_of, given, run))
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -82,6 +91,7 @@ class _Trained(torch.autograd.Function):
         output = output.view(*query.shape[:-1], value.shape[-1])
         if ready.recipe.memory.heads:
             output = output.transpose(-2, -3).contiguous().transpose(-2, -3)
+        output = output.detach()  # It is no view of anything that a caller could see.
         ctx.save_for_backward(query, key, value, output, *rest)
         ctx.ready = ready
         return output

@@ -86,8 +86,8 @@ def exact_rows(
     Queries are `[entries, rows, dim]`; each row sees the first `visible` keys, and is zero if it sees none.
     """
     count, value_dim = len(entry), values.shape[2]
-    parts = torch.empty(count, SHARES, value_dim, device=keys.device)
-    tops, sums = (torch.empty(count, SHARES, device=keys.device) for _ in range(2))
+    parts = torch.empty(count, SHARES, value_dim, dtype=torch.float32, device=keys.device)
+    tops, sums = (torch.empty(count, SHARES, dtype=torch.float32, device=keys.device) for _ in range(2))
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = visible.to(torch.int32).contiguous()
     if count:

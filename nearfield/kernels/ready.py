@@ -27,7 +27,9 @@ _LOCK = threading.Lock()
 
 def signature(query: Tensor, key: Tensor, value: Tensor, backend: str, *arguments: Any) -> Hashable:
     """All that a plain call depends on besides the numbers in its inputs; None for a call that is not remembered."""
-    if torch.compiler.is_compiling() or _compat.in_functorch_transform() or _compat.in_dispatch_mode():
+    if torch.compiler.is_compiling() or _compat.in_functorch_transform():
+        return None
+    if _compat.in_dispatch_mode() or _compat.in_forward_mode():
         return None
     for x in (query, key, value):
         # A view that begins at an odd place would need other kernels.

@@ -33,6 +33,20 @@ _ALLOCATIONS = frozenset(
         torch.ops.aten.new_empty_strided.default,
     }
 )
+_FROM_HOST = torch.ops.aten.lift_fresh.default
+"""`torch.tensor`, whose memory no operation allocates."""
+
+
+def _address(x: Tensor) -> int:
+    """Of the memory that it is a part of."""
+    return x.untyped_storage().data_ptr()
+
+
+def _tensors_in(x: Any) -> list[Tensor]:
+    """Those that an operation takes or returns."""
+    if isinstance(x, list | tuple):
+        return [tensor for item in x for tensor in _tensors_in(item)]
+    return [x] if isinstance(x, Tensor) else []
 
 
 class Buffer:
@@ -80,28 +94,31 @@ class Recorder(_compat.DispatchMode):
         self.buffers: dict[int, Buffer] = {}
         """by address: the latest that was allocated there"""
         self.constants: list[Tensor] = []
-        self.obstacle: str | None = None
+        self.obstacle = (
+            None if len(set(map(id, given))) == len(given) else "one tensor given twice, which may be two the next time"
+        )
         """what cannot be replayed, if there is something"""
         # Tensors that share their memory with others are told apart by what they are views of.
         self._root = {id(x): number for number, x in enumerate(given)}
         self._kept: list[Tensor] = []
         self._launching = False
-        self._storages = {x.untyped_storage().data_ptr() for x in given}
+        self._storages = {_address(x) for x in given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._launching:  # Triton's interpreter copies tensors.
             return result
+        made = _tensors_in(result)
         if func in _ALLOCATIONS:
             if result.numel():
-                self.buffers[result.untyped_storage().data_ptr()] = Buffer(result)
-        elif func.is_view:
+                self.buffers[_address(result)] = Buffer(result)
+        # In inference mode `contiguous` and `to` are said to be views, and copy all the same.
+        elif func.is_view and func is not _FROM_HOST and all(_address(x) == _address(args[0]) for x in made):
             root = self._root.get(id(args[0]))
             if root is not None:
-                views = [result] if isinstance(result, Tensor) else result
-                self._kept += views  # or another tensor could get its number
-                self._root.update((id(x), root) for x in views)
-        elif any(isinstance(x, Tensor) for x in (result, *args)):
+                self._kept += made  # or another tensor could get its number
+                self._root.update((id(x), root) for x in made)
+        elif made or _tensors_in(args) or _tensors_in(tuple((kwargs or {}).values())):
             self.obstacle = str(func)
         return result
 
@@ -118,24 +135,26 @@ class Recorder(_compat.DispatchMode):
 
     def tape(self, results: Sequence[Tensor]) -> Tape | str:
         """What was recorded; in words, why it cannot be replayed."""
-        made = []
+        if self.obstacle:
+            return self.obstacle
+        made: list[Buffer] = []
         for x in results:
-            buffer = self.buffers.get(x.untyped_storage().data_ptr())
-            if buffer is None or (x.shape, x.stride()) != (buffer.shape, buffer.strides):
+            buffer = self.buffers.get(_address(x))
+            if buffer is None or buffer in made or (x.shape, x.stride(), x.dtype) != (buffer.shape, buffer.strides, buffer.dtype):
                 return "a result is not memory of its own"
             made.append(buffer)
-        return self.obstacle or Tape(self, made)
+        return Tape(self, made)
 
     def _pointer(self, x: Tensor, now: int) -> Pointer:
         form = x.shape, x.stride(), x.dtype
-        storage = x.untyped_storage().data_ptr()
-        root, buffer = self._root.get(id(x)), self.buffers.get(storage)
-        if root is not None:
+        if not x.numel():  # It is nowhere, and kept as it is: without the memory that it may be a part of.
+            x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        elif (root := self._root.get(id(x))) is not None:
             return Pointer(root, x.data_ptr() - self.given[root].data_ptr(), *form)
-        if buffer is not None and x.numel():
+        elif (buffer := self.buffers.get(_address(x))) is not None:
             buffer.used(now)
-            return Pointer(buffer, x.data_ptr() - storage, *form)
-        if storage in self._storages and x.numel():
+            return Pointer(buffer, x.data_ptr() - _address(x), *form)
+        elif _address(x) in self._storages:
             self.obstacle = "a tensor that is no view of one input, but lies in its memory"
         self.constants.append(x)
         return Pointer(None, x.data_ptr(), *form)
@@ -173,8 +192,8 @@ class Tape:
         if not workspace.is_cuda:
             self._interpret([*given, *results, workspace])
             return results
-        if torch.cuda.is_current_stream_capturing() and self not in _IN_GRAPHS:
-            _IN_GRAPHS.append(self)
+        if torch.cuda.is_current_stream_capturing():
+            _IN_GRAPHS.add(self)
         bases = np.array([*(x.data_ptr() for x in (*given, *results, workspace)), 0], dtype=np.uint64)
         addresses = (bases[self._source] + self._offset).tolist()
         stream = _compat.raw_stream(device.index)
@@ -195,12 +214,11 @@ class Tape:
 
     def _tensor(self, pointer: Pointer, sources: list[Tensor], number: int, offset: int) -> Tensor:
         if number == len(sources):
-            return next(x for x in self._constants if x.data_ptr() == pointer.offset and x.shape == pointer.shape)
+            return next(x for x in self._constants if (x.data_ptr(), x.shape, x.stride(), x.dtype) == pointer[1:])
         source = sources[number]
-        if number == len(sources) - 1:
-            return source[offset:].view(pointer.dtype).as_strided(pointer.shape, pointer.strides)
-        start = source.storage_offset() + offset // source.element_size()
-        return source.as_strided(pointer.shape, pointer.strides, start)
+        start = (source.storage_offset() * source.element_size() + offset) // pointer.dtype.itemsize
+        found = torch.empty(0, dtype=pointer.dtype, device=source.device)
+        return found.set_(source.untyped_storage(), start, pointer.shape, pointer.strides)
 
 
 def _number_of(source: Buffer | int | None, numbers: dict[int, int], workspace: int) -> int:
@@ -209,8 +227,8 @@ def _number_of(source: Buffer | int | None, numbers: dict[int, int], workspace: 
     return workspace + 1 if source is None else source
 
 
-_IN_GRAPHS: list[Tape] = []
-"""A captured graph goes on reading their tables."""
+_IN_GRAPHS: set[Hashable] = set()
+"""Tapes and keys that hold tables which a captured graph goes on reading."""
 
 
 def placed(buffers: Sequence[Buffer]) -> tuple[dict[int, int], int]:
@@ -243,6 +261,14 @@ def forget() -> None:
         _TAPES.clear()
 
 
+def _found(key: Hashable) -> Tape | str | None:
+    with _LOCK:
+        tape = _TAPES.get(key)
+        if tape is not None:
+            _TAPES.move_to_end(key)
+        return tape
+
+
 def _keep(key: Hashable, tape: Tape | str) -> None:
     with _LOCK:
         _TAPES[key] = tape
@@ -254,19 +280,31 @@ def _keep(key: Hashable, tape: Tape | str) -> None:
 def replayed(key: Hashable, given: Sequence[Tensor], run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     """`run()`, which returns tensors that it allocates; from its launches, once it was called with this key before.
 
-    The key has to say everything that the launches depend on besides `given`, with the shapes, strides and alignment of those.
+    The key has to say everything that the launches depend on besides `given`, with the shapes, strides and alignment of those:
+    see `form`. What else the launches read has to last as long as the key.
     """
-    tape = _TAPES.get(key)
-    with backends.device_guard(given[0].device):
+    tape, device = _found(key), given[0].device
+    with backends.device_guard(device):
         if isinstance(tape, Tape):
-            return tape.play(given)
-        if tape is None:
+            try:
+                return tape.play(given)
+            except torch.OutOfMemoryError:  # before anything was launched; in pieces it may fit
+                return run()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # What is made now is the graph's own, and nothing to remember.
+            _IN_GRAPHS.add(key)
+            return run()
+        if tape is not _FIRST:
             results = run()
-            _keep(key, _FIRST)
-        elif tape is _FIRST:
-            with Recorder(given) as recorder, launch.recording(recorder):
-                results = run()
-            _keep(key, recorder.tape(results))
-        else:
+            if tape is None:
+                _keep(key, _FIRST)
+            return results
+        with Recorder(given) as recorder, launch.recording(recorder):
             results = run()
+        _keep(key, recorder.tape(results))
         return results
+
+
+def form(x: Tensor) -> Hashable:
+    """What launches depend on in a tensor of a known shape."""
+    return x.stride(), x.dtype, x.device, x.data_ptr() & 15

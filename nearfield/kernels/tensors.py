@@ -84,7 +84,7 @@ def weighted_sums(factors: Tensor, parts: Tensor, divisor: Tensor | None = None)
     """
     entries, count, *shape = parts.shape
     rows, width = len(factors), parts[0, 0].numel() if count else 0
-    sums = torch.empty(entries, rows, *shape, device=parts.device)
+    sums = torch.empty(entries, rows, *shape, dtype=torch.float32, device=parts.device)
     assert factors.is_contiguous()
     assert parts.is_contiguous()
     if sums.numel():

@@ -152,7 +152,7 @@ def test_a_plan_of_one_engine_serves_another(name: str) -> None:
 
 @engines
 def test_more_keys_than_blocks_open_by_themselves(engine: str) -> None:
-    """A list has room for all keys of the cells that are given, however many these are."""
+    """Lists of the kernels have room for so many cells of mean size, and say so where that is not enough."""
     tensors, visible = problem("shared", engine)
     recipe = recipe_of("shared", engine, probes=2, cell_size=15)
     cell_of = torch.zeros(BATCH, 1, LENGTH, dtype=torch.int32)
@@ -160,6 +160,11 @@ def test_more_keys_than_blocks_open_by_themselves(engine: str) -> None:
     opened = torch.tensor([0, 1], dtype=torch.int32).expand(BATCH, recipe.sizes.blocks_of(2 * LENGTH), 2)
     order = torch.arange(LENGTH, dtype=torch.int32).repeat(BATCH, 2)
     given = Given(*(x.to(visible.device) for x in (cell_of, opened, order)))
+    if engine == "triton":
+        with pytest.raises(ValueError, match=r"cells of 43 keys for some block, and 2 probes have room for 30; use more probes"):
+            planned_attention(*tensors, visible, SEED, recipe, given)
+        recipe = recipe_of("shared", engine, probes=3, cell_size=15)
+        given = given._replace(opened=torch.nn.functional.pad(given.opened, (0, 1), value=-1))
     found = planned_attention(*tensors, visible, SEED, recipe, given)
     exact = torch.nn.functional.scaled_dot_product_attention(*tensors, scale=SCALE)
     torch.testing.assert_close(found.output, exact, atol=5e-6, rtol=5e-6)

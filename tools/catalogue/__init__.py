@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from catalogue import cache, cells, methods, triton
+from catalogue import cache, calibrate, cells, methods, ready, triton
 from catalogue.mutant import Mutant
 
-MUTANTS = methods.MUTANTS + cells.MUTANTS + triton.MUTANTS + cache.MUTANTS
+MUTANTS = methods.MUTANTS + cells.MUTANTS + triton.MUTANTS + ready.MUTANTS + cache.MUTANTS + calibrate.MUTANTS
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -65,10 +65,12 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
     readers = min(probes * cdiv(state.closed, tiles.opened * max(1, cells)), MOST_PROGRAMS)
     part_count = first_far + far_parts + readers
     device, rows = queries.device, entries * group
-    parts, part_lse = torch.empty(rows, part_count, value_dim, device=device), torch.empty(rows, part_count, device=device)
-    scores, log2_masses = torch.empty(2, entries, max(1, padded_cells), members, device=device)
-    cell_lse, recent_lse = torch.empty(rows, max(1, cell_tiles), device=device), torch.empty(rows, device=device)
-    grain_best = torch.empty(rows, max(1, padded_cells // GRAIN), device=device)
+    parts = torch.empty(rows, part_count, value_dim, dtype=torch.float32, device=device)
+    part_lse = torch.empty(rows, part_count, dtype=torch.float32, device=device)
+    scores, log2_masses = torch.empty(2, entries, max(1, padded_cells), members, dtype=torch.float32, device=device)
+    cell_lse = torch.empty(rows, max(1, cell_tiles), dtype=torch.float32, device=device)
+    recent_lse = torch.empty(rows, dtype=torch.float32, device=device)
+    grain_best = torch.empty(rows, max(1, padded_cells // GRAIN), dtype=torch.float32, device=device)
     opened, grain_list = torch.empty(2, entries, max(1, probes), dtype=torch.int32, device=device)
     output = queries.new_empty(entries, group, value_dim)
     device_length = state.sync_device_length()

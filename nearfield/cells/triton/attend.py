@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
 from nearfield.cells.triton.local import add_keys, edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
@@ -76,7 +76,7 @@ def add_seen(qk, value, scale, m_i, l_i, acc, IP: tl.constexpr):
 
 
 @triton.jit
-def _cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL: tl.constexpr):
+def cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL: tl.constexpr):
     """Centroids, variances and mean values of some cells `[cells, columns]`."""
     mean, value = _tile(centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL)
     if FULL:
@@ -126,15 +126,6 @@ def _tilt(
         )
         acc += tl.dot(part.to(DT), block.to(DT), input_precision=IP)
     return acc
-
-
-@triton.jit
-def position_at(order, place, there, ORDERED: tl.constexpr):
-    """The position of the row at a place; `order` is that of a head."""
-    if ORDERED:
-        return tl.load(order + place, mask=there, other=0)
-    else:
-        return place
 
 
 @Kernel
@@ -278,7 +269,7 @@ def _attend(
             cell = tl.minimum(tl.maximum(next_cell + start % TILE + lane_c, 0), cells - 1)
             next_cell = tl.load(tile_cell + tl.minimum((start + BC) // TILE, tiles - 1))
             log2_n = tl.load(log2_size + start + lane_c)
-            mean, var, value = _cell_tile(
+            mean, var, value = cell_tile(
                 centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
@@ -331,7 +322,6 @@ def _attend_rows(
     output,
     lse,
     positions,
-    rows,
     cells,
     dim,
     value_dim,
@@ -345,7 +335,8 @@ def _attend_rows(
     output_entry,
     output_row,
     lse_entry,
-    words,
+    mark_entry,
+    mark_word,
     scale,
     segment,
     window,
@@ -415,7 +406,7 @@ def _attend_rows(
     mean_value += entry * cells * value_dim
     log2_size += entry * cells
     cross += entry * (segments + 1) * value_dim * dim
-    marks += (entry * rows + row) * words
+    marks += entry * mark_entry + row
     square = squares(query, scale, DT)
     lane = tl.arange(0, BC)
     least = tl.min(tl.where(there, closed, segments), 0)
@@ -436,10 +427,10 @@ def _attend_rows(
             last_cell = tl.load(tile_end + next_tile)
             log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
             at = tl.minimum(tl.maximum(cell, 0), cells - 1)
-            mean, var, value = _cell_tile(
+            mean, var, value = cell_tile(
                 centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
-            taken = is_marked(marks + start // 32, there, lane, BC)
+            taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
             if NARROW:
@@ -489,7 +480,7 @@ def attend_rows(
 ) -> None:
     """Fills in `output` `[entries, rows, value_dim]` and log2-normalisers `lse` `[entries, rows]`, without opened cells.
 
-    `marks` `[entries, rows, words]`: a bit for every column of the row, 1 where the cell is opened. `members`: of how many heads
+    `marks` `[entries, words, rows]`: a bit for every column of the row, 1 where the cell is opened. `members`: of how many heads
     these rows are, equally many of each.
     """
     entries, rows, dim = queries.shape
@@ -513,7 +504,6 @@ def attend_rows(
         output=output,
         lse=lse,
         positions=positions,
-        rows=rows,
         cells=layout.cells,
         dim=dim,
         value_dim=value_dim,
@@ -521,7 +511,8 @@ def attend_rows(
         visible_entry=visible.stride(0),
         **strides(output=output),
         lse_entry=lse.stride(0),
-        words=layout.mark_words,
+        mark_entry=marks.stride(0),
+        mark_word=marks.stride(1),
         scale=scale,
         segment=layout.segment,
         window=sizes.window,

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.triton.far import far_dcross, far_dmoments, far_dq
 from nearfield.cells.triton.forward import layout_for
 from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import BackwardRows, backward_rows, local_dkv, local_dq
+from nearfield.cells.triton.local import BackwardRows, backward_rows, first_positions, first_sees, local_dkv, local_dq
 from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of, units_of
-from nearfield.cells.triton.moments import Tables, moments_dkv, moments_of, tabulate
+from nearfield.cells.triton.moments import Tables, member_grads, moments_dkv, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, near_dkv, near_dq, near_dq_blocks
 from nearfield.cells.triton.route import mark
+from nearfield.cells.triton.share import list_bytes, list_keys, listed_dq
 from nearfield.kernels.launch import dense
+from nearfield.kernels.tensors import cast_
 from nearfield.problem import with_positive_scale
 
 LEAST_BACKWARD_BYTES = 256 << 20
@@ -51,40 +52,44 @@ def backward(
     sign = 1.0 if scale > 0 else -1.0 if scale else 0.0
     queries, scale = with_positive_scale(queries, scale)
     do, queries, keys, values = (dense(x) for x in (do, queries, keys, values))
-    visible = visible.to(torch.int32).contiguous()
+    # Where all entries see the same, one row of numbers serves them all.
+    visible = visible.to(torch.int32)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_for(keys, sizes)
-    block_sees = visible
-    if sizes.share > 1:
-        number = torch.arange(visible.shape[1], device=visible.device)
-        block = blocks_of_rows(len(number), sizes, visible.device, order.long())
-        opened = opened.gather(1, block.expand(len(opened), -1)[..., None].expand(-1, -1, opened.shape[2]))
-        block_sees = visible[:, number - number % (len(number) // sizes.group) % sizes.share]
-    rows = backward_rows(queries, visible, block_sees, output, lse, do)
+    rows = backward_rows(queries, visible, first_sees(visible, sizes), output, lse, do)
     # First, so that it keeps the device busy while many small kernels are launched.
     local_dq(rows, keys, values, layout, sizes, scale, dq)
-    row_starts = _row_starts(rows.visible, layout, sizes)
+    # The first row with at least 0, 1, 2, ... closed segments.
+    positions = rows.count // sizes.group
+    row_starts = first_positions(rows.visible, positions, layout.row_start_needs(sizes.window), sizes.share)
     moments = moments_of(keys, values, cell_of, layout)
     tables = tabulate(keys, values, cell_of, moments, layout)
     far_mass, tilt_delta = torch.empty_like(rows.delta), torch.empty_like(rows.delta)
-    found = []
+    widths = queries.shape[2], queries.shape[2], values.shape[2]
+    moment_grads = [
+        torch.empty(SPLITS, len(keys), layout.cells, width, dtype=torch.float32, device=keys.device) for width in widths
+    ]
     for part in _entries(4 * rows.count * layout.mark_words, (queries, keys, values)):
         own, own_tables = rows.part(part, slice(None)), tables.of(part)
-        marks = mark(opened[part], own.block_sees, layout, sizes)
+        marks = mark(opened[part], order[part], rows.count, layout, sizes)
         into = dq[part], far_mass[part], tilt_delta[part]
-        _dq_of_cells(own, keys[part], values[part], own_tables, layout, sizes, scale, opened[part], marks, *into)
-        found.append(far_dmoments(own, own_tables, layout, sizes, scale, marks, tilt_delta[part], row_starts[part], SPLITS))
-        del marks
-    dcentroid, dvariance, dvalue = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*found, strict=True))
-    del found
-    dcovariance = far_dcross(rows, layout, sizes, scale, far_mass, row_starts).div_(tables.pooled[:, 1:, None, None])
-    dcross = torch.matmul(layout.sees_span[1:].T, dcovariance.flatten(2)).unflatten(2, dcovariance.shape[2:])
+        given = own, keys[part], values[part], own_tables, layout, sizes, scale
+        if sizes.share > 1:
+            _dq_of_lists(*given, opened[part], order[part], marks, *into)
+        else:
+            _dq_of_cells(*given, opened[part], marks, *into)
+        dcentroid, dvariance, dvalue = (x[:, part] for x in moment_grads)
+        starts = row_starts[part]
+        far_dmoments(own, own_tables, layout, sizes, scale, marks, tilt_delta[part], starts, (dcentroid, dvariance, dvalue))
+        del marks, dcentroid, dvariance, dvalue
+    dcross = far_dcross(rows, tables, layout, sizes, scale, far_mass, row_starts)
+    grads = member_grads(moments, layout, (moment_grads[0], moment_grads[1], moment_grads[2]), dcross)
+    del moments, moment_grads, dcross
     sums_and_pairs = 4 * (keys[0].numel() + values[0].numel()) + 4 * opened[0].numel()
     for part in _entries(sums_and_pairs, (queries, keys, values)):
         own, own_keys, own_values = rows.part(part, slice(None)), keys[part], values[part]
-        own_dk, own_dv = (torch.empty(x.shape, device=x.device) for x in (own_keys, own_values))
-        moment_grads = dcentroid[part], dvariance[part], dvalue[part], dcross[part]
-        moments_dkv(own_keys, own_values, cell_of[part], moments.of(part), layout, moment_grads, own_dk, own_dv)
+        own_dk, own_dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (own_keys, own_values))
+        moments_dkv(own_keys, own_values, cell_of[part], layout, grads.of(part), own_dk, own_dv)
         local_dkv(own, own_keys, own_values, layout, sizes, scale, row_starts[part], own_dk, own_dv, deterministic)
         near_dkv(
             own,
@@ -93,15 +98,17 @@ def backward(
             tables.of(part),
             sizes,
             opened[part],
+            order[part],
             scale,
             own_dk,
             own_dv,
+            members=layout.members,
             # A key is in one cell of each level at most: level by level, no two programs add to the same place.
             cell_ranges=layout.level_cells if deterministic else [(0, layout.cells)],
             stable=layout if deterministic else None,
         )
-        dk[part].copy_(own_dk)
-        dv[part].copy_(own_dv)
+        cast_(dk[part], own_dk)
+        cast_(dv[part], own_dv)
     return dq if sign == 1.0 else dq * sign, dk, dv
 
 
@@ -114,15 +121,6 @@ def _entries(per_entry: int, inputs: tuple[Tensor, ...]) -> Iterator[slice]:
 
 def _bytes(tensors: tuple[Tensor, ...]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def _row_starts(visible: Tensor, layout: Layout, sizes: CellSizes) -> Tensor:
-    """`[entries, segments + 2]`: the first row with at least 0, 1, 2, ... closed segments."""
-    positions = visible.shape[1] // sizes.group
-    sees = visible[:, :positions]
-    closed = closed_keys(sees, sizes) // layout.segment if sizes.segment else (sees > 0).to(visible.dtype)
-    numbers = torch.arange(layout.segments + 2, device=visible.device, dtype=closed.dtype)
-    return torch.searchsorted(closed.contiguous(), numbers.expand(len(visible), -1).contiguous()).int()
 
 
 def _dq_of_cells(
@@ -139,7 +137,8 @@ def _dq_of_cells(
     far_mass: Tensor,
     tilt_delta: Tensor,
 ) -> None:
-    """Adds to `dq` what comes from opened and closed cells, part by part; for the rest see `far_dq`."""
+    """Adds to `dq` what comes from opened and closed cells, part by part; for the rest see `far_dq`. Rows open cells by
+    themselves."""
     entries, count, slots = opened.shape
     dim = keys.shape[2]
     per_row = slots * dim * keys.element_size()
@@ -155,6 +154,37 @@ def _dq_of_cells(
                 near_dq(rows, keys, values, tables.order, sizes, groups, some, scale, parts)
             part = units.slices(some)
             into = [x[part] for x in (dq, far_mass, tilt_delta)]
-            own_tables, own_marks = tables.of(part[0]), marks[part].contiguous()
+            own_tables, own_marks = tables.of(part[0]), marks[part[0], :, part[1]]
             far_dq(rows.part(*part), own_tables, layout, sizes, scale, opened[part], own_marks, parts, *into)
         del groups, parts
+
+
+def _dq_of_lists(
+    rows: BackwardRows,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tables,
+    layout: Layout,
+    sizes: CellSizes,
+    scale: float,
+    opened: Tensor,
+    order: Tensor,
+    marks: Tensor,
+    dq: Tensor,
+    far_mass: Tensor,
+    tilt_delta: Tensor,
+) -> None:
+    """The same where rows open cells together."""
+    dim = keys.shape[2]
+    per_entry = list_bytes(layout, sizes, opened.shape[1]) + rows.count * dim * keys.element_size()
+    budget = memory_budget((rows.queries, rows.do, keys, values), (), MemoryPolicy().beyond)
+    step = max(1, budget.parts // max(1, per_entry))
+    for first in range(0, len(keys), step):
+        some = slice(first, min(first + step, len(keys)))
+        own, own_tables, own_opened = rows.part(some, slice(None)), tables.of(some), opened[some]
+        lists = list_keys(own.visible, own_tables, layout, sizes, own_opened, 0)
+        parts = keys.new_empty((len(own_opened), rows.count, 1, dim))
+        listed_dq(own, keys[some], values[some], sizes, order[some], lists, scale, parts)
+        into = dq[some], far_mass[some], tilt_delta[some]
+        far_dq(own, own_tables, layout, sizes, scale, own_opened, marks[some], parts, *into)
+        del lists, parts

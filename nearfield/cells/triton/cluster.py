@@ -248,9 +248,13 @@ def members_of(cell_of: Tensor, sizes: Tensor | None, layout: Layout) -> tuple[T
     if sizes is None:
         sizes = zeros(entries, cells, dtype=torch.int32, device=device)
         _settle_cells(cell_of, sizes, layout, None, tally)
+        held = None if layout.causal else _held(sizes)
     else:
-        _settle_cells(cell_of, sizes, layout, _host_cells(sizes, layout), tally)
-    return order, _place_by_cell(cell_of, sizes, tally, layout.causal, layout, order)
+        # Without a mask there is one span.
+        hosts, held_by_span = _host_cells(sizes, layout)
+        held = None if layout.causal else held_by_span
+        _settle_cells(cell_of, sizes, layout, hosts, tally)
+    return order, _place_by_cell(cell_of, sizes, tally, held, layout, order)
 
 
 def sort_by_count_(cell_of: Tensor, sizes: Tensor, layout: Layout, order: Tensor) -> None:
@@ -260,13 +264,14 @@ def sort_by_count_(cell_of: Tensor, sizes: Tensor, layout: Layout, order: Tensor
     """
     tally = torch.empty(len(cell_of), layout.tallies(KEYS)[2], dtype=torch.int32, device=cell_of.device)
     _settle_cells(cell_of, sizes, layout, None, tally)
-    _place_by_cell(cell_of, sizes, tally, True, layout, order)
+    _place_by_cell(cell_of, sizes, tally, None, layout, order)
 
 
-def _place_by_cell(cell_of: Tensor, sizes: Tensor, tally: Tensor, full: bool, layout: Layout, order: Tensor) -> Tensor:
+def _place_by_cell(cell_of: Tensor, sizes: Tensor, tally: Tensor, held: Tensor | None, layout: Layout, order: Tensor) -> Tensor:
     """Fills in `order`, see `members_of`, and returns where each cell begins.
 
-    `tally`: how many keys of each chunk each cell has; overwritten. `full`: all keys but sinks are in cells.
+    `tally`: how many keys of each chunk each cell has; overwritten. `held`: how many members each entry has;
+    None: all keys but sinks.
     """
     entries, cells = sizes.shape
     starts = torch.empty(entries * cells + 1, dtype=torch.int32, device=sizes.device)
@@ -281,12 +286,12 @@ def _place_by_cell(cell_of: Tensor, sizes: Tensor, tally: Tensor, full: bool, la
         cell_edges=layout.cell_edges,
         chunk_edges=chunk_edges,
         span_chunks=span_chunks,
-        members=layout.first_members(entries) if full else _held(sizes),
+        members=layout.first_members(entries) if held is None else held,
         starts=starts,
         cells=cells,
         entries=entries,
         per_entry=per_entry,
-        SAME=full,
+        SAME=held is None,
         BC=128,
         BS=1024,
         num_warps=4,
@@ -554,10 +559,10 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
         fill_(found, -1)
         return fill_(sizes, 0)
     assert found[0].is_contiguous()
-    offset, weight = (torch.empty(entries, spans, dim, device=device) for _ in range(2))
+    offset, weight = (torch.empty(entries, spans, dim, dtype=torch.float32, device=device) for _ in range(2))
     points = torch.empty(entries, size, dim, dtype=dot_dtype(keys.dtype), device=device)
     centroids = points.new_empty((entries, layout.cells, dim))
-    half = torch.empty(entries, layout.cells, device=device)
+    half = torch.empty(entries, layout.cells, dtype=torch.float32, device=device)
     chunk_span, chunk_number = sample.chunks(POINTS)
     _prepare[(chunk_span.shape[0], entries)](
         keys=keys,
@@ -657,8 +662,9 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
 
 
 @Kernel
-def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC: tl.constexpr):
-    """For each cell of a span that is too large: how many parts are cut off, and the small cells that take them in."""
+def _hosts(sizes, parts, begins, host, held, cell_edges, key_ranges, cells, times, BC: tl.constexpr):
+    """For each cell of a span that is too large: how many parts are cut off, and the small cells that take them in. Besides, how
+    many members a span has."""
     span, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, last = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
     keys = tl.load(key_ranges + 2 * span + 1) - tl.load(key_ranges + 2 * span)
@@ -668,10 +674,14 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
     begins += entry * cells
     host += entry * cells
     largest = 0
+    total = 0
     for start in range(first, last, BC):
         cell = start + tl.arange(0, BC)
-        largest = tl.maximum(largest, tl.max(tl.load(sizes + cell, mask=cell < last, other=0), 0))
+        size = tl.load(sizes + cell, mask=cell < last, other=0)
+        largest = tl.maximum(largest, tl.max(size, 0))
+        total += tl.sum(size, 0)
         tl.store(parts + cell, tl.zeros([BC], tl.int32), mask=cell < last)
+    tl.store(held + entry * tl.num_programs(0) + span, total)
     if largest > times * mean:
         # What was stored above lane by lane is stored again below.
         tl.debug_barrier()
@@ -691,15 +701,17 @@ def _hosts(sizes, parts, begins, host, cell_edges, key_ranges, cells, times, BC:
             tl.store(begins + cell, begin)
 
 
-def _host_cells(sizes: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Which cells take in parts of those that are too large, as `_hosts` says it."""
+def _host_cells(sizes: Tensor, layout: Layout) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Which cells take in parts of those that are too large, see `_hosts`; `[entries, spans]`: how many members spans have."""
     entries, cells = sizes.shape
     parts, begins, host = torch.empty(3, entries, cells, dtype=torch.int32, device=sizes.device).unbind(0)
+    held = torch.empty(entries, len(layout.spans.all), dtype=torch.int32, device=sizes.device)
     _hosts[(len(layout.spans.all), entries)](
         sizes=sizes,
         parts=parts,
         begins=begins,
         host=host,
+        held=held,
         cell_edges=layout.cell_edges,
         key_ranges=layout.key_ranges,
         cells=cells,
@@ -707,7 +719,7 @@ def _host_cells(sizes: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         BC=256,
         num_warps=1,
     )
-    return parts, begins, host
+    return (parts, begins, host), held
 
 
 def _settle_cells(
@@ -747,4 +759,5 @@ def limit_cell_sizes_(cell_of: Tensor, sizes: Tensor, layout: Layout) -> None:
     `sizes` `[entries, cells]` is kept up to date. Unlike on a CPU, the small cells that take in a part keep their own keys.
     """
     if layout.cells:
-        _settle_cells(cell_of, sizes, layout, _host_cells(sizes, layout), None)
+        hosts, _ = _host_cells(sizes, layout)
+        _settle_cells(cell_of, sizes, layout, hosts, None)

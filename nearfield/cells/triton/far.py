@@ -8,18 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
+from nearfield.cells.triton.attend import cell_tile
 from nearfield.cells.triton.far_field import (
     boost_backward,
     cell_logit,
-    cell_mass,
+    cell_mass_roots,
     squares,
 )
-from nearfield.cells.triton.layout import Layout, closed_segments
-from nearfield.cells.triton.local import BackwardRows
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.local import BackwardRows, backward_tile
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
+from nearfield.kernels.tensors import weighted_sums
 
 
 @triton.jit
@@ -63,10 +65,10 @@ def _far_dq(
     mean_value,
     log2_size,
     cross,
-    run_edges,
-    run_start,
-    run_cell,
-    run_stop,
+    tile_edges,
+    tile_cell,
+    tile_begin,
+    tile_end,
     opened,
     marks,
     parts,
@@ -87,12 +89,16 @@ def _far_dq(
     dq_entry,
     dq_row,
     slots,
-    words,
+    mark_entry,
+    mark_word,
     scale,
     segment,
     window,
     segments,
     CAUSAL: tl.constexpr,
+    LISTED: tl.constexpr,
+    FULL: tl.constexpr,
+    TILE: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -113,6 +119,7 @@ def _far_dq(
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
     place = entry * rows + row
+    marks += entry * mark_entry + row
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -131,48 +138,44 @@ def _far_dq(
         mine = (closed == past) & there
         # Logits become -inf where a row does not see these cells.
         base = tl.where(mine, lse_i * LOG2E, float("inf"))
-        first_run = tl.load(run_edges + past)
-        runs_end = tl.load(run_edges + past + 1)
+        first_tile = tl.load(tile_edges + past)
         some = tl.max(mine.to(tl.int32), 0) > 0
-        last_run = tl.where(some, runs_end, 0)
+        columns = tl.where(some, (tl.load(tile_edges + past + 1) - first_tile) * TILE, 0)
         acc = tl.zeros([BM, BD], tl.float32)
         dsquare = tl.zeros([BM, BD], tl.float32)
         far_l = tl.zeros([BM], tl.float32)
         tilt = tl.zeros([BM], tl.float32)
 
         # Cells left closed.
-        if last_run > first_run:
+        if columns > 0:
             matrix = cross + past * value_dim * dim
             dtilt = tilt_backward(matrix, do, row, do_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
             tilt = tl.sum(dtilt * query.to(tl.float32), 1) * scale
-            number = 0
-            for run in range(first_run, last_run):
-                stop = tl.load(run_stop + run)
-                first_cell = tl.load(run_cell + run)
-                for start in range(tl.load(run_start + run), stop, BC):
-                    cell = start + lane
-                    real = (cell >= first_cell) & (cell < stop)
-                    log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
-                    load = real[:, None] & wide[None, :]
-                    mean = tl.load(centroid + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
-                    var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=load, other=0.0)
-                    value = tl.load(
-                        mean_value + cell[:, None] * value_dim + value_column[None, :],
-                        mask=real[:, None] & value_wide[None, :],
-                        other=0.0,
-                    )
-                    first = tl.dot(query, tl.trans(mean), input_precision=IP)
-                    spread = tl.dot(square, tl.trans(var), input_precision=IP)
-                    taken = is_marked(marks + place * words + number, there, lane, BC)
-                    logit = cell_logit(first, scale, log2_n[None, :] - base[:, None])
-                    p = tl.where(taken, 0.0, cell_mass(logit, spread))
-                    far_l += tl.sum(p, 1)
-                    ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) + (tilt - delta_i)[:, None])
-                    acc += tl.dot(ds.to(mean.dtype), mean, input_precision=IP)
-                    du = boost_backward(ds, spread)
-                    dsquare += tl.dot(du.to(DT), var, input_precision=IP)
-                    number += BC // 32
-                number += number % 2  # a run begins with a tile of 64
+            # One ahead, so that nothing waits for them.
+            next_cell, first_cell = tl.load(tile_cell + first_tile), tl.load(tile_begin + first_tile)
+            last_cell = tl.load(tile_end + first_tile)
+            for start in range(0, columns, BC):
+                cell = next_cell + start % TILE + lane
+                real = (cell >= first_cell) & (cell < last_cell)
+                next_tile = first_tile + tl.minimum(start + BC, columns - 1) // TILE
+                next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
+                last_cell = tl.load(tile_end + next_tile)
+                log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+                at = tl.minimum(tl.maximum(cell, 0), cells - 1)
+                mean, var, value = cell_tile(
+                    centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
+                )
+                first = tl.dot(query, tl.trans(mean), input_precision=IP)
+                spread = tl.dot(square, tl.trans(var), input_precision=IP)
+                taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
+                logit = cell_logit(first, scale, log2_n[None, :] - base[:, None])
+                part, root = cell_mass_roots(logit, spread)
+                part = tl.where(taken, 0.0, part)
+                far_l += tl.sum(part * root, 1)
+                dpart = part * (tl.dot(do_i, tl.trans(value), input_precision=IP) + (tilt - delta_i)[:, None])
+                acc = tl.dot((dpart * root).to(mean.dtype), mean, acc, input_precision=IP)
+                du = boost_backward(dpart, spread)
+                dsquare = tl.dot(du.to(DT), var, dsquare, input_precision=IP)
             # Computed again: there are not enough registers to keep it.
             dtilt = tilt_backward(matrix, do, row, do_row, there, column, wide, dim, value_dim, BM, BD, BV, BK, DT, IP)
             acc += far_l[:, None] * dtilt
@@ -182,8 +185,9 @@ def _far_dq(
             acc += tl.load(into, mask=mine[:, None] & wide[None, :], other=0.0).to(tl.float32)
             # Cells that were opened.
             for slot in range(slots):
-                cell = tl.load(opened + entry * opened_entry + row * slots + slot, mask=mine, other=-1)
-                real = mine & (cell >= 0)
+                real = mine
+                if not LISTED:
+                    real = mine & (tl.load(opened + entry * opened_entry + row * slots + slot, mask=mine, other=-1) >= 0)
                 part = tl.load(
                     parts + (place * slots + slot)[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0
                 )
@@ -206,7 +210,8 @@ def far_dq(
     far_mass: Tensor,
     tilt_delta: Tensor,
 ) -> None:
-    """Adds to `dq` what comes from closed cells and, in `parts`, from opened ones.
+    """Adds to `dq` what comes from closed cells and, in `parts` `[entries, rows, slots, dim]`, from opened ones: of each by
+    itself or, where rows open cells together, of all in one slot.
 
     Fills in, for each row, the mass of its closed cells (`far_mass`) and the product of their tilt and do (`tilt_delta`).
     """
@@ -225,10 +230,10 @@ def far_dq(
         mean_value=tables.value,
         log2_size=tables.log2_size,
         cross=tables.cross,
-        run_edges=layout.run_edges,
-        run_start=layout.run_start,
-        run_cell=layout.run_cell,
-        run_stop=layout.run_stop,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
         opened=opened,
         marks=marks,
         parts=parts,
@@ -245,13 +250,17 @@ def far_dq(
         row_entry=rows.lse.stride(0),
         opened_entry=opened.stride(0),
         **strides(dq=dq),
-        slots=opened.shape[2],
-        words=layout.mark_words,
+        slots=parts.shape[2],
+        mark_entry=marks.stride(0),
+        mark_word=marks.stride(1),
         scale=scale,
         segment=layout.segment,
         window=sizes.window,
         segments=layout.segments,
         CAUSAL=sizes.segment > 0,
+        LISTED=sizes.share > 1,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
+        TILE=COLUMNS,
         BM=blocks.rows,
         BC=blocks.keys,
         BD=padded(dim),
@@ -267,7 +276,6 @@ def far_dq(
 @Kernel
 def _far_dmoments(
     queries,
-    visible,
     do,
     lse,
     delta,
@@ -291,23 +299,20 @@ def _far_dmoments(
     positions,
     group,
     cells,
-    spans,
     dim,
     value_dim,
     query_entry,
     query_row,
-    visible_entry,
     do_entry,
     do_row,
     row_entry,
     words,
     splits,
-    entries,
+    split,
+    value_split,
     scale,
-    segment,
-    window,
     segments,
-    CAUSAL: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -318,7 +323,6 @@ def _far_dmoments(
     """Gradients of the moments of a tile of cells, over a share of the rows that see its span."""
     tile, entry, share = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     queries += entry * query_entry
-    visible += entry * visible_entry
     do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
@@ -327,7 +331,9 @@ def _far_dmoments(
     start_cell = tl.load(tile_cell + tile)
     cell = start_cell + tl.arange(0, BC)
     real = cell < tl.load(cell_edges + span + 1)
-    offset = start_cell - tl.load(cell_edges + span)
+    here = tl.load(span_column + span) + start_cell - tl.load(cell_edges + span)
+    first_word, by = here // 32, (here % 32).to(tl.uint32)
+    marks += (entry * words + first_word) * rows
     least, beyond = tl.load(span_seen_from + span), tl.load(span_seen_until + span)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
@@ -349,47 +355,40 @@ def _far_dmoments(
     begin = first_position + share * per_share * BM
     end = tl.minimum(last_position, begin + per_share * BM)
     for member in range(group):
+        first_row = (member * positions).to(tl.int64)
         for start in range(begin, end, BM):
             position = start + tl.arange(0, BM)
-            there = position < end
-            row = (member * positions + position).to(tl.int64)
-            query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            do_i = tl.load(
-                do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
+            row = first_row + tl.minimum(position, end - 1)
+            query, do_i, lse_i, delta_i = backward_tile(
+                queries, do, lse, delta, row, position < end, query_row, do_row, column, value_column, wide, value_wide, FULL
             )
-            lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-            delta_i = tl.load(delta + row, mask=there, other=0.0) - tl.load(tilt_delta + row, mask=there, other=0.0)
-            sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
-            closed = closed_segments(sees, segment, window, segments, CAUSAL)
-            here = tl.load(span_column + closed * spans + span, mask=there, other=-1) + offset
-            words_at = marks + (entry * rows + row) * words + here // 32
-            past_word = words - here // 32
-            by = here % 32
+            delta_i -= tl.load(tilt_delta + row)
             taken = tl.zeros([BC, BM], tl.int32)
             for i in tl.static_range((BC + 31) // 32):
                 # The first column need not be at the start of a word.
-                word = tl.load(words_at + i, mask=there, other=0)
-                more = tl.load(words_at + i + 1, mask=there & (past_word > i + 1) & (by > 0), other=0)
-                word = ((word.to(tl.uint32) >> by.to(tl.uint32)) | (more.to(tl.uint32) << ((32 - by) % 32).to(tl.uint32))).to(
-                    tl.int32
-                )
+                word = tl.load(marks + i * rows + row).to(tl.uint32) >> by
+                after = tl.minimum(i + 1, words - 1 - first_word)
+                more = tl.load(marks + after * rows + row).to(tl.uint32) << (32 - by) % 32
+                word = tl.where(by > 0, word | more, word).to(tl.int32)
                 bit = word[None, :] & (1 << (tl.arange(0, BC) % 32))[:, None]
                 taken = tl.where((tl.arange(0, BC) // 32 == i)[:, None], bit, taken)
             square = squares(query, scale, DT)
             first = tl.dot(mean, tl.trans(query), input_precision=IP)
             spread = tl.dot(var, tl.trans(square), input_precision=IP)
-            logit = cell_logit(first, scale, log2_n[:, None] - (lse_i * LOG2E)[None, :])
-            p = cell_mass(logit, spread)
-            p = tl.where((taken != 0) | (there == 0)[None, :], 0.0, p)
-            dvalue_acc += tl.dot(p.to(do_i.dtype), do_i, input_precision=IP)
-            ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
-            dcentroid_acc += tl.dot(ds.to(query.dtype), query, input_precision=IP)
-            du = boost_backward(ds, spread)
-            dvariance_acc += tl.dot(du.to(DT), square, input_precision=IP)
-    into = (share * entries + entry) * cells + cell
-    tl.store(dcentroid + into[:, None] * dim + column[None, :], dcentroid_acc * scale, mask=load)
-    tl.store(dvariance + into[:, None] * dim + column[None, :], dvariance_acc, mask=load)
-    tl.store(dvalue + into[:, None] * value_dim + value_column[None, :], dvalue_acc, mask=real[:, None] & value_wide[None, :])
+            logit = cell_logit(first, scale, log2_n[:, None] - lse_i[None, :])
+            # Rows that are not there have a normaliser of infinity.
+            part, root = cell_mass_roots(logit, spread)
+            part = tl.where(taken != 0, 0.0, part)
+            dvalue_acc = tl.dot((part * root).to(do_i.dtype), do_i, dvalue_acc, input_precision=IP)
+            dpart = part * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
+            dcentroid_acc = tl.dot((dpart * root).to(query.dtype), query, dcentroid_acc, input_precision=IP)
+            du = boost_backward(dpart, spread)
+            dvariance_acc = tl.dot(du.to(DT), square, dvariance_acc, input_precision=IP)
+    into = share.to(tl.int64) * split + base[:, None] * dim + column[None, :]
+    tl.store(dcentroid + into, dcentroid_acc * scale, mask=load)
+    tl.store(dvariance + into, dvariance_acc, mask=load)
+    into = share.to(tl.int64) * value_split + base[:, None] * value_dim + value_column[None, :]
+    tl.store(dvalue + into, dvalue_acc, mask=real[:, None] & value_wide[None, :])
 
 
 def far_dmoments(
@@ -401,19 +400,18 @@ def far_dmoments(
     marks: Tensor,
     tilt_delta: Tensor,
     row_starts: Tensor,
-    splits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of centroids, variances and mean values `[entries, cells, ...]`, float32."""
+    moment_grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fills in the gradients of centroids, variances and mean values `[splits, entries, cells, ...]`, in parts to be added."""
+    dcentroid, dvariance, dvalue = moment_grads
     entries, count, dim = rows.queries.shape
     value_dim = rows.do.shape[2]
     device, cells = rows.queries.device, layout.cells
     blocks = blocks_for("far_dmoments", max(dim, value_dim), rows.queries.dtype, device)
-    dcentroid, dvariance, dvalue = (torch.empty(splits, entries, cells, width, device=device) for width in (dim, dim, value_dim))
     if cells:
         tile_span, tile_cell = layout.cell_tiles(blocks.keys)
-        _far_dmoments[(tile_span.shape[0], entries, splits)](
+        _far_dmoments[(tile_span.shape[0], entries, len(dcentroid))](
             queries=rows.queries,
-            visible=rows.block_sees,
             do=rows.do,
             lse=rows.lse,
             delta=rows.delta,
@@ -437,21 +435,18 @@ def far_dmoments(
             positions=count // sizes.group,
             group=sizes.group,
             cells=cells,
-            spans=len(layout.spans.all),
             dim=dim,
             value_dim=value_dim,
             **strides(query=rows.queries),
-            visible_entry=rows.block_sees.stride(0),
             **strides(do=rows.do),
             row_entry=rows.lse.stride(0),
             words=layout.mark_words,
-            splits=splits,
-            entries=entries,
+            splits=len(dcentroid),
+            split=dcentroid.stride(0),
+            value_split=dvalue.stride(0),
             scale=scale,
-            segment=layout.segment,
-            window=sizes.window,
             segments=layout.segments,
-            CAUSAL=sizes.segment > 0,
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
             BM=blocks.rows,
             BC=blocks.keys,
             BD=padded(dim),
@@ -461,8 +456,6 @@ def far_dmoments(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-    dcentroid, dvariance, dvalue = (x.sum(0) if splits > 1 else x[0] for x in (dcentroid, dvariance, dvalue))
-    return dcentroid, dvariance, dvalue
 
 
 FULL_CARD = 1024
@@ -527,13 +520,14 @@ def _far_dcross(
 
 
 def far_dcross(
-    rows: BackwardRows, layout: Layout, sizes: CellSizes, scale: float, far_mass: Tensor, row_starts: Tensor
+    rows: BackwardRows, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, far_mass: Tensor, row_starts: Tensor
 ) -> Tensor:
-    """`[entries, segments, value_dim, dim]`: the gradient of the covariance that rows with 1, 2, ... closed segments see."""
+    """`[entries, spans + segments, value_dim, dim]`: the gradients of the products of deviations of each span; then, for each
+    segment, the sum over the spans that its keys are in."""
     entries, count, dim = rows.queries.shape
     value_dim = rows.do.shape[2]
     splits = max(1, min(32, FULL_CARD // max(1, entries * layout.segments)))
-    dcross = torch.empty(entries, layout.segments, splits, value_dim, dim, device=rows.queries.device)
+    dcross = torch.empty(entries, layout.segments * splits, value_dim, dim, dtype=torch.float32, device=rows.queries.device)
     blocks = blocks_for("far_dcross", max(dim, value_dim), rows.queries.dtype, rows.queries.device)
     block = min(blocks.columns, padded(value_dim))
     if layout.segments:
@@ -560,4 +554,5 @@ def far_dcross(
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-    return dcross.sum(2)
+    divisor = None if layout.causal else tables.pooled[:, 1].contiguous()
+    return weighted_sums(layout.product_factors(splits), dcross, divisor)

@@ -33,11 +33,16 @@ def squares(query, scale, DT: tl.constexpr):
 
 
 @triton.jit
-def cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP: tl.constexpr):
-    """q.mu_c and u_c of a tile of cells."""
-    load = real[None, :] & wide[:, None]
-    mean = tl.load(centroid + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
-    var = tl.load(variance + cell[None, :] * dim + column[:, None], mask=load, other=0.0)
+def cell_moments(query, square, centroid, variance, cell, column, wide, dim, FULL: tl.constexpr, IP: tl.constexpr):
+    """q.mu_c and u_c of a tile of cells. FULL: no columns are missing."""
+    at = cell[None, :] * dim + column[:, None]
+    if FULL:
+        mean, var = tl.load(centroid + at), tl.load(variance + at)
+    else:
+        mean, var = (
+            tl.load(centroid + at, mask=wide[:, None], other=0.0),
+            tl.load(variance + at, mask=wide[:, None], other=0.0),
+        )
     return tl.dot(query, mean, input_precision=IP), tl.dot(square, var, input_precision=IP)
 
 
@@ -80,9 +85,10 @@ def cell_logit(first, scale, log2_size):
 
 
 @triton.jit
-def cell_mass(logit, spread):
-    """m_c = n_c e^{q.mu_c} b(u_c)"""
-    return tl.exp2(logit) * boost(spread)
+def cell_mass_roots(logit, spread):
+    """m_c / sqrt(b(u_c)), and sqrt(b(u_c)): their product is m_c, and half of the first is d m_c / du_c."""
+    root = boost_root(spread)
+    return tl.exp2(logit) * root, root
 
 
 @triton.jit
@@ -92,6 +98,6 @@ def log2_cell_mass(logit, spread):
 
 
 @triton.jit
-def boost_backward(logit_grad, spread):
-    """The gradient of u_c from that of log m_c; 0 where u was cut off."""
-    return tl.where(spread < MOST_SPREAD, logit_grad / (2.0 * boost_root(spread)), 0.0)
+def boost_backward(root_grad, spread):
+    """The gradient of u_c, from the first of `cell_mass_roots` times the gradient of m_c; 0 where u_c was cut off."""
+    return tl.where(spread < MOST_SPREAD, 0.5 * root_grad, 0.0)

@@ -118,16 +118,16 @@ def _closed_cells(
     for part in map(units.slices, units.parts()):
         query, sees, own_tables = queries[part], visible[part], tables.of(part[0])
         if chosen:
-            marks = mark(opened[part].contiguous(), sees, layout, sizes)
+            # Each row is a block; a part need not have as many of each member.
+            marks = mark(opened[part], opened[part], query.shape[1], layout, sizes._replace(group=1))
         else:
             marks = route(query, sees, own_tables, layout, sizes, scale, opened[part])
         # A block of rows belongs to one head.
         members = sizes.group if query.shape[1] == rows else 1
         for own in [slice(0, rows)] if members > 1 else _within_heads(part[1], rows // sizes.group):
             inputs = query[:, own], keys[part[0]], values[part[0]], sees[:, own], own_tables
-            own_marks = marks[:, own].contiguous()
             into = output[part][:, own], lse[part][:, own]
-            attend_rows(*inputs, layout, sizes, scale, own_marks, members, *into)
+            attend_rows(*inputs, layout, sizes, scale, marks[:, :, own], members, *into)
         del marks
 
 
@@ -159,7 +159,7 @@ def _opened_cells(
     for slab in slabs_of(units, group_bytes(units.size, slots, cells, size), budget.pairs):
         groups = group(opened, starts, cells, units, slice(slab[0].start, slab[-1].stop), size) if cells else None
         parts = queries.new_empty((units.together, units.size, slots, value_dim))
-        parts_lse = torch.empty(parts.shape[:3], device=queries.device)
+        parts_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=queries.device)
         for some in slab:
             if groups is not None:
                 near_forward(queries, keys, values, order, sizes, groups, some, scale, parts, parts_lse)

@@ -95,7 +95,7 @@ class Sample:
 class Layout:
     """The spans and cells of a head with `length` keys.
 
-    "A row with s" below is one that sees s closed segments through cells. It sees one *run* of cells per span, in columns.
+    "A row with s" below is one that sees s closed segments through cells. It sees the cells of its spans in columns.
     """
 
     length: int
@@ -108,18 +108,10 @@ class Layout:
     spans: Spans
     cell_edges: Tensor
     """`[spans + 1]`: the first cell of each span"""
-    run_edges: Tensor
-    """`[segments + 2]`: the first run of a row with s; its last one is before the first run of a row with s + 1"""
-    run_start: Tensor
-    """`[runs]`: `run_cell`, minus the empty columns before it"""
-    run_cell: Tensor
-    """`[runs]`: the first cell of each run"""
-    run_stop: Tensor
-    """`[runs]`: one after its last cell"""
     span_column: Tensor
-    """`[segments + 1, spans]`: the column of the first cell of a span for a row with s; -1: not seen"""
+    """`[spans]`: the column of the first cell of a span. What comes before a span is the same for all rows that see it."""
     tile_edges: Tensor
-    """`[segments + 2]`: like `run_edges`, for tiles of `COLUMNS` columns"""
+    """`[segments + 2]`: the first tile of `COLUMNS` columns of a row with s; those of a row with s + 1 follow its last one"""
     tile_cell: Tensor
     """`[tiles + 1]`: the cell in the first column of each tile; one more, so that it is never empty"""
     tile_begin: Tensor
@@ -219,6 +211,38 @@ class Layout:
 
         return self._kept("part_factors", chunk, make)
 
+    def product_factors(self, splits: int) -> Tensor:
+        """`[spans + segments, segments * splits]`: how the gradients of the covariance that rows with 1, 2, ... closed segments
+        see, each in `splits` parts, add up to those of each span, and of all spans that the keys of a segment are in.
+
+        A row with s sees every one of the first s segments through one span. Causal: divided as the covariance is."""
+
+        def make() -> Tensor:
+            before = torch.arange(self.segments)[:, None] < torch.arange(1, self.segments + 1)
+            factors = torch.cat([self._sees_span[1:].T, before.float()])
+            return (factors / self._pooled[1:] if self.causal else factors).repeat_interleave(splits, 1)
+
+        return self._kept("product_factors", splits, make)
+
+    def row_start_needs(self, window: int) -> Tensor:
+        """`[segments + 2]`: how many keys a row has to see, at least, to have 0, 1, 2, ... closed segments."""
+
+        def make() -> Tensor:
+            numbers = torch.arange(self.segments + 2, dtype=torch.int64)
+            needs = (numbers + window) * self.segment + 1 if self.causal else torch.where(numbers < 2, numbers, 2**31 - 1)
+            return torch.where(numbers > 0, needs, 0).clamp(max=2**31 - 1).to(torch.int32)
+
+        return self._kept("row_start_needs", window, make)
+
+    def key_block_needs(self, size: int) -> Tensor:
+        """`[2 * blocks]`: how many keys a row has to see, to see the first of a block of `size` keys; then, to see all of it."""
+
+        def make() -> Tensor:
+            first = torch.arange(0, self.length, size, dtype=torch.int32)
+            return torch.cat([first + 1, (first + size).clamp(max=self.length)])
+
+        return self._kept("key_block_needs", size, make)
+
     @property
     def pooled(self) -> Tensor:
         """Causal: `[segments + 1]`: how many keys a row with s sees through cells."""
@@ -231,7 +255,7 @@ class Layout:
     def _kept(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
         """Made on the host, so that all streams may use it. While a graph is captured it cannot be made."""
         if (name, number) not in self._made:
-            self._made[name, number] = make().to(self.span_of_cell.device)
+            self._made[name, number] = make().contiguous().to(self.span_of_cell.device)
         return self._made[name, number]
 
     def sample(self, seed: int) -> Sample:
@@ -266,14 +290,12 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
     cells_per_segment = sizes.cells_in(segment)
     spans = Spans(segments, sizes.span_levels)
     edges = spans.edges(cells_per_segment)
-    run_edges, tile_edges, widest = [0], [0], COLUMNS
+    tile_edges, widest = [0], COLUMNS
     tile_cell: list[int] = []
     tile_begin: list[int] = []
     tile_end: list[int] = []
-    run_start: list[int] = []
-    run_cell: list[int] = []
-    run_stop: list[int] = []
-    span_column = torch.full((segments + 1, len(spans.all)), -1, dtype=torch.int32)
+    span_column = [-1] * len(spans.all)
+    sees_span = torch.zeros(segments + 1, len(spans.all))
     span_of_segment = torch.full((sizes.span_levels, segments), -1, dtype=torch.int32)
     for span in spans.all:
         span_of_segment[span.level, span.first : span.first + span.segments] = span.number
@@ -282,16 +304,14 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         for span in spans.seen(closed):
             start, stop = edges[span.number], edges[span.number + 1]
             shift = _shift(span, cells_per_segment, spans.tallest)
-            span_column[closed, span.number] = first + shift
-            run_start.append(start - shift)
-            run_cell.append(start)
-            run_stop.append(stop)
+            assert span_column[span.number] in (-1, first + shift)
+            span_column[span.number] = first + shift
+            sees_span[closed, span.number] = 1.0
             tiles = range(start - shift, stop, COLUMNS)
             tile_cell += tiles
             tile_begin += [start] * len(tiles)
             tile_end += [stop] * len(tiles)
             first += COLUMNS * len(tiles)
-        run_edges.append(len(run_cell))
         tile_edges.append(len(tile_cell))
         widest = max(widest, first)
 
@@ -308,17 +328,13 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         cells_per_segment=cells_per_segment,
         spans=spans,
         cell_edges=on_device(edges),
-        run_edges=on_device(run_edges),
-        run_start=on_device(run_start),
-        run_cell=on_device(run_cell),
-        run_stop=on_device(run_stop),
-        span_column=span_column.to(device),
+        span_column=on_device(span_column),
         tile_edges=on_device(tile_edges),
         tile_cell=on_device([*tile_cell, 0]),
         tile_begin=on_device([*tile_begin, 0]),
         tile_end=on_device([*tile_end, 0]),
         span_of_cell=span_of_cell,
-        sees_span=(span_column >= 0).to(device, torch.float32),
+        sees_span=sees_span.to(device),
         span_seen_from=on_device(span.first + span.segments for span in spans.all),
         span_seen_until=on_device(_seen_until(span, spans.tallest, segments) for span in spans.all),
         mark_words=widest // 32,
@@ -327,7 +343,7 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         span_of_segment=span_of_segment.to(device),
         members=sum(span.segments * segment for span in spans.all),
         _keys=Chunks([span.segments * segment for span in spans.all], device),
-        _sees_span=(span_column >= 0).float(),
+        _sees_span=sees_span,
     )
 
 
@@ -354,3 +370,12 @@ def closed_segments(visible, segment, window, segments, CAUSAL: tl.constexpr):
         return tl.where(visible > 0, tl.minimum(tl.maximum(own - window, 0), segments), 0)
     else:
         return tl.where(visible > 0, 1, 0)
+
+
+@triton.jit
+def position_at(order, place, there, ORDERED: tl.constexpr):
+    """The position of the row at a place; `order` is that of a head."""
+    if ORDERED:
+        return tl.load(order + place, mask=there, other=0)
+    else:
+        return place

@@ -105,31 +105,119 @@ class BackwardRows:
 
 
 @Kernel
-def _delta(output, do, delta, rows, value_dim, output_entry, output_row, do_entry, do_row, BM: tl.constexpr, BV: tl.constexpr):
+def _delta(
+    output,
+    do,
+    lse,
+    delta,
+    safe_lse,
+    rows,
+    value_dim,
+    output_entry,
+    output_row,
+    do_entry,
+    do_row,
+    lse_entry,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+):
     entry = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    there = row < rows
     column = tl.arange(0, BV)
-    mask = (row < rows)[:, None] & (column < value_dim)[None, :]
+    mask = there[:, None] & (column < value_dim)[None, :]
     output_i = tl.load(output + entry * output_entry + row[:, None] * output_row + column[None, :], mask=mask, other=0.0)
     do_i = tl.load(do + entry * do_entry + row[:, None] * do_row + column[None, :], mask=mask, other=0.0)
-    tl.store(delta + entry * rows + row, tl.sum(output_i.to(tl.float32) * do_i.to(tl.float32), 1), mask=row < rows)
+    tl.store(delta + entry * rows + row, tl.sum(output_i.to(tl.float32) * do_i.to(tl.float32), 1), mask=there)
+    lse_i = tl.load(lse + entry * lse_entry + row, mask=there, other=0.0)
+    tl.store(safe_lse + entry * rows + row, tl.where(lse_i == -float("inf"), float("inf"), lse_i), mask=there)
+
+
+@Kernel
+def _first_sees(visible, block_sees, rows, positions, share, visible_entry, BM: tl.constexpr):
+    entry = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    there = row < rows
+    first = row - row % positions % share
+    tl.store(block_sees + entry * visible_entry + row, tl.load(visible + entry * visible_entry + first, mask=there), mask=there)
+
+
+def first_sees(visible: Tensor, sizes: CellSizes) -> Tensor:
+    """How many keys the first row of each row's block sees; `visible` itself where that makes no difference."""
+    if sizes.share == 1 or not sizes.segment:
+        return visible
+    # Where all entries see the same, one row of numbers serves them all, and all programs write the same.
+    found = torch.empty_strided(visible.shape, visible.stride(), dtype=visible.dtype, device=visible.device)
+    _first_sees[(cdiv(visible.shape[1], 1024), len(visible))](
+        visible=visible,
+        block_sees=found,
+        rows=visible.shape[1],
+        positions=visible.shape[1] // sizes.group,
+        share=sizes.share,
+        visible_entry=visible.stride(0),
+        BM=1024,
+        num_warps=4,
+    )
+    return found
 
 
 def backward_rows(queries: Tensor, visible: Tensor, block_sees: Tensor, output: Tensor, lse: Tensor, do: Tensor) -> BackwardRows:
     entries, rows, value_dim = output.shape
-    delta = torch.empty(entries, rows, device=output.device)
+    delta, safe_lse = (torch.empty(entries, rows, dtype=torch.float32, device=output.device) for _ in range(2))
     _delta[(cdiv(rows, 64), entries)](
         output=output,
         do=do,
+        lse=lse,
         delta=delta,
+        safe_lse=safe_lse,
         rows=rows,
         value_dim=value_dim,
         **strides(output=output, do=do),
+        lse_entry=lse.stride(0),
         BM=64,
         BV=padded(value_dim),
         num_warps=4,
     )
-    return BackwardRows(queries, visible, block_sees, do, lse.masked_fill(lse == -torch.inf, torch.inf), delta)
+    return BackwardRows(queries, visible, block_sees, do, safe_lse, delta)
+
+
+@Kernel
+def _first_positions(visible, wanted, found, positions, count, visible_entry, step, STEPS: tl.constexpr, B: tl.constexpr):
+    entry = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(0) * B + tl.arange(0, B)
+    there = lane < count
+    least = tl.load(wanted + lane, mask=there, other=0)
+    visible += entry * visible_entry
+    low = tl.zeros([B], tl.int32)
+    high = tl.zeros([B], tl.int32) + (positions + step - 1) // step
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        enough = tl.load(visible + middle * step, mask=middle * step < positions, other=2147483647) >= least
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, tl.minimum(middle + 1, high))
+    tl.store(found + entry * count + lane, tl.minimum(low * step, positions), mask=there)
+
+
+def first_positions(visible: Tensor, positions: int, wanted: Tensor, step: int = 1) -> Tensor:
+    """`[entries, count]`: the first of the multiples of `step` below `positions` whose row sees so many keys; else `positions`.
+
+    `visible` `[entries, rows]` does not decrease from position to position. `wanted` `[count]`.
+    """
+    count = len(wanted)
+    found = torch.empty(len(visible), count, dtype=torch.int32, device=visible.device)
+    _first_positions[(cdiv(count, 128), len(visible))](
+        visible=visible,
+        wanted=wanted,
+        found=found,
+        positions=positions,
+        count=count,
+        visible_entry=visible.stride(0),
+        step=step,
+        STEPS=cdiv(positions, step).bit_length() + 1,
+        B=128,
+        num_warps=4,
+    )
+    return found
 
 
 @triton.jit
@@ -278,6 +366,40 @@ def local_dq(
     )
 
 
+@triton.jit
+def backward_tile(
+    queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL: tl.constexpr
+):
+    """Queries, gradients of the output, log2-normalisers and deltas of some rows. Those that are not `there` have no weights.
+
+    All of `row` exist. FULL: no columns are missing.
+    """
+    query_at = queries + row[:, None] * query_row + column[None, :]
+    do_at = do + row[:, None] * do_row + value_column[None, :]
+    if FULL:
+        query, do_i = tl.load(query_at), tl.load(do_at)
+    else:
+        query = tl.load(query_at, mask=wide[None, :], other=0.0)
+        do_i = tl.load(do_at, mask=value_wide[None, :], other=0.0)
+    lse_i = tl.where(there, tl.load(lse + row) * LOG2E, float("inf"))
+    return query, do_i, lse_i, tl.load(delta + row)
+
+
+@triton.jit
+def add_dkv(key, value, query, do_i, lse_i, delta_i, scale, seen, dk_acc, dv_acc, MASKED: tl.constexpr, IP: tl.constexpr):
+    """Add to dk (up to the factor scale) and dv of some keys what comes from some rows; `scale` and `lse_i` are to base 2."""
+    p = tl.exp2(tl.minimum(tl.dot(key, tl.trans(query), input_precision=IP) * scale - lse_i[None, :], 0.0))
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    dv_acc = tl.dot(p.to(do_i.dtype), do_i, dv_acc, input_precision=IP)
+    ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
+    if MASKED:
+        # Zero times a gradient that is not finite would not be zero.
+        ds = tl.where(seen, ds, 0.0)
+    dk_acc = tl.dot(ds.to(query.dtype), query, dk_acc, input_precision=IP)
+    return dk_acc, dv_acc
+
+
 @Kernel
 def _local_dkv(
     queries,
@@ -288,7 +410,7 @@ def _local_dkv(
     do,
     lse,
     delta,
-    first_row,
+    first_rows,
     row_starts,
     dk,
     dv,
@@ -316,6 +438,7 @@ def _local_dkv(
     sinks,
     SINKS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -345,29 +468,33 @@ def _local_dkv(
         mask=real[:, None] & value_wide[None, :],
         other=0.0,
     )
-    begin = tl.load(first_row + entry * blocks + block).to(tl.int32)
+    first_rows += entry * 2 * blocks + block
+    begin = tl.load(first_rows)
     end = positions
+    # From here on all rows see all of these keys one by one.
+    whole = positions
     if not SINKS:
         # Rows with this many closed segments or more see all of these keys through cells.
         past = tl.minimum((block * BN + BN - 1) // segment + 1, segments + 1)
         end = tl.load(row_starts + entry * (segments + 2) + past)
+        if (block * BN) // segment == (tl.minimum(block * BN + BN, length) - 1) // segment:
+            whole = tl.load(first_rows + blocks)
     number = (end - begin + BM - 1) // BM
     per_share = (number + splits - 1) // splits
     begin = begin + share * per_share * BM
     end = tl.minimum(end, begin + per_share * BM)
+    middle = begin + (tl.maximum(tl.minimum(whole, end) - begin, 0) + BM - 1) // BM * BM
     dk_acc = tl.zeros([BN, BD], tl.float32)
     dv_acc = tl.zeros([BN, BV], tl.float32)
     for member in range(group):
-        for start in range(begin, end, BM):
+        first_row = (member * positions).to(tl.int64)
+        for start in range(begin, tl.minimum(middle, end), BM):
             position = start + tl.arange(0, BM)
             there = position < end
-            row = (member * positions + position).to(tl.int64)
-            query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-            do_i = tl.load(
-                do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0
+            row = first_row + tl.minimum(position, end - 1)
+            query, do_i, lse_i, delta_i = backward_tile(
+                queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
             )
-            lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-            delta_i = tl.load(delta + row, mask=there, other=0.0)
             sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
             if CAUSAL:
                 first_sees = tl.load(block_sees + row, mask=there, other=0).to(tl.int32)
@@ -379,11 +506,15 @@ def _local_dkv(
                 seen = seen & (key_position[:, None] < local[None, :])
             else:
                 seen = seen & (key_position[:, None] >= local[None, :])
-            logit = tl.dot(key, tl.trans(query), input_precision=IP) * scale - lse_i[None, :]
-            p = tl.where(seen, tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-            dv_acc += tl.dot(p.to(do_i.dtype), do_i, input_precision=IP)
-            ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
-            dk_acc += tl.dot(ds.to(query.dtype), query, input_precision=IP)
+            dk_acc, dv_acc = add_dkv(key, value, query, do_i, lse_i, delta_i, scale * LOG2E, seen, dk_acc, dv_acc, True, IP)
+        for start in range(middle, end, BM):
+            position = start + tl.arange(0, BM)
+            there = position < end
+            row = first_row + tl.minimum(position, end - 1)
+            query, do_i, lse_i, delta_i = backward_tile(
+                queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
+            )
+            dk_acc, dv_acc = add_dkv(key, value, query, do_i, lse_i, delta_i, scale * LOG2E, there, dk_acc, dv_acc, False, IP)
     place = entry * length + key_place
     into, mask = dk + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
     tl.atomic_add(into, dk_acc * scale, mask=mask, sem="relaxed")
@@ -410,11 +541,9 @@ def local_dkv(
     kinds = [(False, cdiv(length, tuned.keys), 1)] if sizes.segment else []
     if sizes.sinks:
         kinds.append((True, cdiv(min(sizes.sinks, length), tuned.keys), 1 if deterministic else 64))
+    every = cdiv(length, tuned.keys)
+    first_rows = first_positions(rows.visible, positions, layout.key_block_needs(tuned.keys))
     for sinks, blocks, splits in kinds:
-        first = torch.arange(blocks, device=keys.device, dtype=rows.visible.dtype) * tuned.keys
-        first_row = torch.searchsorted(
-            rows.visible[:, :positions].contiguous(), first.expand(entries, -1).contiguous(), right=True
-        )
         _local_dkv[(blocks, entries, splits)](
             queries=rows.queries,
             keys=keys,
@@ -424,7 +553,7 @@ def local_dkv(
             do=rows.do,
             lse=rows.lse,
             delta=rows.delta,
-            first_row=first_row,
+            first_rows=first_rows,
             row_starts=row_starts,
             dk=dk,
             dv=dv,
@@ -437,7 +566,7 @@ def local_dkv(
             visible_entry=rows.visible.stride(0),
             **strides(do=rows.do),
             row_entry=rows.lse.stride(0),
-            blocks=blocks,
+            blocks=every,
             splits=splits,
             scale=scale,
             segment=layout.segment,
@@ -446,6 +575,7 @@ def local_dkv(
             sinks=sizes.sinks,
             SINKS=sinks,
             CAUSAL=sizes.segment > 0,
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
             BM=tuned.rows,
             BN=tuned.keys,
             BD=padded(dim),

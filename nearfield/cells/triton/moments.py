@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -245,17 +246,6 @@ class Moments:
     low_variance: Tensor
     low_value: Tensor
 
-    @property
-    def size(self) -> Tensor:
-        """`[entries, cells]`: how many keys, float32"""
-        return self.starts.diff().view(self.log_exists.shape).float()
-
-    def of(self, entries: slice) -> Moments:
-        """Those of some entries; `order` stays whole."""
-        cells = self.log_exists.shape[1]
-        starts = self.starts[entries.start * cells : entries.stop * cells + 1]
-        return replace(self, starts=starts, **{field.name: getattr(self, field.name)[entries] for field in fields(self)[2:]})
-
 
 def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, sizes: Tensor | None = None) -> Moments:
     """Moments of the cells of keys `[entries, n, dim]` and values; `cell_of` `[entries, span_levels, n]`, -1 for none.
@@ -266,9 +256,9 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, si
     value_dim, cells, device = values.shape[2], layout.cells, keys.device
     last = entries * cells
     order, starts = members_of(cell_of, sizes, layout)
-    centroid = torch.empty(entries, cells, dim, device=device)
-    value = torch.empty(entries, cells, value_dim, device=device)
-    log_exists, log2_size = (torch.empty(entries, cells, device=device) for _ in range(2))
+    centroid = torch.empty(entries, cells, dim, dtype=torch.float32, device=device)
+    value = torch.empty(entries, cells, value_dim, dtype=torch.float32, device=device)
+    log_exists, log2_size = (torch.empty(entries, cells, dtype=torch.float32, device=device) for _ in range(2))
     low_centroid, low_value = torch.empty_like(centroid, dtype=keys.dtype), torch.empty_like(value, dtype=keys.dtype)
     low_variance = torch.empty_like(centroid, dtype=dot_dtype(keys.dtype))
     if last:
@@ -310,11 +300,11 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
     if not spans:
         cross = zeros(entries, 1, value_dim, dim, dtype=torch.float32, device=device)
-        return cross, fill_(torch.empty(entries, 1, device=device), 1)
+        return cross, fill_(torch.empty(entries, 1, dtype=torch.float32, device=device), 1)
     chunks = layout.segments * cdiv(layout.segment, CHUNK)
     parts = chunks + len(spans)
-    products = torch.empty(entries, parts, value_dim, dim, device=device)
-    pooled = torch.empty(entries, device=device)
+    products = torch.empty(entries, parts, value_dim, dim, dtype=torch.float32, device=device)
+    pooled = torch.empty(entries, dtype=torch.float32, device=device)
     blocks = blocks_for("products", max(dim, value_dim), keys.dtype, device)
     block = min(blocks.columns, padded(value_dim))
     _products[(parts, entries, cdiv(value_dim, block))](
@@ -355,21 +345,100 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
 
 
 @Kernel
-def _moments_dkv(
-    keys,
-    values,
-    cell_of,
-    span_of_segment,
+def _member_grads(
     centroid,
     value,
-    size,
+    starts,
     dcentroid,
     dvariance,
     dvalue,
     dcross,
+    tile_span,
+    tile_cell,
+    cell_edges,
+    constant,
+    factor,
+    value_constant,
+    cells,
+    matrices,
+    splits,
+    dim,
+    value_dim,
+    split,
+    value_split,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """What a member with key k and value v of each of a tile of cells gets is linear in both: see `MemberGrads`."""
+    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    span = tl.load(tile_span + tile)
+    cell = tl.load(tile_cell + tile) + tl.arange(0, BC)
+    real = cell < tl.load(cell_edges + span + 1)
+    cell = entry * cells + cell
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    at, load = cell[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
+    value_at, value_load = cell[:, None] * value_dim + value_column[None, :], real[:, None] & value_wide[None, :]
+    size = tl.load(starts + cell + 1, mask=real, other=1) - tl.load(starts + cell, mask=real, other=0)
+    share = (1.0 / tl.maximum(size, 1).to(tl.float32))[:, None]
+    mean_grad = tl.zeros([BC, BD], tl.float32)
+    variance_grad = tl.zeros([BC, BD], tl.float32)
+    value_grad = tl.zeros([BC, BV], tl.float32)
+    for part in range(splits):
+        mean_grad += tl.load(dcentroid + part * split + at, mask=load, other=0.0)
+        variance_grad += tl.load(dvariance + part * split + at, mask=load, other=0.0)
+        value_grad += tl.load(dvalue + part * value_split + value_at, mask=value_load, other=0.0)
+    slope = 2.0 * variance_grad * share
+    mean = tl.load(centroid + at, mask=load, other=0.0)
+    key_constant = mean_grad * share - slope * mean
+    value_grad = value_grad * share
+    matrix = dcross + (entry * matrices + span) * value_dim * dim
+    for begin in range(0, BV, BK):
+        some = begin + tl.arange(0, BK)
+        middle = tl.load(
+            value + cell[:, None] * value_dim + some[None, :], mask=real[:, None] & (some < value_dim)[None, :], other=0.0
+        )
+        block = tl.load(
+            matrix + some[:, None] * dim + column[None, :], mask=(some < value_dim)[:, None] & wide[None, :], other=0.0
+        )
+        key_constant -= tl.dot(middle, block, input_precision="tf32x3")
+    for begin in range(0, BD, BK):
+        some = begin + tl.arange(0, BK)
+        middle = tl.load(centroid + cell[:, None] * dim + some[None, :], mask=real[:, None] & (some < dim)[None, :], other=0.0)
+        block = tl.load(
+            matrix + value_column[None, :] * dim + some[:, None], mask=value_wide[None, :] & (some < dim)[:, None], other=0.0
+        )
+        value_grad -= tl.dot(middle, block, input_precision="tf32x3")
+    tl.store(constant + at, key_constant, mask=load)
+    tl.store(factor + at, slope, mask=load)
+    tl.store(value_constant + value_at, value_grad, mask=value_load)
+
+
+@triton.jit
+def precise_dot(x, matrix, acc, PAIRED: tl.constexpr):
+    """acc + x @ matrix as good as float32. PAIRED: x is exact in bfloat16, so two products do."""
+    if PAIRED:
+        high = matrix.to(tl.bfloat16)
+        acc = tl.dot(x, high, acc)
+        return tl.dot(x, (matrix - high.to(tl.float32)).to(tl.bfloat16), acc)
+    return tl.dot(x.to(tl.float32), matrix, acc, input_precision="tf32x3")
+
+
+@Kernel
+def _moments_dkv(
+    keys,
+    values,
+    cell_of,
+    constant,
+    factor,
+    value_constant,
+    dcross,
     dk,
     dv,
     cells,
+    matrices,
     spans,
     levels,
     segment,
@@ -381,14 +450,13 @@ def _moments_dkv(
     key_row,
     value_entry,
     value_row,
+    PAIRED: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
     BK: tl.constexpr,
-    DT: tl.constexpr,
-    IP: tl.constexpr,
 ):
-    """A mean passes 1/n of its gradient to each member, a variance 2 (k - mu)/n, a product of deviations the other deviation."""
+    """dk and dv of a block of keys, through the moments of their cells."""
     block, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = block * BM + tl.arange(0, BM)
     there = position < length
@@ -397,69 +465,113 @@ def _moments_dkv(
     wide, value_wide = column < dim, value_column < value_dim
     keys += entry * key_entry
     values += entry * value_entry
-    cell_of += entry * levels * length
+    cell_of += entry * levels * length + place
     key = tl.load(keys + place[:, None] * key_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    key = key.to(tl.float32)
     dk_acc = tl.zeros([BM, BD], tl.float32)
     dv_acc = tl.zeros([BM, BV], tl.float32)
+    member = position < 0
+    for level in range(levels):
+        cell = tl.load(cell_of + tl.cast(level, tl.int64) * length, mask=there, other=-1)
+        inside = cell >= 0
+        member = member | inside
+        cell = entry * cells + cell
+        at, load = cell[:, None] * dim + column[None, :], inside[:, None] & wide[None, :]
+        slope = tl.load(factor + at, mask=load, other=0.0)
+        dk_acc += tl.load(constant + at, mask=load, other=0.0) + tl.where(slope != 0.0, slope * key, 0.0)
+        value_at = cell[:, None] * value_dim + value_column[None, :]
+        dv_acc += tl.load(value_constant + value_at, mask=inside[:, None] & value_wide[None, :], other=0.0)
     first_segment = block * BM // segment
     last_segment = tl.minimum(block * BM + BM - 1, length - 1) // segment
-    for level in range(levels):
-        for number in range(first_segment, tl.minimum(last_segment + 1, segments)):
-            span = tl.load(span_of_segment + level * segments + number)
-            if span >= 0:
-                inside = there & (position // segment == number)
-                cell = tl.load(cell_of + level * length + place, mask=inside, other=-1)
-                inside = inside & (cell >= 0)
-                cell = entry * cells + cell
-                share = 1.0 / tl.load(size + cell, mask=inside, other=1.0)
-                at = cell[:, None] * dim + column[None, :]
-                value_at = cell[:, None] * value_dim + value_column[None, :]
-                load, value_load = inside[:, None] & wide[None, :], inside[:, None] & value_wide[None, :]
-                off_key = tl.where(load, key.to(tl.float32) - tl.load(centroid + at, mask=load, other=0.0), 0.0)
-                own = tl.load(dcentroid + at, mask=load, other=0.0)
-                own += 2.0 * tl.load(dvariance + at, mask=load, other=0.0) * off_key
-                dk_acc += own * share[:, None]
-                dv_acc += tl.load(dvalue + value_at, mask=value_load, other=0.0) * share[:, None]
-                matrix_at = dcross + (entry * spans + span) * value_dim * dim
-                for begin in range(0, BV, BK):
-                    some = begin + tl.arange(0, BK)
-                    narrow = inside[:, None] & (some < value_dim)[None, :]
-                    here = tl.load(values + place[:, None] * value_row + some[None, :], mask=narrow, other=0.0)
-                    off = here.to(tl.float32) - tl.load(value + cell[:, None] * value_dim + some[None, :], mask=narrow, other=0.0)
-                    load_some = (some < value_dim)[:, None] & wide[None, :]
-                    matrix = tl.load(matrix_at + some[:, None] * dim + column[None, :], mask=load_some, other=0.0)
-                    dk_acc += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
-                for begin in range(0, BD, BK):
-                    some = begin + tl.arange(0, BK)
-                    narrow = inside[:, None] & (some < dim)[None, :]
-                    here = tl.load(keys + place[:, None] * key_row + some[None, :], mask=narrow, other=0.0)
-                    off = here.to(tl.float32) - tl.load(centroid + cell[:, None] * dim + some[None, :], mask=narrow, other=0.0)
-                    matrix = tl.load(
-                        matrix_at + value_column[None, :] * dim + some[:, None],
-                        mask=value_wide[None, :] & (some < dim)[:, None],
-                        other=0.0,
-                    )
-                    dv_acc += tl.dot(off.to(DT), matrix.to(DT), input_precision=IP)
+    for number in range(first_segment, tl.minimum(last_segment + 1, segments)):
+        inside = member & (position // segment == number)
+        matrix_at = dcross + (entry * matrices + spans + number) * value_dim * dim
+        for begin in range(0, BV, BK):
+            some = begin + tl.arange(0, BK)
+            narrow = inside[:, None] & (some < value_dim)[None, :]
+            here = tl.load(values + place[:, None] * value_row + some[None, :], mask=narrow, other=0.0)
+            load_some = (some < value_dim)[:, None] & wide[None, :]
+            matrix = tl.load(matrix_at + some[:, None] * dim + column[None, :], mask=load_some, other=0.0)
+            dk_acc = precise_dot(here, matrix, dk_acc, PAIRED)
+        for begin in range(0, BD, BK):
+            some = begin + tl.arange(0, BK)
+            narrow = inside[:, None] & (some < dim)[None, :]
+            here = tl.load(keys + place[:, None] * key_row + some[None, :], mask=narrow, other=0.0)
+            matrix = tl.load(
+                matrix_at + value_column[None, :] * dim + some[:, None],
+                mask=value_wide[None, :] & (some < dim)[:, None],
+                other=0.0,
+            )
+            dv_acc = precise_dot(here, matrix, dv_acc, PAIRED)
     into = entry * length + place
     tl.store(dk + into[:, None] * dim + column[None, :], dk_acc, mask=there[:, None] & wide[None, :])
     tl.store(dv + into[:, None] * value_dim + value_column[None, :], dv_acc, mask=there[:, None] & value_wide[None, :])
 
 
-def moments_dkv(
-    keys: Tensor,
-    values: Tensor,
-    cell_of: Tensor,
-    moments: Moments,
-    layout: Layout,
-    moment_grads: tuple[Tensor, Tensor, Tensor, Tensor],
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Fills in `dk` and `dv` `[entries, n, ...]`, float32: what comes through the moments of cells.
+@dataclass(frozen=True)
+class MemberGrads:
+    """What members of cells get through their moments, float32.
 
-    `moment_grads`: gradients of centroids, variances and mean values, and of the products of deviations of each span.
+    A mean passes 1/n of its gradient to each member, a variance 2 (k - mu)/n, a product of deviations the other deviation. So a
+    key k with value v gets, from each of its cells, `constant + factor * k`, its value `value_constant`, and from the products of
+    all its cells M^T v and M k, where M belongs to its segment.
     """
-    dcentroid, dvariance, dvalue, dcross = moment_grads
+
+    constant: Tensor
+    """`[entries, cells, dim]`"""
+    factor: Tensor
+    value_constant: Tensor
+    """`[entries, cells, value_dim]`"""
+    dcross: Tensor
+    """`[entries, spans + segments, value_dim, dim]`: the gradients of the products of each span, then M of each segment"""
+
+    def of(self, entries: slice) -> MemberGrads:
+        return MemberGrads(*(x[entries] for x in vars(self).values()))
+
+
+def member_grads(moments: Moments, layout: Layout, moment_grads: tuple[Tensor, Tensor, Tensor], dcross: Tensor) -> MemberGrads:
+    """`moment_grads` `[splits, entries, cells, ...]`: gradients of centroids, variances and mean values, in parts to be added."""
+    dcentroid, dvariance, dvalue = moment_grads
+    splits, entries, cells, dim = dcentroid.shape
+    value_dim, device = dvalue.shape[3], dcentroid.device
+    constant, factor = (torch.empty(entries, cells, dim, dtype=torch.float32, device=device) for _ in range(2))
+    value_constant = torch.empty(entries, cells, value_dim, dtype=torch.float32, device=device)
+    tile_span, tile_cell = layout.cell_tiles(32)
+    if cells:
+        _member_grads[(len(tile_span), entries)](
+            centroid=moments.centroid,
+            value=moments.value,
+            starts=moments.starts,
+            dcentroid=dcentroid,
+            dvariance=dvariance,
+            dvalue=dvalue,
+            dcross=dcross,
+            tile_span=tile_span,
+            tile_cell=tile_cell,
+            cell_edges=layout.cell_edges,
+            constant=constant,
+            factor=factor,
+            value_constant=value_constant,
+            cells=cells,
+            matrices=dcross.shape[1],
+            splits=splits,
+            dim=dim,
+            value_dim=value_dim,
+            split=dcentroid.stride(0),
+            value_split=dvalue.stride(0),
+            BC=32,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            BK=min(32, padded(dim), padded(value_dim)),
+            num_warps=4 if max(dim, value_dim) <= 64 else 8,
+        )
+    return MemberGrads(constant, factor, value_constant, dcross)
+
+
+def moments_dkv(
+    keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, grads: MemberGrads, dk: Tensor, dv: Tensor
+) -> None:
+    """Fills in `dk` and `dv` `[entries, n, ...]`, float32: what comes through the moments of cells."""
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("moments_dkv", max(dim, value_dim), keys.dtype, keys.device)
@@ -467,17 +579,14 @@ def moments_dkv(
         keys=keys,
         values=values,
         cell_of=cell_of,
-        span_of_segment=layout.span_of_segment,
-        centroid=moments.centroid,
-        value=moments.value,
-        size=moments.size,
-        dcentroid=dcentroid,
-        dvariance=dvariance,
-        dvalue=dvalue,
-        dcross=dcross,
+        constant=grads.constant,
+        factor=grads.factor,
+        value_constant=grads.value_constant,
+        dcross=grads.dcross,
         dk=dk,
         dv=dv,
         cells=layout.cells,
+        matrices=grads.dcross.shape[1],
         spans=len(layout.spans.all),
         levels=cell_of.shape[1],
         segment=layout.segment,
@@ -486,12 +595,11 @@ def moments_dkv(
         dim=dim,
         value_dim=value_dim,
         **strides(key=keys, value=values),
+        PAIRED=keys.dtype == torch.bfloat16,
         BM=blocks.rows,
         BD=padded(dim),
         BV=padded(value_dim),
         BK=min(64, padded(dim), padded(value_dim)),
-        DT=dot_type(keys.dtype),
-        IP=precision(keys.dtype),
         num_warps=fitting_warps(blocks.warps, dim, value_dim),
         num_stages=blocks.stages,
     )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.cluster import pack_cells, sort_by_cell
-from nearfield.cells.triton.layout import Layout
-from nearfield.cells.triton.local import BackwardRows
+from nearfield.cells.triton.layout import Layout, position_at
+from nearfield.cells.triton.local import BackwardRows, add_dkv, backward_tile
 from nearfield.cells.triton.memory import Units
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import TileSizes, blocks_for
@@ -172,12 +172,26 @@ def _place_pairs(
 
 
 @partial(Kernel, do_not_specialize=("start",))
-def _block_ranges(first, edges, starts, blocks, most, cells, size, units_per_entry, start, STEPS: tl.constexpr, BB: tl.constexpr):
-    """The cell of each block, by bisection, and its ranges of pairs and of keys."""
+def _block_ranges(
+    first,
+    edges,
+    starts,
+    blocks,
+    most,
+    cells,
+    size,
+    first_unit,
+    starts_entry,
+    units_per_entry,
+    start,
+    STEPS: tl.constexpr,
+    BB: tl.constexpr,
+):
+    """The cell of each block, by bisection, the range of the block in `first`, and that of the cell in `starts`."""
     unit = tl.program_id(1).to(tl.int64)
-    first += unit * (cells + 1)
+    first += unit * first_unit
     edges += unit * (cells + 1)
-    starts += ((start + tl.program_id(1)) // units_per_entry).to(tl.int64) * cells
+    starts += ((start + tl.program_id(1)) // units_per_entry).to(tl.int64) * starts_entry
     block = tl.program_id(0) * BB + tl.arange(0, BB)
     there = block < most
     low = tl.zeros([BB], tl.int32)
@@ -261,6 +275,8 @@ def group(opened: Tensor, starts: Tensor, cells: int, units: Units, some: slice,
         most=most,
         cells=cells,
         size=size,
+        first_unit=pairs.first.stride(0),
+        starts_entry=cells,
         units_per_entry=units.per_entry,
         start=some.start,
         STEPS=cells.bit_length() + 1,
@@ -280,6 +296,19 @@ def pairs_of_entries(opened: Tensor, tables: Tables, stable: Layout | None) -> P
     # One list for all entries, which begins anew for none of them.
     pair = places.remainder_(rows * slots).int().expand(entries, -1)
     return Pairs(pair, starts.unfold(0, tables.cells + 1, tables.cells))
+
+
+@triton.jit
+def member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL: tl.constexpr):
+    """Keys and values `[positions, columns]`. FULL: no columns are missing."""
+    key_at = keys + position[:, None] * key_row + column[None, :]
+    value_at = values + position[:, None] * value_row + value_column[None, :]
+    if FULL:
+        key, value = tl.load(key_at), tl.load(value_at)
+    else:
+        key = tl.load(key_at, mask=wide[None, :], other=0.0)
+        value = tl.load(value_at, mask=value_wide[None, :], other=0.0)
+    return key, value
 
 
 @partial(Kernel, do_not_specialize=("start", "skipped"))
@@ -306,6 +335,7 @@ def _near_fwd(
     value_row,
     scale,
     SLOTS: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -322,28 +352,27 @@ def _near_fwd(
     values += entry * value_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + lane, mask=there, other=0)
+    # What is beyond the end is loaded from the last place: a mask takes longer.
+    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + tl.minimum(lane, end - 1))
     row = first_row + own // SLOTS
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
-    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=wide[None, :], other=0.0)
     m_i = tl.full([BM], -float("inf"), tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     for key_at in range(start_key, stop_key, BN):
         member = key_at + tl.arange(0, BN)
         real = member < stop_key
-        position = tl.load(order + member, mask=real, other=0).to(tl.int64)
-        key = tl.load(keys + position[None, :] * key_row + column[:, None], mask=real[None, :] & wide[:, None], other=0.0)
+        position = tl.load(order + tl.minimum(member, stop_key - 1)).to(tl.int64)
+        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        key = tl.trans(key)
         qk = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
         p = tl.exp2(qk * scale - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
-        value = tl.load(
-            values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
-        )
-        acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
+        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
         m_i = m_new
     place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
     tl.store(lse + place, m_i + tl.log2(l_i), mask=there)
@@ -388,6 +417,7 @@ def near_forward(
         **strides(query=queries, key=keys, value=values),
         scale=scale * LOG2E.value,
         SLOTS=slots,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),
@@ -496,14 +526,14 @@ def _near_dkv(
     order,
     starts,
     pair,
-    first,
-    block_edges,
-    block_cell,
+    blocks,
+    row_order,
     dk,
     dv,
-    entries,
     cells,
     length,
+    positions,
+    rows,
     dim,
     value_dim,
     query_entry,
@@ -516,11 +546,13 @@ def _near_dkv(
     do_row,
     row_entry,
     pair_entry,
-    first_entry,
     scale,
     least,
     beyond,
     SLOTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    ORDERED: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -528,24 +560,18 @@ def _near_dkv(
     IP: tl.constexpr,
 ):
     """dk and dv of a block of keys of a cell, over all rows that opened it; only cells from `least` to `beyond` of each entry."""
-    block = tl.program_id(0)
-    cell = tl.load(block_cell + block)
-    if cell >= entries * cells:
-        return
-    own_cell = cell % cells
-    entry = (cell // cells).to(tl.int64)
-    first += entry * first_entry + own_cell
-    begin_row, last = tl.load(first), tl.load(first + 1)
-    if (own_cell < least) | (own_cell >= beyond) | (begin_row >= last):
+    entry = tl.program_id(1).to(tl.int64)
+    begin, end, begin_row, last = block_at(blocks, tl.program_id(1))
+    starts += entry * cells
+    if (begin >= end) | (begin_row >= last) | (begin < tl.load(starts + least)) | (begin >= tl.load(starts + beyond)):
         return
     pair += entry * pair_entry
     queries += entry * query_entry
     do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
-    begin = tl.load(starts + cell) + (block - tl.load(block_edges + cell)) * BN
     member = begin + tl.arange(0, BN)
-    real = member < tl.load(starts + cell + 1)
+    real = member < end
     position = tl.load(order + member, mask=real, other=0).to(tl.int64)
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
@@ -559,19 +585,28 @@ def _near_dkv(
     )
     dk_acc = tl.zeros([BN, BD], tl.float32)
     dv_acc = tl.zeros([BN, BV], tl.float32)
-    for start in range(begin_row, last, BM):
-        lane = start + tl.arange(0, BM)
-        there = lane < last
-        row = (tl.load(pair + lane, mask=there, other=0) // SLOTS).to(tl.int64)
-        query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-        lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-        delta_i = tl.load(delta + row, mask=there, other=0.0)
-        logit = tl.dot(key, tl.trans(query), input_precision=IP) * scale - lse_i[None, :]
-        p = tl.where(real[:, None], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
-        dv_acc += tl.dot(p.to(do_i.dtype), do_i, input_precision=IP)
-        ds = p * (tl.dot(value, tl.trans(do_i), input_precision=IP) - delta_i[None, :])
-        dk_acc += tl.dot(ds.to(query.dtype), query, input_precision=IP)
+    row_order += entry * rows
+    # A pair is of a row or, if rows open cells together, of a block.
+    per_pair: tl.constexpr = (SHARE + BM - 1) // BM
+    count = (last - begin_row) * per_pair if SHARE > 1 else (last - begin_row + BM - 1) // BM
+    for tile in range(count):
+        if SHARE > 1:
+            block = tl.load(pair + begin_row + tile // per_pair) // SLOTS
+            per_member = tl.cdiv(positions, SHARE)
+            first_place = block % per_member * SHARE
+            lane = first_place + tile % per_pair * BM + tl.arange(0, BM)
+            there = lane < tl.minimum(first_place + SHARE, positions)
+            first_row = block // per_member * positions
+            lane = tl.minimum(lane, positions - 1)
+            row = (first_row + position_at(row_order + first_row, lane, there, ORDERED)).to(tl.int64)
+        else:
+            lane = begin_row + tile * BM + tl.arange(0, BM)
+            there = lane < last
+            row = (tl.load(pair + tl.minimum(lane, last - 1)) // SLOTS).to(tl.int64)
+        query, do_i, lse_i, delta_i = backward_tile(
+            queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
+        )
+        dk_acc, dv_acc = add_dkv(key, value, query, do_i, lse_i, delta_i, scale * LOG2E, there, dk_acc, dv_acc, False, IP)
     place = entry * length + position
     into, mask = dk + place[:, None] * dim + column[None, :], real[:, None] & wide[None, :]
     tl.atomic_add(into, dk_acc * scale, mask=mask, sem="relaxed")
@@ -608,6 +643,7 @@ def _near_dq(
     row_entry,
     scale,
     SLOTS: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -627,27 +663,23 @@ def _near_dq(
     delta += entry * row_entry
     lane = begin + tl.arange(0, BM)
     there = lane < end
-    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + lane, mask=there, other=0)
+    own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + tl.minimum(lane, end - 1))
     row = first_row + own // SLOTS
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
-    query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-    do_i = tl.load(do + row[:, None] * do_row + value_column[None, :], mask=there[:, None] & value_wide[None, :], other=0.0)
-    lse_i = tl.load(lse + row, mask=there, other=float("inf"))
-    delta_i = tl.load(delta + row, mask=there, other=0.0)
+    query, do_i, lse_i, delta_i = backward_tile(
+        queries, do, lse, delta, row, there, query_row, do_row, column, value_column, wide, value_wide, FULL
+    )
     acc = tl.zeros([BM, BD], tl.float32)
     for key_at in range(start_key, stop_key, BN):
         member = key_at + tl.arange(0, BN)
         real = member < stop_key
-        position = tl.load(order + member, mask=real, other=0).to(tl.int64)
-        key = tl.load(keys + position[:, None] * key_row + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
-        value = tl.load(
-            values + position[:, None] * value_row + value_column[None, :], mask=real[:, None] & value_wide[None, :], other=0.0
-        )
-        logit = tl.dot(query, tl.trans(key), input_precision=IP) * scale - lse_i[:, None]
-        p = tl.where(real[None, :], tl.exp2(tl.minimum(logit * LOG2E, 0.0)), 0.0)
+        position = tl.load(order + tl.minimum(member, stop_key - 1)).to(tl.int64)
+        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        logit = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * LOG2E) - lse_i[:, None]
+        p = tl.where(real[None, :], tl.exp2(tl.minimum(logit, 0.0)), 0.0)
         ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
-        acc += tl.dot(ds.to(key.dtype), key, input_precision=IP)
+        acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=IP)
     result = (acc * scale).to(dq.dtype.element_ty)
     place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
     tl.store(dq + place[:, None] * dim + column[None, :], result, mask=there[:, None] & wide[None, :])
@@ -660,22 +692,27 @@ def near_dkv(
     tables: Tables,
     sizes: CellSizes,
     opened: Tensor,
+    order: Tensor,
     scale: float,
     dk: Tensor,
     dv: Tensor,
+    members: int,
     cell_ranges: list[tuple[int, int]],
     stable: Layout | None,
 ) -> None:
-    """Adds to `dk` and `dv` `[entries, n, ...]`, float32. One launch for each range of cells in `cell_ranges`."""
+    """Adds to `dk` and `dv` `[entries, n, ...]`, float32. One launch for each range of cells in `cell_ranges`.
+
+    `opened` and `order`: see `CellPlan`. `members`: the most that the cells of an entry have.
+    """
     entries, length, dim = keys.shape
     value_dim = values.shape[2]
     blocks = blocks_for("near_dkv", max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
     if not tables.cells:
         return
     pairs = pairs_of_entries(opened, tables, stable)
-    edges, of_block = key_blocks(tables.starts, tables.order.numel(), blocks.keys)
+    key_blocks, most = blocks_of_keys(tables, pairs, members, blocks.keys)
     for least, beyond in cell_ranges:
-        _near_dkv[(of_block.shape[0],)](
+        _near_dkv[(most, entries)](
             queries=rows.queries,
             keys=keys,
             values=values,
@@ -685,25 +722,27 @@ def near_dkv(
             order=tables.order,
             starts=tables.starts,
             pair=pairs.pair,
-            first=pairs.first,
-            block_edges=edges,
-            block_cell=of_block,
+            blocks=key_blocks,
+            row_order=order if sizes.ordered else pairs.pair,
             dk=dk,
             dv=dv,
-            entries=entries,
             cells=tables.cells,
             length=length,
+            positions=rows.count // sizes.group,
+            rows=rows.count,
             dim=dim,
             value_dim=value_dim,
             **strides(query=rows.queries, key=keys, value=values, do=rows.do),
             row_entry=rows.lse.stride(0),
             pair_entry=pairs.pair.stride(0),
-            first_entry=pairs.first.stride(0),
             scale=scale,
             least=least,
             beyond=beyond,
             SLOTS=opened.shape[2],
-            BM=blocks.rows,
+            SHARE=sizes.share,
+            ORDERED=sizes.ordered,
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
+            BM=blocks.rows if sizes.share == 1 else min(blocks.rows, sizes.share),
             BN=blocks.keys,
             BD=padded(dim),
             BV=padded(value_dim),
@@ -713,13 +752,48 @@ def near_dkv(
         )
 
 
-def key_blocks(starts: Tensor, members: int, size: int) -> tuple[Tensor, Tensor]:
-    """The first block of `size` keys of each cell, and the cell of each block."""
-    edges = torch.zeros_like(starts)
-    edges[1:] = ((starts.diff() + size - 1) // size).cumsum(0)
-    most = -(-members // size) + starts.shape[0] - 1
-    block = torch.arange(most, device=starts.device, dtype=torch.int32)
-    return edges, torch.searchsorted(edges[1:], block, right=True).int()
+@Kernel
+def _scan_blocks(starts, edges, cells, size, BC: tl.constexpr):
+    """How many blocks of `size` keys the cells of an entry take, in running sums."""
+    entry = tl.program_id(0).to(tl.int64)
+    starts += entry * cells
+    edges += entry * (cells + 1)
+    blocks = 0
+    for start in range(0, cells, BC):
+        cell = start + tl.arange(0, BC)
+        there = cell < cells
+        own = tl.load(starts + cell + 1, mask=there, other=0) - tl.load(starts + cell, mask=there, other=0)
+        need = (own + size - 1) // size
+        tl.store(edges + cell, blocks + tl.cumsum(need, 0) - need, mask=there)
+        blocks += tl.sum(need, 0)
+    tl.store(edges + cells, blocks)
+
+
+def blocks_of_keys(tables: Tables, pairs: Pairs, members: int, size: int) -> tuple[Tensor, int]:
+    """`[entries, most, 4]`: blocks of at most `size` keys of one cell: first and one after the last in `Tables.order`; the first
+    pair of the cell, one after its last. Those that are not needed are empty. `members`: the most that an entry has."""
+    entries, cells = tables.log_exists.shape
+    device, most = tables.order.device, cdiv(members, size) + cells
+    edges = torch.empty(entries, cells + 1, dtype=torch.int32, device=device)
+    blocks = torch.empty(entries, most, NUMBERS_PER_BLOCK, dtype=torch.int32, device=device)
+    _scan_blocks[(entries,)](starts=tables.starts, edges=edges, cells=cells, size=size, BC=1024, num_warps=4)
+    _block_ranges[(cdiv(most, 256), entries)](
+        first=tables.starts,
+        edges=edges,
+        starts=pairs.first,
+        blocks=blocks,
+        most=most,
+        cells=cells,
+        size=size,
+        first_unit=cells,
+        starts_entry=pairs.first.stride(0),
+        units_per_entry=1,
+        start=0,
+        STEPS=cells.bit_length() + 1,
+        BB=256,
+        num_warps=4,
+    )
+    return blocks, most
 
 
 def near_dq(
@@ -758,6 +832,7 @@ def near_dq(
         row_entry=rows.lse.stride(0),
         scale=scale,
         SLOTS=slots,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
         BM=blocks.rows,
         BN=blocks.keys,
         BD=padded(dim),

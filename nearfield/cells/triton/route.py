@@ -1,4 +1,7 @@
-"""Which cells each row opens: lists of them, and marks, which have a bit for every column of a row."""
+"""Which cells each row opens: lists of them, and marks, which have a bit for every column of a row.
+
+Marks are `[entries, words, rows]`: neighbouring rows, which are read together, lie together.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from nearfield.cells.triton.far_field import (
     squares,
     wide_cell_score,
 )
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
 
 
 @triton.jit
-def is_marked(words, there, lane, BC: tl.constexpr):
+def is_marked(words, mark_word, there, lane, BC: tl.constexpr):
     """Whether cells are marked, for a tile of 32 or 64 columns whose first word is at `words`, row by row."""
     word = tl.load(words, mask=there, other=0)[:, None]
     if BC == 64:
-        more = tl.load(words + 1, mask=there, other=0)
+        more = tl.load(words + mark_word, mask=there, other=0)
         word = tl.where((lane < 32)[None, :], word, more[:, None])
     return (word & (1 << (lane % 32))[None, :]) != 0
 
@@ -35,67 +38,62 @@ def is_marked(words, there, lane, BC: tl.constexpr):
 @Kernel
 def _mark(
     opened,
-    visible,
+    order,
     span_of_cell,
     cell_edges,
     span_column,
     marks,
     rows,
+    positions,
+    share,
     opened_entry,
-    visible_entry,
     slots,
     words,
-    spans,
-    segment,
-    window,
-    segments,
-    CAUSAL: tl.constexpr,
+    ORDERED: tl.constexpr,
     BM: tl.constexpr,
 ):
     entry = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    there = row < rows
-    opened += entry * opened_entry
-    visible += entry * visible_entry
-    marks += entry * rows * words
-    sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
-    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    number = tl.program_id(0) * BM + tl.arange(0, BM)
+    there = number < rows
+    member, place = number // positions, number % positions
+    block = member * tl.cdiv(positions, share) + place // share
+    row = member * positions + position_at(order + entry * rows, number if ORDERED else place, there, ORDERED)
+    opened += entry * opened_entry + block.to(tl.int64) * slots
+    marks += entry * rows * words + row
+    for word_number in range(words):
+        tl.store(marks + tl.cast(word_number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
     for slot in range(slots):
-        cell = tl.load(opened + row * slots + slot, mask=there, other=-1)
+        cell = tl.load(opened + slot, mask=there, other=-1)
         real = cell >= 0
         span = tl.load(span_of_cell + cell, mask=real, other=0)
-        place = (
-            tl.load(span_column + closed * spans + span, mask=real, other=0)
-            + cell
-            - tl.load(cell_edges + span, mask=real, other=0)
-        )
+        column = tl.load(span_column + span, mask=real, other=0) + cell - tl.load(cell_edges + span, mask=real, other=0)
         # Each row belongs to one thread: no other writes to its words.
-        here = marks + row * words + place // 32
+        here = marks + (column // 32).to(tl.int64) * rows
         word = tl.load(here, mask=real, other=0)
-        tl.store(here, word | (1 << (place % 32)).to(tl.int32), mask=real)
+        tl.store(here, word | (1 << (column % 32)).to(tl.int32), mask=real)
 
 
-def mark(opened: Tensor, visible: Tensor, layout: Layout, sizes: CellSizes) -> Tensor:
-    """`[entries, rows, words]`: 1 where the row opened the cell of the column."""
-    entries, rows, slots = opened.shape
-    marks = torch.zeros(entries, rows, layout.mark_words, dtype=torch.int32, device=opened.device)
+def mark(opened: Tensor, order: Tensor, rows: int, layout: Layout, sizes: CellSizes) -> Tensor:
+    """`[entries, words, rows]`: 1 where the row opened the cell of the column.
+
+    `opened` `[entries, blocks, probes]`, `order` `[entries, rows]` or empty: see `CellPlan`.
+    """
+    entries, _, slots = opened.shape
+    marks = torch.empty(entries, layout.mark_words, rows, dtype=torch.int32, device=opened.device)
     _mark[(cdiv(rows, 128), entries)](
         opened=opened,
-        visible=visible,
+        order=order if sizes.ordered else opened,
         span_of_cell=layout.span_of_cell,
         cell_edges=layout.cell_edges,
         span_column=layout.span_column,
         marks=marks,
         rows=rows,
+        positions=rows // sizes.group,
+        share=sizes.share,
         opened_entry=opened.stride(0),
-        visible_entry=visible.stride(0),
         slots=slots,
         words=layout.mark_words,
-        spans=len(layout.spans.all),
-        segment=layout.segment,
-        window=sizes.window,
-        segments=layout.segments,
-        CAUSAL=sizes.segment > 0,
+        ORDERED=sizes.ordered,
         BM=128,
         num_warps=4,
     )
@@ -117,14 +115,14 @@ def least_of(scores):
 
 
 @triton.jit
-def record_opened(cell, code, slot, taken, opened, marks):
+def record_opened(cell, code, slot, taken, opened, marks, rows):
     """List cells for their rows, and mark their columns."""
     tl.store(opened + slot, cell, mask=taken)
-    tl.atomic_or(marks + code // 32, 1 << (code % 32), mask=taken, sem="relaxed")
+    tl.atomic_or(marks + (code // 32).to(tl.int64) * rows, 1 << (code % 32), mask=taken, sem="relaxed")
 
 
 @triton.jit
-def record_above(scores, least, filled, opened, marks, tile_cell, begin, lane, probes, CODES: tl.constexpr):
+def record_above(scores, least, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES: tl.constexpr):
     """Record the cells whose scores are not below `least`, as long as there is room. Returns how many are recorded in all."""
     taken = (scores >= least[:, None]) & (scores > LEAST_SCORE)
     # A product numbers them 1, 2, 3, ...; from 2^23 on the bits of a float32 count up by one.
@@ -133,7 +131,7 @@ def record_above(scores, least, filled, opened, marks, tile_cell, begin, lane, p
     taken = taken & (slot < probes)
     code = scores.to(tl.int32, bitcast=True) & (CODES - 1)
     cell = tl.load(tile_cell + begin[:, None] + code // lane.shape[0], mask=taken, other=0) + code % lane.shape[0]
-    record_opened(cell, code, slot, taken, opened[:, None], marks[:, None])
+    record_opened(cell, code, slot, taken, opened[:, None], marks[:, None], rows)
     return tl.minimum(filled + tl.max(number, 1).to(tl.int32), probes)
 
 
@@ -144,12 +142,10 @@ def _route(
     centroid,
     variance,
     log_exists,
-    run_edges,
-    run_start,
-    run_cell,
-    run_stop,
     tile_edges,
     tile_cell,
+    tile_begin,
+    tile_end,
     opened,
     marks,
     rows,
@@ -169,6 +165,7 @@ def _route(
     CODES: tl.constexpr,
     STEPS: tl.constexpr,
     FEW: tl.constexpr,
+    FULL: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -196,33 +193,35 @@ def _route(
     second, third, fourth = best, best, best
     for past in range(least, most + 1):
         mine = (closed == past) & there
+        first_tile = tl.load(tile_edges + past)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
-        end = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(run_edges + past + 1), 0)
-        tile = 0
-        for run in range(tl.load(run_edges + past), end):
-            stop = tl.load(run_stop + run)
-            first_cell = tl.load(run_cell + run)
-            for start in range(tl.load(run_start + run), stop, BC):
-                cell = start + lane
-                real = (cell >= first_cell) & (cell < stop)
-                exists = tl.load(log_exists + cell, mask=real, other=VOID)
-                first, spread = cell_moments(query, square, centroid, variance, cell, real, column, wide, dim, IP)
-                score = tl.where(mine[:, None], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
-                # The last bits of a score hold its column.
-                score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
-                if not FEW:
-                    fourth = tl.maximum(fourth, tl.minimum(third, score))
-                    third = tl.maximum(third, tl.minimum(second, score))
-                second = tl.maximum(second, tl.minimum(best, score))
-                best = tl.maximum(best, score)
-                tile += 1
+        tiles = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1) - first_tile, 0)
+        # One ahead, so that nothing waits for them.
+        next_cell, first_cell = tl.load(tile_cell + first_tile), tl.load(tile_begin + first_tile)
+        last_cell = tl.load(tile_end + first_tile)
+        for tile in range(tiles):
+            cell = next_cell + lane
+            real = (cell >= first_cell) & (cell < last_cell)
+            next_tile = first_tile + tl.minimum(tile + 1, tiles - 1)
+            next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
+            last_cell = tl.load(tile_end + next_tile)
+            exists = tl.load(log_exists + cell, mask=real, other=VOID)
+            at = tl.minimum(tl.maximum(cell, 0), cells - 1)
+            first, spread = cell_moments(query, square, centroid, variance, at, column, wide, dim, FULL, IP)
+            score = tl.where(mine[:, None], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
+            # The last bits of a score hold its column.
+            score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
+            if not FEW:
+                fourth = tl.maximum(fourth, tl.minimum(third, score))
+                third = tl.maximum(third, tl.minimum(second, score))
+            second = tl.maximum(second, tl.minimum(best, score))
+            best = tl.maximum(best, score)
 
     opened += entry * opened_entry + row * probes
-    marks += (entry * rows + row) * words
+    marks += entry * words * rows + row
     begin = tl.load(tile_edges + closed)
-    for word in range(0, words, 4):
-        some = word + tl.arange(0, 4)
-        tl.store(marks[:, None] + some[None, :], tl.zeros([BM, 4], tl.int32), mask=there[:, None] & (some < words)[None, :])
+    for number in range(words):
+        tl.store(marks + tl.cast(number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
     tl.debug_barrier()
     if FEW:
         # One by one.
@@ -232,7 +231,7 @@ def _route(
             taken = there & (high > LEAST_SCORE)
             code = high.to(tl.int32, bitcast=True) & (CODES - 1)
             cell = tl.load(tile_cell + begin + code // BC, mask=taken, other=0) + code % BC
-            record_opened(cell, code, slot, taken, opened, marks)
+            record_opened(cell, code, slot, taken, opened, marks, rows)
             filled += taken.to(tl.int32)
             gone = best == high[:, None]
             best = tl.where(gone, second, best)
@@ -251,10 +250,10 @@ def _route(
             high = tl.where(reach >= probes, high, middle)
         low = tl.where(there, low, float("inf"))
         filled = tl.zeros([BM], tl.int32)
-        filled = record_above(best, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
-        filled = record_above(second, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
-        filled = record_above(third, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
-        filled = record_above(fourth, low, filled, opened, marks, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(best, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(second, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(third, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
+        filled = record_above(fourth, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
     for slot in range(probes):
         tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
@@ -270,10 +269,10 @@ def route(
 ) -> Tensor:
     """Fills in `opened` `[entries, rows, probes]`: the cells that queries `[entries, rows, dim]` open; -1 where there are fewer.
 
-    Returns the same as marks, see `mark`.
+    Returns the same as marks.
     """
     entries, rows, dim = queries.shape
-    marks = torch.empty(entries, rows, layout.mark_words, dtype=torch.int32, device=queries.device)
+    marks = torch.empty(entries, layout.mark_words, rows, dtype=torch.int32, device=queries.device)
     blocks = blocks_for("route", dim, queries.dtype, queries.device)
     _route[(cdiv(rows, blocks.rows), entries)](
         queries=queries,
@@ -281,12 +280,10 @@ def route(
         centroid=tables.centroid,
         variance=tables.variance,
         log_exists=tables.log_exists,
-        run_edges=layout.run_edges,
-        run_start=layout.run_start,
-        run_cell=layout.run_cell,
-        run_stop=layout.run_stop,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
         opened=opened,
         marks=marks,
         rows=rows,
@@ -305,6 +302,7 @@ def route(
         CODES=next_power_of_2(32 * layout.mark_words),
         STEPS=BISECTIONS,
         FEW=sizes.probes <= FEW_PROBES,
+        FULL=dim == padded(dim),
         BM=blocks.rows,
         BC=COLUMNS,
         BD=padded(dim),

@@ -1,4 +1,7 @@
-"""Which cells a block of rows opens together, and the list of keys that it reads. See `cells.far_field` for the rule."""
+"""Which cells a block of rows opens together, the list of keys that it reads, and their part in the gradient of queries.
+
+See `cells.far_field` for the rule.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from torch import Tensor
 
 from nearfield.cells.far_field import POOL
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.attend import Lists, position_at
+from nearfield.cells.triton.attend import Lists
 from nearfield.cells.triton.far_field import NOT_FINITE, ROUTE_SPREADS, VOID, squares, wide_cell_score
-from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments
+from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at
+from nearfield.cells.triton.local import BackwardRows, backward_tile
 from nearfield.cells.triton.moments import Tables
-from nearfield.cells.triton.tuning import blocks_for
+from nearfield.cells.triton.near import member_tile
+from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
 
 BISECTIONS = 18
@@ -299,6 +304,41 @@ def list_bytes(layout: Layout, sizes: CellSizes, blocks: int) -> int:
     return 4 * blocks * (32 * layout.mark_words + _most_listed(layout, sizes)[1])
 
 
+def list_keys(
+    visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor, sinks: int
+) -> tuple[Tensor, Tensor]:
+    """`[entries, blocks, most]`: the positions of the first `sinks` keys, as far as a block sees them through cells, and of the
+    members of the cells that it opened; `[entries, blocks]`: how many these are."""
+    entries, number, _ = opened.shape
+    _, most_listed = _most_listed(layout, sizes)
+    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=opened.device)
+    count = torch.empty(entries, number, dtype=torch.int32, device=opened.device)
+    _list_keys[(number, entries, cdiv(sizes.probes, SLOTS))](
+        visible=visible,
+        opened=opened,
+        starts=tables.starts,
+        order=tables.order,
+        listed=listed,
+        count=count,
+        positions=visible.shape[1] // sizes.group,
+        share=sizes.share,
+        cells=layout.cells,
+        visible_entry=visible.stride(0),
+        most_listed=most_listed,
+        sinks=sinks,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        probes=sizes.probes,
+        CAUSAL=sizes.segment > 0,
+        BS=SLOTS,
+        BP=next_power_of_2(max(16, sizes.probes)),
+        BN=64,
+        num_warps=4,
+    )
+    return listed, count
+
+
 def lists_for(
     queries: Tensor,
     visible: Tensor,
@@ -316,8 +356,8 @@ def lists_for(
     entries, rows, dim = queries.shape
     positions, number = rows // sizes.group, opened.shape[1]
     columns = 32 * layout.mark_words
-    most_keys, most_listed = _most_listed(layout, sizes)
-    log2_size = torch.empty(entries, number, columns, device=queries.device)
+    most_keys, _ = _most_listed(layout, sizes)
+    log2_size = torch.empty(entries, number, columns, dtype=torch.float32, device=queries.device)
     tuned = blocks_for("vote", dim, queries.dtype, queries.device)
     _vote[(number, entries)](
         queries=queries,
@@ -362,14 +402,23 @@ def lists_for(
         num_warps=max(tuned.warps, next_power_of_2(columns) // CELLS_PER_WARP),
         num_stages=tuned.stages,
     )
-    return _listed(visible, tables, layout, sizes, opened, log2_size, most_listed)
+    listed, count = list_keys(visible, tables, layout, sizes, opened, sizes.sinks)
+    return Lists(listed, count, log2_size)
 
 
 def lists_of(visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor) -> Lists:
-    """The same for cells that blocks have opened already, with as many keys as they have. Waits for the card."""
+    """The same for cells that blocks have opened already. Waits for the card."""
     entries, number, probes = opened.shape
+    held = torch.nn.functional.pad(tables.starts.diff().view(entries, -1), (1, 0))
+    keys = held.gather(1, (opened + 1).long().flatten(1)).view(opened.shape).sum(-1)
+    most_keys, _ = _most_listed(layout, sizes)
+    if keys.numel() and int(keys.max()) > most_keys:
+        raise ValueError(
+            f"opened has cells of {int(keys.max())} keys for some block, and {probes} probes have room for {most_keys}; "
+            "use more probes, with -1 in those that are not needed"
+        )
     columns = 32 * layout.mark_words
-    log2_size = torch.empty(entries, number, columns, device=opened.device)
+    log2_size = torch.empty(entries, number, columns, dtype=torch.float32, device=opened.device)
     _left_closed[(number, entries)](
         visible=visible,
         opened=opened,
@@ -393,39 +442,134 @@ def lists_of(visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, 
         BC=256,
         num_warps=4,
     )
-    held = torch.nn.functional.pad(tables.starts.diff().view(entries, -1), (1, 0))
-    keys = held.gather(1, (opened + 1).long().flatten(1)).view(opened.shape).sum(-1)
-    most_listed = sizes.sinks + (int(keys.max()) if keys.numel() else 0)
-    return _listed(visible, tables, layout, sizes, opened, log2_size, cdiv(max(1, most_listed), 128) * 128)
-
-
-def _listed(
-    visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor, log2_size: Tensor, most_listed: int
-) -> Lists:
-    entries, number, _ = opened.shape
-    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=opened.device)
-    count = torch.empty(entries, number, dtype=torch.int32, device=opened.device)
-    _list_keys[(number, entries, cdiv(sizes.probes, SLOTS))](
-        visible=visible,
-        opened=opened,
-        starts=tables.starts,
-        order=tables.order,
-        listed=listed,
-        count=count,
-        positions=visible.shape[1] // sizes.group,
-        share=sizes.share,
-        cells=layout.cells,
-        visible_entry=visible.stride(0),
-        most_listed=most_listed,
-        sinks=sizes.sinks,
-        segment=layout.segment,
-        window=sizes.window,
-        segments=layout.segments,
-        probes=sizes.probes,
-        CAUSAL=sizes.segment > 0,
-        BS=SLOTS,
-        BP=next_power_of_2(max(16, sizes.probes)),
-        BN=64,
-        num_warps=4,
-    )
+    listed, count = list_keys(visible, tables, layout, sizes, opened, sizes.sinks)
     return Lists(listed, count, log2_size)
+
+
+@Kernel
+def _listed_dq(
+    queries,
+    keys,
+    values,
+    do,
+    lse,
+    delta,
+    order,
+    listed,
+    listed_count,
+    dq,
+    positions,
+    rows,
+    share,
+    dim,
+    value_dim,
+    query_entry,
+    query_row,
+    key_entry,
+    key_row,
+    value_entry,
+    value_row,
+    do_entry,
+    do_row,
+    row_entry,
+    most_listed,
+    scale,
+    ORDERED: tl.constexpr,
+    FULL: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """What the keys of a block's list add to dq."""
+    entry = tl.program_id(1).to(tl.int64)
+    per_member = tl.cdiv(positions, BM)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    member, inside = number // per_member, number % per_member
+    place = inside * BM + tl.arange(0, BM)
+    there = place < positions
+    first_row = member * positions
+    at = tl.minimum(place, positions - 1)
+    row = (first_row + position_at(order + entry * rows + first_row, at, there, ORDERED)).to(tl.int64)
+    block = (entry * (tl.num_programs(0) // per_member) + member) * tl.cdiv(positions, share) + inside * BM // share
+    keys += entry * key_entry
+    values += entry * value_entry
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    wide, value_wide = column < dim, value_column < value_dim
+    query, do_i, lse_i, delta_i = backward_tile(
+        queries + entry * query_entry,
+        do + entry * do_entry,
+        lse + entry * row_entry,
+        delta + entry * row_entry,
+        row,
+        there,
+        query_row,
+        do_row,
+        column,
+        value_column,
+        wide,
+        value_wide,
+        FULL,
+    )
+    acc = tl.zeros([BM, BD], tl.float32)
+    listed += block * most_listed
+    count = tl.load(listed_count + block)
+    for start in range(0, count, BN):
+        lane = start + tl.arange(0, BN)
+        position = tl.load(listed + tl.minimum(lane, count - 1)).to(tl.int64)
+        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        logit = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * LOG2E) - lse_i[:, None]
+        p = tl.where((lane < count)[None, :], tl.exp2(tl.minimum(logit, 0.0)), 0.0)
+        ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
+        acc = tl.dot(ds.to(key.dtype), key, acc, input_precision=IP)
+    into = dq + (entry * rows + row)[:, None] * dim + column[None, :]
+    tl.store(into, (acc * scale).to(dq.dtype.element_ty), mask=there[:, None] & wide[None, :])
+
+
+def listed_dq(
+    rows: BackwardRows,
+    keys: Tensor,
+    values: Tensor,
+    sizes: CellSizes,
+    order: Tensor,
+    lists: tuple[Tensor, Tensor],
+    scale: float,
+    dq: Tensor,
+) -> None:
+    """Fills in `dq` `[entries, rows, 1, dim]`: what comes from the keys of lists, see `list_keys`."""
+    listed, count = lists
+    entries, _, dim = rows.queries.shape
+    value_dim, positions = values.shape[2], rows.count // sizes.group
+    tuned = blocks_for("local_dq", max(dim, value_dim), keys.dtype, keys.device)
+    size = min(tuned.rows, sizes.share)
+    _listed_dq[(sizes.group * cdiv(positions, size), entries)](
+        queries=rows.queries,
+        keys=keys,
+        values=values,
+        do=rows.do,
+        lse=rows.lse,
+        delta=rows.delta,
+        order=order if sizes.ordered else listed,
+        listed=listed,
+        listed_count=count,
+        dq=dq,
+        positions=positions,
+        rows=rows.count,
+        share=sizes.share,
+        dim=dim,
+        value_dim=value_dim,
+        **strides(query=rows.queries, key=keys, value=values, do=rows.do),
+        row_entry=rows.lse.stride(0),
+        most_listed=listed.shape[2],
+        scale=scale,
+        ORDERED=sizes.ordered,
+        FULL=dim == padded(dim) and value_dim == padded(value_dim),
+        BM=size,
+        BN=tuned.keys,
+        BD=padded(dim),
+        BV=padded(value_dim),
+        IP=precision(keys.dtype),
+        num_warps=fitting_warps(tuned.warps, dim, value_dim),
+        num_stages=tuned.stages,
+    )

@@ -1,8 +1,9 @@
 """Block sizes by card, kernel, head dimension, dtype and cell size.
 
-A card that `benchmarks/tune_gpu.py` was run on has a measured table, in tuning.json. Others have that of their class, see
-`kernels.cards`, in derived.json: nobody has timed it, but `benchmarks/fit_tiles.py` has seen it compile within what a card of the
-class has. Cards of class 9.0 have what was measured on an H200.
+What the user has measured (`nearfield bench --calibrate`, see `measured`) comes first. A card that `benchmarks/tune_gpu.py` was
+run on has a measured table, in tuning.json. Others have that of their class, see `kernels.cards`, in derived.json: nobody has
+timed it, but `benchmarks/fit_tiles.py` has seen it compile within what a card of the class has. Cards of class 9.0 have what was
+measured on an H200.
 """
 
 from __future__ import annotations
@@ -10,49 +11,17 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from nearfield.kernels import cards, replay
+from nearfield.cells.triton import measured
+from nearfield.cells.triton.tiles import DecodeTiles, TileSizes
+from nearfield.kernels import cards, ready, replay
 from nearfield.kernels.launch import padded
-
-
-class TileSizes(NamedTuple):
-    """How a kernel of a whole sequence is launched."""
-
-    rows: int
-    """rows (queries, or pairs) of a block"""
-    warps: int
-    stages: int
-    keys: int = 64
-    """keys, or cells, that it meets at a time"""
-    cells: int = 32
-    """cells, where it meets both"""
-    columns: int = 64
-    """of values, where a program takes a part of them"""
-
-
-class DecodeTiles(NamedTuple):
-    """What a program of a step reads at a time. Tiles are small: many small programs hide each other's waiting."""
-
-    open_end: int
-    """keys that are in no closed segment"""
-    open_end_tiles: int
-    """tiles of these per program"""
-    cells: int
-    """cells that are scored"""
-    far: int
-    """cells that stay closed"""
-    opened: int
-    """keys of opened cells"""
-    columns: int
-    """of values, where parts are merged"""
-    warps: int
-
 
 MEASURED_CLASSES = {"9.0": "NVIDIA H200"}
 """Classes that have the table of one of their cards."""
@@ -65,6 +34,11 @@ def blocks_for(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, 
     return _TRIED.get(kernel) or _kept(kernel, dim, dtype, device, cell_size, cards.imposed_class())
 
 
+def all_blocks(dim: int, dtype: torch.dtype, device: torch.device, cell_size: int) -> dict[str, TileSizes]:
+    """The same for every kernel."""
+    return {kernel: blocks_for(kernel, dim, dtype, device, cell_size) for kernel in table_for(device)["blocks"]}
+
+
 def fitting_warps(warps: int, *dims: int) -> int:
     """At most four where some rows are narrow: Triton lets eight read beyond a tile of 16 columns (seen in 3.6)."""
     return warps if min(map(padded, dims)) >= 64 else min(4, warps)
@@ -73,7 +47,7 @@ def fitting_warps(warps: int, *dims: int) -> int:
 @functools.cache
 def _kept(kernel: str, dim: int, dtype: torch.dtype, device: torch.device, cell_size: int, imposed: str) -> TileSizes:
     size = 64 if dim <= 64 else 128 if dim <= 128 else 256
-    kind = "float32" if dtype == torch.float32 else "half"
+    kind = measured.kind_of(dtype)
     found = [(int(of), blocks) for of, blocks in table_for(device, imposed)["blocks"][kernel][f"{kind}, {size}"].items()]
     wanted = math.log2(max(1, cell_size))
     return TileSizes(*min(found, key=lambda one: abs(math.log2(max(1, one[0])) - wanted))[1])
@@ -92,13 +66,24 @@ def _kept_for_steps(dim: int, dtype: torch.dtype, device: torch.device, imposed:
 
 
 def table_for(device: torch.device, imposed: str = "") -> dict[str, Any]:
+    """The user's block sizes where there are some, on top of what is shipped; of a class that is imposed, what is shipped."""
+    table = shipped_for(device, imposed)
+    if device.type != "cuda" or imposed:
+        return table
+    blocks = {kernel: dict(sizes) for kernel, sizes in table["blocks"].items()}
+    for (kernel, where), sizes in measured.blocks_of(torch.cuda.get_device_name(device)).items():
+        blocks[kernel][where] = blocks[kernel].get(where, {}) | sizes
+    return table | {"blocks": blocks}
+
+
+def shipped_for(device: torch.device, imposed: str = "") -> dict[str, Any]:
     """What was measured on such a card; else the table of its class, or of the class that is imposed. See `cards.class_of`."""
-    measured = _tables("tuning.json")["cards"]
+    known = _tables("tuning.json")["cards"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and not imposed else ""
-    if name in measured:
-        return measured[name]
+    if name in known:
+        return known[name]
     of = cards.class_of(device, imposed)
-    return measured[MEASURED_CLASSES[of]] if of in MEASURED_CLASSES else _tables("derived.json")["classes"][of]
+    return known[MEASURED_CLASSES[of]] if of in MEASURED_CLASSES else _tables("derived.json")["classes"][of]
 
 
 @functools.cache
@@ -106,11 +91,30 @@ def _tables(file: str) -> dict[str, dict[str, Any]]:
     return json.loads(resources.files("nearfield.cells.triton").joinpath(file).read_text())
 
 
+def keep(card: str, kind: str, found: dict[tuple[str, int, int], TileSizes]) -> None:
+    """Keep what was measured on the user's card, see `measured.keep`, and use it from now on."""
+    measured.keep(card, kind, found)
+    forget()
+
+
+def forget() -> None:
+    """Look up all block sizes anew, and record all calls anew: those in this process use what has changed."""
+    for cached in (measured.blocks_of, _kept, _kept_for_steps):
+        cached.cache_clear()
+    replay.forget()
+    ready.forget()
+
+
+def trying(kernel: str, blocks: TileSizes) -> AbstractContextManager[None]:
+    """Other block sizes for one kernel, to measure them."""
+    return trying_all({kernel: blocks})
+
+
 @contextmanager
-def trying(kernel: str, blocks: TileSizes) -> Iterator[None]:
-    """Other block sizes for one kernel, for the script that measures them."""
+def trying_all(blocks: Mapping[str, TileSizes]) -> Iterator[None]:
+    """The same for several kernels."""
     before = dict(_TRIED)
-    _TRIED[kernel] = blocks
+    _TRIED.update(blocks)
     replay.forget()
     try:
         yield

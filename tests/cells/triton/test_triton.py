@@ -200,6 +200,35 @@ def test_kernels_compute_what_the_reference_says(case: Case) -> None:
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
+EXTREMES = {
+    "causal": Case(length=32, keys=170, segment=40, cell_size=1, probes=3, span_levels=3),
+    "shared": Case(length=32, keys=170, segment=40, cell_size=1, probes=3, span_levels=3, share=16),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", [0, 1], ids=["smallest", "largest"])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_all_block_sizes_that_are_allowed_compute_the_same(name: str, end: int) -> None:
+    """The smallest and the largest of every kernel at once, where there are several tiles of cells."""
+    from nearfield.cells.triton.candidates import KERNELS, RANGES, UNREAD, is_allowed
+    from nearfield.cells.triton.tiles import TileSizes
+    from nearfield.cells.triton.tuning import trying_all
+
+    blocks = {}
+    for kernel in KERNELS:
+        sizes = {**UNREAD, **{field: limits[end] for field, limits in RANGES[kernel].items()}}
+        blocks[kernel] = TileSizes(warps=4, stages=1, **sizes)
+        assert is_allowed(kernel, blocks[kernel])
+    with trying_all(blocks):
+        found = run(EXTREMES[name])
+        output, lse, grads = found.expected()
+        torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+        torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
+        for mine, true in zip(found.gradients(), grads, strict=True):
+            torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
+
+
 class SeenCells:
     """The cells of the first entry, as plain lists of their members."""
 
