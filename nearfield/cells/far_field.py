@@ -125,8 +125,10 @@ def largest_first(first: Tensor, columns: Tensor) -> Tensor:
 
 def masses(first: Tensor, spread: Tensor, opened: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """m_c e^-top `[rows, cells]`, zero for cells at the columns `opened`, and top `[rows]`. Overwrites `first`."""
-    # A row with an empty slot (-1) has opened every cell there is, so column 0 is opened too, or empty.
-    first.scatter_(1, opened.clamp(min=0)[:, : first.shape[1]], -torch.inf)
+    # Empty slots (-1) go to column 0, which gets back what it had unless it is opened.
+    zeroth = first[:, :1].masked_fill((opened == 0).any(1, keepdim=True), -torch.inf)
+    first.scatter_(1, opened.clamp(min=0), -torch.inf)
+    first[:, :1] = zeroth
     top = first.amax(1)
     return first.sub_(finite(top)[:, None]).exp_().mul_(boost(spread)).mul_(size), top
 

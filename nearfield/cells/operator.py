@@ -54,6 +54,25 @@ class Recipe(NamedTuple):
         return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory))
 
 
+class Given(NamedTuple):
+    """What a call is told of its plan instead of finding it out: see `cells.planned`."""
+
+    cell_of: Tensor
+    """`[batch, span_levels, n]`"""
+    opened: Tensor | None = None
+    """`[batch, blocks, probes]`"""
+    order: Tensor | None = None
+    """`[batch, rows]`, where rows are in an order"""
+
+    def fill(self, cell_of: Tensor, opened: Tensor, order: Tensor) -> frozenset[str]:
+        """Copies what is given into the plan of a call. Returns the names of these parts."""
+        places = {"cell_of": cell_of, "opened": opened, "order": order}
+        known = {name: x for name, x in self._asdict().items() if x is not None}
+        for name, x in known.items():
+            places[name].copy_(x)
+        return frozenset(known)
+
+
 def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSizes, engine: str) -> tuple[Tensor, ...]:
     """Uninitialised results of `forward`: output, lse, stderr and the plan."""
     batch, rows, length = *queries.shape[:2], keys.shape[1]
@@ -71,11 +90,20 @@ def empty_results(queries: Tensor, keys: Tensor, values: Tensor, sizes: CellSize
     )
 
 
-def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+def forward(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    *settings: Any,
+    given: Given | None = None,
+) -> tuple[Tensor, ...]:
     """Attention of queries `[batch, group * length, dim]`. Returns what `empty_results` lists."""
     recipe = Recipe.of(settings)
     results = empty_results(queries, keys, values, recipe.sizes, recipe.engine)
     output, lse, stderr, *plans = results
+    known = frozenset() if given is None else given.fill(*plans[:3])
     partition = from_plain(recipe.partition, recipe.options)
     if recipe.engine == "triton":
         from nearfield.cells.triton.forward import forward as run
@@ -84,16 +112,17 @@ def forward(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed
         cell_of, opened, order = plans[:3]
         with backends.device_guard(queries.device):
             cells = recipe.sizes, recipe.scale, partition.iterations_or(KERNEL_ITERATIONS), partition.seed
-            run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, order, recipe.memory.beyond)
+            run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, order, recipe.memory.beyond, known)
         return results
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in plans))
         key = _wide(keys[entry])
-        cell_of = assign(key, visible[entry], recipe.sizes, partition)
-        plan.cell_of.copy_(cell_of)
+        if "cell_of" not in known:
+            plan.cell_of.copy_(assign(key, visible[entry], recipe.sizes, partition))
+        cell_of = plan.cell_of.long()
         head = _head(recipe, queries, key, values, visible, cell_of, seed, entry)
         place = output[entry] if head.values.shape[1] == values.shape[2] else _wide(output[entry])
-        torch_forward.forward(head, place, lse[entry], stderr[entry], plan)
+        torch_forward.forward(head, place, lse[entry], stderr[entry], plan, known)
         if recipe.engine == "reference":
             place, lse[entry] = _reference(head, plan, head.queries, head.keys, head.values)
         if place.data_ptr() != output[entry].data_ptr():

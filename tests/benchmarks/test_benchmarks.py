@@ -50,6 +50,12 @@ def test_every_section_of_the_cells_benchmark_runs(run: Callable[..., str]) -> N
         assert title in shown, title
 
 
+def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_share", "--quick")
+    for word in ("strewn", "runs", "gaussian", "local"):
+        assert word in shown
+
+
 def test_the_benchmark_on_real_inputs_runs_on_saved_ones(run: Callable[..., str], tmp_path: Path) -> None:
     for layer in range(2):
         query, key, value = make("local", 1, 2, 2048, 16, kv_heads=1, seed=layer)

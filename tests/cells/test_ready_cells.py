@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, int | None]] = {
     "causal": ({}, 2, 1),
     "not causal": ({"is_causal": False, "method": nf.Cells(8, 2, sinks=4, partition=nf.KMeans(iterations=1))}, 1, None),
     "shared, causal": ({"method": nf.Cells(8, 2, segment=16, sinks=4, partition=nf.KMeans(iterations=1), share=16)}, 1, None),
+    "shared": ({"is_causal": False, "method": nf.Cells(8, 2, sinks=4, partition=nf.KMeans(iterations=1), share=16)}, 2, 1),
 }
 
 
@@ -67,7 +68,7 @@ def test_replayed_calls_have_the_same_bits(name: str) -> None:
     fresh = inputs(heads, kv_heads, 2)
     assert torch.equal(attend(*fresh, **options), prepared(*fresh, **options))
     # Another iteration of k-means is two launches more.
-    assert len(tape.launches) + 2 == {"causal": 22, "not causal": 22, "shared, causal": 16}[name]
+    assert len(tape.launches) + 2 == {"causal": 22, "not causal": 22, "shared, causal": 16, "shared": 20}[name]
 
 
 def test_replayed_training_has_the_same_bits() -> None:

@@ -398,6 +398,20 @@ MUTANTS = (
         ("test_blocks_of_rows_belong_to_one_head",),
     ),
     Mutant(
+        "triton: given plan: opened cells also in the far field",
+        "_left_closed",
+        "real = real & (cell != tl.load(opened + slot))",
+        "real = real & (cell != tl.load(opened + slot) - 1)",
+        ("test_with_another_plan_it_is_what_the_reference_says",),
+    ),
+    Mutant(
+        "triton: given plan: cells opened anew",
+        "_closed_cells",
+        "if chosen:",
+        "if False:",
+        ("test_with_another_plan_it_is_what_the_reference_says",),
+    ),
+    Mutant(
         "triton: shared: rows attend at their places",
         "_attend",
         "position_at(order, place, there, ORDERED)",
@@ -438,13 +452,6 @@ MUTANTS = (
         "for start in range(0, cells, BC):",
         "for start in range(0, BC, BC):",
         (f"{IN_ORDER}[many-cells-64]",),
-    ),
-    Mutant(
-        "triton: shared: the backward pass does not know the order of rows",
-        "triton.backward:backward",
-        "sizes, visible.device, order.long())",
-        "sizes, visible.device)",
-        (f"{PARITY}[shared-groups]",),
     ),
     Mutant(
         "triton: shared: keys beyond the end of a list counted",
@@ -529,13 +536,6 @@ MUTANTS = (
         "tl.minimum(sinks, closed_segments(sees, segment, window, segments, CAUSAL) * segment)",
         "tl.minimum(sinks, sees)",
         (f"{PARITY}[shared-causal]",),
-    ),
-    Mutant(
-        "triton: shared: backward: cells that a row would see by itself",
-        "triton.backward:backward",
-        "block_sees = visible[:, number - number % (len(number) // sizes.group) % sizes.share]",
-        "block_sees = visible",
-        (f"{PARITY}[shared-causal-across-segments]",),
     ),
     Mutant(
         "triton: k-means loses the number of a tile",

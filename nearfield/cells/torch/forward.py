@@ -6,7 +6,7 @@ The work of a block: score the cells and sum up those that stay closed (`far`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -21,26 +21,31 @@ from nearfield.cells.torch.head import Head, Partial, RowBlock, local_runs
 from nearfield.cells.torch.tiles import Stack, products, rows_of_a_tile, stacks
 
 
-def forward(head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellPlan) -> None:
+def forward(
+    head: Head, output: Tensor, lse: Tensor, stderr: Tensor, plan: CellPlan, known: Collection[str] = frozenset()
+) -> None:
     """Fill in the output `[rows, value_dim]`, the log-normaliser `[rows]`, the standard error `[rows]` if keys are drawn, and the
-    part of the plan that rows decide."""
+    part of the plan that rows decide and that is not `known`."""
     sizes, device = head.sizes, head.keys.device
     if sizes.ordered:
-        plan.order.copy_(by_best_cell(head))
+        if "order" not in known:
+            plan.order.copy_(by_best_cell(head))
         head.cut_into_blocks(plan.order)
     for block in head.blocks():
         total = Partial(len(block), output)
         opened = torch.full((len(block), sizes.probes), -1, dtype=torch.int64, device=device)
         draws = Draws(head, block) if sizes.samples else None
-        ref = far(head, block, total, opened, draws)
+        chosen = plan.opened[head.block_of[block.rows]].long() if "opened" in known else None
+        ref = far(head, block, total, opened, draws, chosen)
         local(head, block, total)
         numerator, mass, ref = near(head, block, opened, ref)
         total.add(slice(0, len(block)), numerator, ref, mass)
         found, found_lse = total.finish()
         output.index_copy_(0, block.rows, found)
         lse.index_copy_(0, block.rows, found_lse)
-        # All rows of a block write the same.
-        plan.opened[head.block_of[block.rows]] = opened.int()
+        if chosen is None:
+            # All rows of a block write the same.
+            plan.opened[head.block_of[block.rows]] = opened.int()
         if draws is not None:
             plan.drawn.index_copy_(0, block.rows, draws.drawn.int())
             plan.log_factor.index_copy_(0, block.rows, draws.log_factor)
@@ -132,15 +137,20 @@ def tile_members(head: Head, stack: Stack) -> tuple[Tensor, Tensor, Tensor]:
     return keys.view(*position.shape, -1), values.view(*position.shape, -1), position
 
 
-def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draws | None) -> Tensor:
+def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draws | None, chosen: Tensor | None = None) -> Tensor:
     """Score the cells that a block of rows sees, fill in `opened` `[rows, probes]`, and add the cells left closed to `total`.
 
+    `chosen` `[rows, probes]`: the cells to open; None: the best ones.
     Returns the largest q.mu_c of the opened cells, `[rows]`; -inf where none is opened.
     """
     ref = total.ref.new_full((len(block),), -torch.inf)
     for piece, part in block.far_pieces():
         seen = head.seen_by(piece)
-        together = _open_together(head, block, piece, part, seen) if head.sizes.share > 1 else None
+        together = None
+        if chosen is not None:
+            together = seen.columns(chosen[part])
+        elif head.sizes.share > 1:
+            together = _open_together(head, block, piece, part, seen)
         for rows in row_parts(part, len(seen), head.scores_per_pass):
             queries = block.scaled(rows)
             first, spread = moments(queries, seen)

@@ -61,7 +61,11 @@ class Head:
         self.cut_into_blocks(self.order)
         self.pieces = pieces(self.visible_at, self.sizes)
         self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
-        self.table = tabulate(self.keys, self.values, self.cell_of, self.spans.edges(self.sizes.cells_in(self.segment_length)))
+        edges = self.spans.edges(self.sizes.cells_in(self.segment_length))
+        if not self.sizes.segment and len(edges) > 1:
+            # A partition from elsewhere may have made more of them.
+            edges[-1] = max(edges[-1], int(self.cell_of.max()) + 1)
+        self.table = tabulate(self.keys, self.values, self.cell_of, edges)
 
     def cut_into_blocks(self, order: Tensor | None) -> None:
         """Let rows open cells together in this order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 
 import torch
@@ -16,8 +16,8 @@ from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_part
 from nearfield.cells.triton.moments import Tables, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.order import order_rows
-from nearfield.cells.triton.route import route
-from nearfield.cells.triton.share import list_bytes, lists_for
+from nearfield.cells.triton.route import mark, route
+from nearfield.cells.triton.share import list_bytes, lists_for, lists_of
 from nearfield.kernels import backends
 from nearfield.kernels.launch import dense
 from nearfield.problem import with_positive_scale
@@ -46,17 +46,18 @@ def forward(
     opened: Tensor,
     order: Tensor,
     beyond: float,
+    known: Collection[str] = frozenset(),
 ) -> None:
     """Fills in output and log-normaliser of queries `[entries, group * length, dim]`, and the plan: the cells of keys, the opened
     cells, and the order in which rows open them together, if it is not their own.
 
-    `beyond`: see `memory_budget`.
+    `beyond`: see `memory_budget`. `known`: the names of parts of the plan that are there already.
     """
     if len(queries) > MOST_ENTRIES:
         for some in entry_parts(len(queries)):
             inputs = queries[some], keys[some], values[some], visible[some]
             results = output[some], lse[some], cell_of[some], opened[some], order[some]
-            forward(*inputs, sizes, scale, iterations, seed, *results, beyond)
+            forward(*inputs, sizes, scale, iterations, seed, *results, beyond, known)
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
@@ -64,7 +65,10 @@ def forward(
     same = visible.stride(0) == 0
     visible = visible[:1].to(torch.int32).expand(len(queries), -1) if same else visible.to(torch.int32).contiguous()
     layout = layout_for(keys, sizes)
-    tables = cells_of(keys, values, visible, sizes, layout, iterations, seed, cell_of)
+    if "cell_of" in known:
+        tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
+    else:
+        tables = cells_of(keys, values, visible, sizes, layout, iterations, seed, cell_of)
     if sizes.share > 1:
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, order, *vars(tables).values()), beyond)
         step = max(1, budget.parts // max(1, list_bytes(layout, sizes, opened.shape[1])))
@@ -72,20 +76,24 @@ def forward(
             some = slice(first, min(first + step, len(queries)))
             query, sees, own_tables = queries[some], visible[some], tables.of(some)
             places = order[some] if sizes.ordered else sees
-            if sizes.ordered:
+            if sizes.ordered and "order" not in known:
                 order_rows(query, own_tables, _layout_of_rows(query, sizes, max(1, layout.cells)), sizes, scale, places)
-            lists = lists_for(query, sees, places, own_tables, layout, sizes, scale, opened[some])
+            if "opened" in known:
+                lists = lists_of(sees, own_tables, layout, sizes, opened[some])
+            else:
+                lists = lists_for(query, sees, places, own_tables, layout, sizes, scale, opened[some])
             own_keys, own_values, into = keys[some], values[some], (output[some], lse[some])
             attend(query, own_keys, own_values, sees, own_tables, layout, sizes, scale, places, lists, *into)
         return
     inputs, ours = (queries, keys, values, output), (cell_of, opened, visible)
     budget = memory_budget(inputs, (*ours, *vars(tables).values()), beyond)
-    _closed_cells(queries, keys, values, visible, tables, layout, sizes, scale, opened, output, lse, budget)
-    order, starts, cells = tables.order, tables.starts, tables.cells
+    chosen = "opened" in known
+    _closed_cells(queries, keys, values, visible, tables, layout, sizes, scale, opened, chosen, output, lse, budget)
+    members, starts, cells = tables.order, tables.starts, tables.cells
     # Without the other tables there is more room for partial results.
     del tables
-    budget = memory_budget(inputs, (*ours, order, starts), beyond)
-    _opened_cells(queries, keys, values, order, starts, cells, sizes, scale, opened, output, lse, budget)
+    budget = memory_budget(inputs, (*ours, members, starts), beyond)
+    _opened_cells(queries, keys, values, members, starts, cells, sizes, scale, opened, output, lse, budget)
 
 
 def _closed_cells(
@@ -98,17 +106,22 @@ def _closed_cells(
     sizes: CellSizes,
     scale: float,
     opened: Tensor,
+    chosen: bool,
     output: Tensor,
     lse: Tensor,
     budget: MemoryBudget,
 ) -> None:
-    """Fills in the opened cells, and output and log-normaliser with what comes from everything else, part by part."""
+    """Fills in the opened cells, unless they are `chosen`, and output and log-normaliser with what comes from everything else."""
     entries, rows, _ = queries.shape
     # There are no pairs yet: marks may take their memory too.
     units = units_of(entries, rows, 4 * layout.mark_words, budget.parts + budget.pairs)
     for part in map(units.slices, units.parts()):
         query, sees, own_tables = queries[part], visible[part], tables.of(part[0])
-        marks = route(query, sees, own_tables, layout, sizes, scale, opened[part])
+        if chosen:
+            # Each row is a block; a part need not have as many of each member.
+            marks = mark(opened[part], opened[part], query.shape[1], layout, sizes._replace(group=1))
+        else:
+            marks = route(query, sees, own_tables, layout, sizes, scale, opened[part])
         # A block of rows belongs to one head.
         members = sizes.group if query.shape[1] == rows else 1
         for own in [slice(0, rows)] if members > 1 else _within_heads(part[1], rows // sizes.group):

@@ -191,6 +191,54 @@ def _vote(
 
 
 @Kernel
+def _left_closed(
+    visible,
+    opened,
+    log2_size,
+    tile_edges,
+    tile_cell,
+    tile_begin,
+    tile_end,
+    left,
+    positions,
+    share,
+    cells,
+    visible_entry,
+    most_columns,
+    segment,
+    window,
+    segments,
+    probes,
+    CAUSAL: tl.constexpr,
+    TILE: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """What `Lists.log2_size` says, for one block and the cells that it has opened."""
+    entry = tl.program_id(1).to(tl.int64)
+    per_member = tl.cdiv(positions, share)
+    number = tl.program_id(0)
+    block = entry * tl.num_programs(0) + number
+    first_row = number // per_member * positions + number % per_member * share
+    sees = tl.load(visible + entry * visible_entry + first_row).to(tl.int32)
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    first_tile = tl.load(tile_edges + closed)
+    columns = (tl.load(tile_edges + closed + 1) - first_tile) * TILE
+    tile_cell += first_tile
+    tile_begin += first_tile
+    tile_end += first_tile
+    log2_size += entry * cells
+    opened += block * probes
+    left += block * most_columns
+    for start in range(0, columns, BC):
+        column = start + tl.arange(0, BC)
+        cell, real = _cells_of(tile_cell, tile_begin, tile_end, column, columns, TILE)
+        for slot in range(probes):
+            real = real & (cell != tl.load(opened + slot))
+        size = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+        tl.store(left + column, size, mask=column < columns)
+
+
+@Kernel
 def _list_keys(
     visible,
     opened,
@@ -353,6 +401,46 @@ def lists_for(
         IP=precision(queries.dtype),
         num_warps=max(tuned.warps, next_power_of_2(columns) // CELLS_PER_WARP),
         num_stages=tuned.stages,
+    )
+    listed, count = list_keys(visible, tables, layout, sizes, opened, sizes.sinks)
+    return Lists(listed, count, log2_size)
+
+
+def lists_of(visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor) -> Lists:
+    """The same for cells that blocks have opened already. Waits for the card."""
+    entries, number, probes = opened.shape
+    held = torch.nn.functional.pad(tables.starts.diff().view(entries, -1), (1, 0))
+    keys = held.gather(1, (opened + 1).long().flatten(1)).view(opened.shape).sum(-1)
+    most_keys, _ = _most_listed(layout, sizes)
+    if keys.numel() and int(keys.max()) > most_keys:
+        raise ValueError(
+            f"opened has cells of {int(keys.max())} keys for some block, and {probes} probes have room for {most_keys}; "
+            "use more probes, with -1 in those that are not needed"
+        )
+    columns = 32 * layout.mark_words
+    log2_size = torch.empty(entries, number, columns, dtype=torch.float32, device=opened.device)
+    _left_closed[(number, entries)](
+        visible=visible,
+        opened=opened,
+        log2_size=tables.log2_size,
+        tile_edges=layout.tile_edges,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
+        left=log2_size,
+        positions=visible.shape[1] // sizes.group,
+        share=sizes.share,
+        cells=layout.cells,
+        visible_entry=visible.stride(0),
+        most_columns=columns,
+        segment=layout.segment,
+        window=sizes.window,
+        segments=layout.segments,
+        probes=probes,
+        CAUSAL=sizes.segment > 0,
+        TILE=COLUMNS,
+        BC=256,
+        num_warps=4,
     )
     listed, count = list_keys(visible, tables, layout, sizes, opened, sizes.sinks)
     return Lists(listed, count, log2_size)

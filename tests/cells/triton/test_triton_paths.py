@@ -634,19 +634,20 @@ def test_an_output_as_models_want_it_is_kept_once(causal: bool, fused: bool) -> 
 @pytest.mark.parametrize("share", [1, 16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("needed", [False, True])
-def test_a_forward_pass_is_replayed_from_the_third_call_on(share: int, causal: bool, needed: bool) -> None:
+def test_calls_are_replayed_from_the_third_on(share: int, causal: bool, needed: bool) -> None:
     """Nothing but our kernels runs between its allocations; other inputs of the same shapes give what they give by themselves."""
     replay.forget()
     ready.forget()
     method = nf.Cells(4, 2, segment=16 if causal else None, partition=nf.KMeans(iterations=1), share=share)
-    outputs = {}
+    outputs: dict[int, list[Tensor]] = {}
     for again in (False, True):
         for seed in range(3):
             query, key, value = (torch.randn(2, heads, 40, 16, generator=seeded(seed + heads)).to(DEVICE) for heads in (2, 1, 1))
             query.requires_grad_(needed)
             options: dict[str, Any] = {"is_causal": causal, "enable_gqa": True, "method": method, "backend": "triton"}
-            output = nf.attention(query, key, value, **options).detach()
-            assert seed not in outputs or torch.equal(output, outputs[seed])
-            outputs[seed] = output
+            output = nf.attention(query, key, value, **options)
+            found = [output.detach(), *(torch.autograd.grad(output.square().sum(), query) if needed else [])]
+            for one, two in zip(found, outputs.setdefault(seed, found), strict=True):
+                assert torch.equal(one, two)
         if not again:
-            assert [type(tape) for tape in replay._TAPES.values()] == [replay.Tape]
+            assert [type(tape) for tape in replay._TAPES.values()] == [replay.Tape] * (1 + needed)
