@@ -255,7 +255,7 @@ MUTANTS = (
         "_local_dkv",
         "if (block * BN) // segment == (tl.minimum(block * BN + BN, length) - 1) // segment:",
         "if block >= 0:",
-        (PARITY,),
+        ("test_blocks_of_keys_may_reach_into_the_next_segment",),
     ),
     Mutant(
         "triton: backward: a closed segment counts one row late",
@@ -272,10 +272,10 @@ MUTANTS = (
         (PARITY,),
     ),
     Mutant(
-        "triton: backward: blocks of keys end with the cell of a unit",
+        "triton: backward: the last keys of a cell are in no block",
         "_scan_blocks",
         "need = (own + size - 1) // size",
-        "need = (own + size) // size",
+        "need = own // size",
         (PARITY,),
     ),
     Mutant(

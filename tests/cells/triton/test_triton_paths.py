@@ -391,6 +391,12 @@ def test_differences_of_large_sums_are_precise_whatever_is_allowed() -> None:
 
 
 @pytest.mark.long
+def test_blocks_of_keys_may_reach_into_the_next_segment() -> None:
+    """Rows that see all keys of such a block see some of them through cells."""
+    assert_right(replace(SMALL["causal"], entries=1, length=100, keys=100, segment=40, cell_size=8))
+
+
+@pytest.mark.long
 def test_blocks_of_rows_belong_to_one_head() -> None:
     """Grouped heads whose length is no multiple of a block."""
     assert_right(replace(SMALL["causal"], entries=1, group=3, length=70, keys=70, segment=32, cell_size=8))
