@@ -194,3 +194,35 @@ def test_an_output_by_heads_is_refused() -> None:
     recipe = recipe_of("shared", "torch")._replace(memory=MemoryPolicy(1.0, 2))
     with pytest.raises(ValueError, match="laid out by rows"):
         planned_attention(*tensors, visible, SEED, recipe, Given(torch.zeros(BATCH, 1, LENGTH, dtype=torch.int32)))
+
+
+@engines
+@pytest.mark.parametrize("name", ["plain", "shared"])
+def test_an_opened_cell_may_be_empty(name: str, engine: str) -> None:
+    tensors, visible = problem(name, engine)
+    recipe = recipe_of(name, engine)
+    own = cells_attention(*tensors, visible, SEED, recipe)
+    cell_of = torch.where(own.cell_of == 1, 0, own.cell_of)
+    opened = torch.full_like(own.opened, -1)
+    opened[..., 0], opened[..., 1] = 1, 2
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    order = own.order if recipe.sizes.ordered else None
+    found = planned_attention(*leaves, visible, SEED, recipe, Given(cell_of, opened, order))
+    output, _ = reference_says(name, tensors, visible, found)
+    torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(found.output.sum(), leaves))
+
+
+@engines
+def test_visible_may_be_one_number_per_entry(engine: str) -> None:
+    """In integers of any size, laid out in any way."""
+    tensors, _ = problem("plain", engine)
+    recipe = recipe_of("plain", engine)
+    seen = torch.tensor([LENGTH, LENGTH - 7], dtype=torch.int32, device=device_of(engine))[:, None].expand(-1, 2 * LENGTH)
+    results = []
+    for visible in (seen, seen.long().contiguous()):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        output = cells_attention(*leaves, visible, SEED, recipe).output
+        results.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-6)

@@ -10,7 +10,7 @@ from torch import Tensor
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.triton.far import far_dcross, far_dmoments, far_dq
 from nearfield.cells.triton.forward import layout_for
-from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.layout import Layout, as_read
 from nearfield.cells.triton.local import BackwardRows, backward_rows, first_positions, first_sees, local_dkv, local_dq
 from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of, units_of
 from nearfield.cells.triton.moments import Tables, member_grads, moments_dkv, moments_of, tabulate
@@ -52,8 +52,7 @@ def backward(
     sign = 1.0 if scale > 0 else -1.0 if scale else 0.0
     queries, scale = with_positive_scale(queries, scale)
     do, queries, keys, values = (dense(x) for x in (do, queries, keys, values))
-    # Where all entries see the same, one row of numbers serves them all.
-    visible = visible.to(torch.int32)
+    visible = as_read(visible)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_for(keys, sizes)
     rows = backward_rows(queries, visible, first_sees(visible, sizes), output, lse, do)

@@ -366,8 +366,9 @@ def _far_dmoments(
             taken = tl.zeros([BC, BM], tl.int32)
             for i in tl.static_range((BC + 31) // 32):
                 # The first column need not be at the start of a word.
-                word = tl.load(marks + i * rows + row).to(tl.uint32) >> by
-                after = tl.minimum(i + 1, words - 1 - first_word)
+                # Beyond the last word there are no cells.
+                own, after = tl.minimum(i, words - 1 - first_word), tl.minimum(i + 1, words - 1 - first_word)
+                word = tl.load(marks + own * rows + row).to(tl.uint32) >> by
                 more = tl.load(marks + after * rows + row).to(tl.uint32) << (32 - by) % 32
                 word = tl.where(by > 0, word | more, word).to(tl.int32)
                 bit = word[None, :] & (1 << (tl.arange(0, BC) % 32))[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.attend import attend, attend_rows
 from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
-from nearfield.cells.triton.layout import Layout, layout_of
+from nearfield.cells.triton.layout import Layout, as_read, layout_of
 from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_parts, memory_budget, pieces_of, slabs_of, units_of
 from nearfield.cells.triton.moments import Tables, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
@@ -61,9 +61,7 @@ def forward(
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
-    # Where all entries see the same, one row of numbers serves them all.
-    same = visible.stride(0) == 0
-    visible = visible[:1].to(torch.int32).expand(len(queries), -1) if same else visible.to(torch.int32).contiguous()
+    visible = as_read(visible)
     layout = layout_for(keys, sizes)
     if "cell_of" in known:
         tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)

@@ -283,7 +283,15 @@ def _ints(numbers: list[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=64)
+def as_read(visible: Tensor) -> Tensor:
+    """How many keys rows see, `[entries, rows]`, as kernels read it. Where all entries see the same, one row serves them all."""
+    if visible.stride(0) == 0:
+        return visible[:1].to(torch.int32).contiguous().expand(len(visible), -1)
+    return visible.to(torch.int32).contiguous()
+
+
+# A remembered call takes up to two.
+@lru_cache(maxsize=256)
 def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
     segment = sizes.segment or max(1, length)
     segments = max(0, (length - 1) // segment - sizes.window) if sizes.segment else int(length > 0)

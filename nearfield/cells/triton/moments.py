@@ -387,9 +387,10 @@ def _member_grads(
     variance_grad = tl.zeros([BC, BD], tl.float32)
     value_grad = tl.zeros([BC, BV], tl.float32)
     for part in range(splits):
-        mean_grad += tl.load(dcentroid + part * split + at, mask=load, other=0.0)
-        variance_grad += tl.load(dvariance + part * split + at, mask=load, other=0.0)
-        value_grad += tl.load(dvalue + part * value_split + value_at, mask=value_load, other=0.0)
+        number = tl.cast(part, tl.int64)
+        mean_grad += tl.load(dcentroid + number * split + at, mask=load, other=0.0)
+        variance_grad += tl.load(dvariance + number * split + at, mask=load, other=0.0)
+        value_grad += tl.load(dvalue + number * value_split + value_at, mask=value_load, other=0.0)
     slope = 2.0 * variance_grad * share
     mean = tl.load(centroid + at, mask=load, other=0.0)
     key_constant = mean_grad * share - slope * mean

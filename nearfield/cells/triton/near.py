@@ -375,8 +375,10 @@ def _near_fwd(
         acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
         m_i = m_new
     place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
-    tl.store(lse + place, m_i + tl.log2(l_i), mask=there)
-    result = (acc / l_i[:, None]).to(output.dtype.element_ty)
+    # A plan that was given may open an empty cell.
+    weight = tl.where(l_i == 0.0, 1.0, l_i)
+    tl.store(lse + place, m_i + tl.log2(weight), mask=there)
+    result = (acc / weight[:, None]).to(output.dtype.element_ty)
     tl.store(output + place[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
 
 
@@ -708,7 +710,7 @@ def near_dkv(
     value_dim = values.shape[2]
     # Whole blocks of rows are read as those of the own segment are.
     kernel = "near_dkv" if sizes.share == 1 else "local_dkv"
-    blocks = blocks_for(kernel, max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size)
+    blocks = blocks_for(kernel, max(dim, value_dim), keys.dtype, keys.device, sizes.cell_size if sizes.share == 1 else 0)
     if not tables.cells:
         return
     pairs = pairs_of_entries(opened, tables, stable)

@@ -65,7 +65,7 @@ def _best_cells(
         score = scores_of(query, square, centroid, variance, cell, column, wide, dim, cells, scale, FULL, IP) + exists[None, :]
         score = ((score.to(tl.int32, bitcast=True) & -TILES) | start // BC).to(tl.float32, bitcast=True)
         top = tl.maximum(top, score)
-    # Of equals the first. Comparisons with NaN are false: such a row is among those of the last cell.
+    # Of equals the first. A row whose scores are all NaN is among those of the first cell.
     place = (top.to(tl.int32, bitcast=True) & (TILES - 1)) * BC + lane[None, :]
     winner = tl.min(tl.where(top == tl.max(top, 1)[:, None], place, 1 << 30), 1)
     tl.store(best + entry * rows + row, tl.minimum(winner, cells - 1), mask=there)
