@@ -92,7 +92,9 @@ def cells_of_blocks(name: str, engine: str, cell_of: Tensor) -> Tensor:
 
 
 @engines
-@cases
+@pytest.mark.parametrize(
+    "name", ["causal", "shared", *(pytest.param(x, marks=pytest.mark.slow) for x in ("plain", "shared-causal"))]
+)
 def test_a_call_that_is_given_its_own_plan_gives_the_same_bits(name: str, engine: str) -> None:
     tensors, visible = problem(name, engine)
     recipe = recipe_of(name, engine)

@@ -59,7 +59,7 @@ def assert_within(name: str, launched: dict[str, list[Any]], expected: set[str])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["causal", "shared-causal"])
+@pytest.mark.parametrize("case", ["causal", pytest.param("shared-causal", marks=pytest.mark.slow)])
 def test_block_sizes_of_every_class_are_right(name: str, case: str) -> None:
     found = run(CASES[case])
     output, lse, grads = found.expected()

@@ -206,9 +206,9 @@ EXTREMES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [0, 1], ids=["smallest", "largest"])
-@pytest.mark.parametrize("name", ["causal", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", EXTREMES)
 def test_all_block_sizes_that_are_allowed_compute_the_same(name: str, end: int) -> None:
     """The smallest and the largest of every kernel at once, where there are several tiles of cells."""
     from nearfield.cells.triton.candidates import KERNELS, RANGES, UNREAD, is_allowed
