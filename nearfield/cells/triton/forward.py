@@ -174,9 +174,12 @@ def layout_for(keys: Tensor, sizes: CellSizes) -> Layout:
 def _layout_of_rows(queries: Tensor, sizes: CellSizes, cells: int) -> Layout:
     """The layout of the rows of one head, if they were keys in so many cells."""
     length = queries.shape[1] // sizes.group
-    # To get exactly `cells`, the number of rows per cell may have to be a fraction.
-    alike = CellSizes(group=1, segment=0, window=0, sinks=0, cell_size=length / cells, probes=1, samples=0)  # type: ignore[arg-type]
-    return _kept(layout_of(length, alike, queries.device))
+    return _kept(layout_of(length, _one_span(length / cells), queries.device))
+
+
+def _one_span(cell_size: float) -> CellSizes:
+    """Sizes for cells alone. To get a given number of them, the number of keys per cell may have to be a fraction."""
+    return CellSizes(group=1, segment=0, window=0, sinks=0, cell_size=cell_size, probes=1, samples=0)  # type: ignore[arg-type]
 
 
 def _kept(layout: Layout) -> Layout:
@@ -200,7 +203,4 @@ def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
 # Not in the cache of `layout_of`: a cache asks for longer and longer segments, once for each layer of a model.
 @lru_cache(maxsize=4)
 def _layout(length: int, cells: int, device: torch.device) -> Layout:
-    # To get exactly `cells`, the number of keys per cell may have to be a fraction.
-    cell_size: float = max(1.0, length / cells)
-    sizes = CellSizes(group=1, segment=0, window=0, sinks=0, cell_size=cell_size, probes=1, samples=0)  # type: ignore[arg-type]
-    return layout_of.__wrapped__(length, sizes, device)
+    return layout_of.__wrapped__(length, _one_span(max(1.0, length / cells)), device)
