@@ -155,15 +155,38 @@ def test_never_more_cells_than_asked_for_in_two_steps(monkeypatch: pytest.Monkey
         assert within(keys, found) < within(keys, torch.zeros_like(found))
 
 
+@pytest.mark.parametrize(("length", "cells", "size"), [(1000, 30, 480), (64, 64, 64), (7, 3, 100), (5, 1, 2), (997, 996, 997)])
+def test_a_sample_starts_all_over_the_keys(length: int, cells: int, size: int) -> None:
+    picked = kmeans.sample_of(length, cells, size, seeded(4))
+    assert len(picked) == len(picked.unique()) == min(size, length)
+    assert 0 <= int(picked.min()) <= int(picked.max()) < length
+    # One from each stretch, in no order.
+    starts = picked[:cells]
+    edges = torch.arange(cells + 1) * length // cells
+    assert torch.equal(torch.bucketize(starts.sort().values, edges, right=True) - 1, torch.arange(cells))
+    assert cells < 10 or not torch.equal(starts, starts.sort().values)
+    others = picked[cells:]
+    if len(others) > 400:
+        assert abs(float(others.double().mean()) / length - 0.5) < 5 * 12**-0.5 / 21, "these are from everywhere"
+
+
+def test_neighbours_that_are_alike_share_a_cell() -> None:
+    """Runs of keys of one kind, as many as there are cells: none is left without a centroid."""
+    keys = normal(1, 32, 8).repeat_interleave(16, 1) + 1e-3 * normal(1, 512, 8, seed=1)
+    found = nf.KMeans().build(keys, 32)[0]
+    assert torch.equal(found, found[::16].repeat_interleave(16))
+    assert len(found.unique()) == 32
+
+
 def test_lloyd_by_hand() -> None:
     """One iteration: nearest of the first centroids, their means, nearest again."""
     keys, count = normal(1, 30, 2), 4
     weight = torch.tensor([[[2.0, 0.5]]], dtype=torch.float64)
-    picked = torch.randperm(30, generator=seeded(9))
+    picked = kmeans.sample_of(30, count, 20, seeded(9))
     scaled = (keys[0] - keys[0].mean(0)) * weight[0]
     centroids = scaled[picked[:count]]
-    first = torch.cdist(scaled[picked[:20]], centroids).argmin(1)
-    middles = torch.stack([scaled[picked[:20]][first == cell].mean(0) for cell in range(count)])
+    first = torch.cdist(scaled[picked], centroids).argmin(1)
+    middles = torch.stack([scaled[picked][first == cell].mean(0) for cell in range(count)])
     expected = torch.cdist(scaled, middles).argmin(1)
     assert torch.equal(kmeans.lloyd(keys, count, 1, 20, 9, weight)[0], expected)
 

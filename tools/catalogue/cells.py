@@ -9,6 +9,13 @@ PARITY = "test_the_engine_computes_what_the_reference_says"
 
 MUTANTS = (
     Mutant(
+        "cells: k-means starts anywhere",
+        "sample_of",
+        "start = first + (within * (beyond - first)).long()",
+        "start = drawn[:cells]",
+        ("test_a_sample_starts_all_over_the_keys", "test_neighbours_that_are_alike_share_a_cell"),
+    ),
+    Mutant(
         "cells: routing without the spread of logits",
         "cells.far_field:score",
         "return torch.add(first, spread.sqrt(), alpha=ROUTE_SPREADS)",

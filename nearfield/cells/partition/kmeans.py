@@ -93,8 +93,7 @@ def lloyd(
     batch, length, dim = keys.shape
     if length == 0:
         return torch.zeros(batch, 0, dtype=torch.int64, device=keys.device)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    picked = torch.randperm(length, generator=generator, device="cpu")[: max(cells, sample or 64 * cells)].to(keys.device)
+    picked = sample_of(length, cells, max(cells, sample or 64 * cells), torch.Generator("cpu").manual_seed(seed)).to(keys.device)
     # Distances are computed as differences of squares, which lose precision far from the origin: centre the keys first.
     offset = keys.mean(1, keepdim=True)
     seen = keys[:, picked] - offset
@@ -109,6 +108,23 @@ def lloyd(
         far = distance.topk(cells, dim=1).indices.gather(1, (empty.cumsum(1) - 1).clamp(min=0))
         centroids = torch.where(empty[..., None], seen.gather(1, far[..., None].expand(-1, -1, dim)), middles)
     return nearest(keys, centroids, offset, weight)[0]
+
+
+def sample_of(length: int, cells: int, size: int, generator: torch.Generator) -> Tensor:
+    """Positions of `size` of `length` keys (or of all, if there are fewer); k-means starts at the first `cells` <= `length`.
+
+    These are drawn from stretches of equal length, one from each: keys near each other are often alike, and centroids that start
+    among keys of one kind leave others without any. The rest is drawn from everywhere.
+    """
+    drawn = torch.randperm(length, generator=generator, device="cpu")
+    within = torch.rand(cells, generator=generator, dtype=torch.float64, device="cpu")
+    # In any order, so that any first few of them are from everywhere.
+    stretch = torch.randperm(cells, generator=generator, device="cpu")
+    first, beyond = stretch * length // cells, (stretch + 1) * length // cells
+    start = first + (within * (beyond - first)).long()
+    others = torch.ones(length, dtype=torch.bool, device="cpu")
+    others[start] = False
+    return torch.cat([start, drawn[others[drawn]]])[:size]
 
 
 def nearest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearfield.cells.partition.kmeans import sample_of
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.spans import Span, Spans
 
@@ -63,7 +65,7 @@ class Chunks:
 
 
 class Sample:
-    """The keys of every span that k-means looks at, drawn at random. Kept, because a captured graph cannot copy from the host."""
+    """The keys of every span that k-means looks at, see `sample_of`. Kept, because a captured graph cannot copy from the host."""
 
     def __init__(self, layout: Layout, seed: int) -> None:
         device = layout.span_of_cell.device
@@ -74,11 +76,11 @@ class Sample:
         sizes = [min(count, SAMPLED * (edges[i + 1] - edges[i])) for i, count in enumerate(counts)]
         first = [0, *accumulate(sizes)]
         picked = [
-            start + torch.randperm(count, generator=generator)[:size]
-            for start, count, size in zip(starts, counts, sizes, strict=True)
+            start + sample_of(count, edges[i + 1] - edges[i], sizes[i], generator)
+            for i, (start, count) in enumerate(zip(starts, counts, strict=True))
         ]
         self.size = first[-1]
-        self.position = torch.cat(picked).to(device, torch.int32) if picked else _ints([], device)
+        self.position = lasting(torch.cat(picked).int() if picked else torch.empty(0, dtype=torch.int32), device)
         """`[size]`: key positions, span by span"""
         self.first = _ints(first, device)
         """`[spans + 1]`: where those of each span begin"""
@@ -255,7 +257,7 @@ class Layout:
     def _kept(self, name: str, number: int, make: Callable[[], Tensor]) -> Tensor:
         """Made on the host, so that all streams may use it. While a graph is captured it cannot be made."""
         if (name, number) not in self._made:
-            self._made[name, number] = make().contiguous().to(self.span_of_cell.device)
+            self._made[name, number] = lasting(make().contiguous(), self.span_of_cell.device)
         return self._made[name, number]
 
     def sample(self, seed: int) -> Sample:
@@ -275,12 +277,23 @@ _IN_GRAPHS: set[Layout] = set()
 
 
 def _pairs(found: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    table = torch.tensor(found, dtype=torch.int32).view(-1, 2).T.contiguous().to(device)
+    table = lasting(torch.tensor(found, dtype=torch.int32).view(-1, 2).T.contiguous(), device)
     return table[0], table[1]
 
 
 def _ints(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+    return lasting(torch.tensor(numbers, dtype=torch.int32), device)
+
+
+def lasting(table: Tensor, device: torch.device) -> Tensor:
+    """A table on the device, in memory that no graph lays claim to.
+
+    While `torch.compile` warms up a call for a graph, what a thread allocates belongs to that graph. So another thread does it.
+    """
+    if device.type != "cuda":
+        return table.to(device)
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(table.to, device).result()
 
 
 def as_read(visible: Tensor) -> Tensor:
@@ -326,7 +339,7 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
     def on_device(numbers: Iterable[int]) -> Tensor:
         return _ints(list(numbers), device)
 
-    span_of_cell = torch.repeat_interleave(torch.arange(len(spans.all)), torch.tensor(edges).diff()).to(device, torch.int32)
+    span_of_cell = torch.repeat_interleave(torch.arange(len(spans.all)), torch.tensor(edges).diff()).int()
     return Layout(
         length=length,
         segment=segment,
@@ -341,14 +354,14 @@ def layout_of(length: int, sizes: CellSizes, device: torch.device) -> Layout:
         tile_cell=on_device([*tile_cell, 0]),
         tile_begin=on_device([*tile_begin, 0]),
         tile_end=on_device([*tile_end, 0]),
-        span_of_cell=span_of_cell,
-        sees_span=sees_span.to(device),
+        span_of_cell=lasting(span_of_cell, device),
+        sees_span=lasting(sees_span, device),
         span_seen_from=on_device(span.first + span.segments for span in spans.all),
         span_seen_until=on_device(_seen_until(span, spans.tallest, segments) for span in spans.all),
         mark_words=widest // 32,
         key_ranges=on_device(key for span in spans.all for key in (span.first * segment, (span.first + span.segments) * segment)),
         span_level=on_device(span.level for span in spans.all),
-        span_of_segment=span_of_segment.to(device),
+        span_of_segment=lasting(span_of_segment, device),
         members=sum(span.segments * segment for span in spans.all),
         _keys=Chunks([span.segments * segment for span in spans.all], device),
         _sees_span=sees_span,

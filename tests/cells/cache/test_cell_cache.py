@@ -335,12 +335,16 @@ def test_closed_cells_never_change() -> None:
     assert torch.equal(state(store).keys.filled[:, :, :32], keys)
 
 
-def test_later_keys_change_no_earlier_row() -> None:
-    query, key, value = inputs()
+@pytest.mark.parametrize("seed", range(4))
+def test_later_keys_change_no_earlier_row(seed: int) -> None:
+    """Of the same segment, products may be rounded otherwise: how many rows are multiplied together depends on later ones."""
+    query, key, value = inputs(seed=seed)
     before = run(CellStore(FEW), (query, key, value), (LENGTH,))
     key, value = key.clone(), value.clone()
     key[:, :, 70:], value[:, :, 70:] = 9.0, 100.0
-    assert torch.equal(run(CellStore(FEW), (query, key, value), (LENGTH,))[:, :, :70], before[:, :, :70])
+    after = run(CellStore(FEW), (query, key, value), (LENGTH,))
+    assert torch.equal(after[:, :, :64], before[:, :, :64])
+    torch.testing.assert_close(after[:, :, 64:70], before[:, :, 64:70], atol=1e-6, rtol=1e-6)
     value[:, :, 70:] = torch.nan
     after = run(CellStore(FEW), (query, key, value), (LENGTH,))
     assert torch.allclose(after[:, :, :70], before[:, :, :70], atol=1e-6)

@@ -124,13 +124,18 @@ def test_as_many_cells_as_asked_for(length: int, cells: int) -> None:
 def test_cells_are_as_tight_as_in_torch(
     dim: int, dtype: torch.dtype, by_kernels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On average: k-means ends somewhere else if a single key is on another side."""
     keys, values = clustered(1, 600, dim, groups=37).to(dtype), normal(1, 600, 4).to(dtype)
     outside = sinks(1, 600, first=0)
-    by_triton = scatter(close_segment(keys, values, None, outside, 37, nf.KMeans()), keys)
+
+    def scattered(iterations: int | None = None) -> float:
+        methods = [nf.KMeans(iterations, seed) for seed in range(3)]
+        return sum(scatter(close_segment(keys, values, None, outside, 37, method), keys) for method in methods)
+
+    by_triton = scattered()
     monkeypatch.setattr(backends, "runs_triton", lambda device: False)
-    in_torch = scatter(close_segment(keys, values, None, outside, 37, nf.KMeans()), keys)
-    worse = scatter(close_segment(keys, values, None, outside, 37, nf.KMeans(iterations=0)), keys)
-    assert by_kernels == [1]
+    in_torch, worse = scattered(), scattered(0)
+    assert by_kernels == [1, 1, 1]
     assert by_triton <= 1.04 * in_torch < worse
 
 

@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 from nearfield.cells.cache.store import CellStore
 from nearfield.kernels.launch import Kernel
 
-PASSES = {"_nearest", "_means", "_moments", "_products", "_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_near_dkv"}
-BY_ROW, SHARED_BLOCKS = {"_route", "_attend_rows", "_near_fwd", "_merge"}, {"_vote", "_list_keys", "_attend"}
+PASSES = {"_nearest", "_means", "_moments", "_products", "_local_dq", "_far_dq", "_far_dmoments", "_near_dkv"}
+BY_ROW = {"_route", "_attend_rows", "_near_fwd", "_merge", "_near_dq"}
+SHARED_BLOCKS = {"_vote", "_list_keys", "_attend", "_listed_dq"}
 IN_ORDER = SHARED_BLOCKS | {"_best_cells"}
 STEP = {"score_cells", "choose_and_read_open_end", "read_cells", "merge_parts"}
 

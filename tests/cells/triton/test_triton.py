@@ -334,7 +334,7 @@ VOTES: dict[str, tuple[Case, float]] = {
 
 @pytest.mark.parametrize("name", list(VOTES))
 def test_a_block_opens_the_cells_with_most_votes(name: str) -> None:
-    """As many of the best as fit into two limits. Votes are told apart to 1 part in 1,000."""
+    """As many of the best as fit into two limits. Votes are told apart to 1 part in 1,000, down to 2^-40 of the largest."""
     case, stretch = VOTES[name]
     found = run(case, stretch=stretch)
     cells = SeenCells(found)
@@ -348,9 +348,9 @@ def test_a_block_opens_the_cells_with_most_votes(name: str) -> None:
         keys = sum(len(cells.members[cell]) for cell in opened)
         assert keys <= most_keys
         closed = sorted(set(votes) - opened, key=lambda cell, votes=votes: -votes[cell])
-        if closed:
-            best = votes[closed[0]]
-            assert opened
+        assert opened
+        best = votes[closed[0]] if closed else 0.0
+        if best > 2**-39 * max(votes.values()):
             assert min(votes[cell] for cell in opened) >= 0.999 * best
             # Equals are opened together, or not at all.
             equals = [cell for cell in closed if votes[cell] >= 0.999 * best]
