@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gpu_keys import keys_of
 from gpu_speed import DIMS, attend, gradients, with_grad
-from gpu_timing import CUDA, DEVICE, DTYPE, FAST, HEADS, Call, captured, card, clustered, elapsed, wait, wall
+from gpu_timing import CUDA, DEFAULT, DEVICE, DTYPE, HEADS, SHARED, Call, captured, card, clustered, elapsed, wait, wall
 from record import each, table
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -54,13 +54,13 @@ Kernels = list[tuple[str, float]]
 def parts(quick: bool) -> dict[str, Any]:
     """Device time by kernel, next to the time of whole calls and of a captured graph."""
     n, dims = (512, (16,)) if quick else (LENGTH, DIMS)
-    plan = [(dim, what) for dim in dims for what in ("no mask", "causal", "causal, training")]
+    plan = [(dim, what) for dim in dims for what in ("no mask", "causal", "causal, shared", "causal, training")]
     rows = []
     for dim, what in each(plan, lambda item: f"parts, d = {item[0]}, {item[1]}"):
         inputs = clustered(n, dim)
-        call: Call = functools.partial(attend, inputs, what == "causal", FAST)
+        call: Call = functools.partial(attend, inputs, what != "no mask", SHARED if "shared" in what else DEFAULT)
         if what == "causal, training":
-            call = functools.partial(gradients, with_grad(inputs), torch.randn_like(inputs[0]), FAST)
+            call = functools.partial(gradients, with_grad(inputs), torch.randn_like(inputs[0]), DEFAULT)
         call()
         row: dict[str, Any] = {"dim": dim, "what": what}
         row["event_ms"] = statistics.median(elapsed(call) for _ in range(TIMED))
@@ -140,14 +140,14 @@ def show_parts(results: dict[str, Any]) -> Table:
 
 
 def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The least time that near and far field could take on this card, next to what they do; `known`: results of `parts`."""
+    """The least time that three kernels of a causal pass could take on this card, next to what they do; `known`: see `parts`."""
     rate, bandwidth, special = matmul_rate(512 if quick else 8192), copy_bandwidth(1 << (20 if quick else 32)), special_rate()
     rows = []
     n, dims = (512, (16,)) if quick else (LENGTH, DIMS)
-    for dim, causal in each([(dim, causal) for dim in dims for causal in (False, True)], lambda item: f"floor, d = {item[0]}"):
+    for dim in each(dims, lambda dim: f"floor, d = {dim}"):
         inputs = clustered(n, dim)
-        info = nf.estimate(*inputs, is_causal=causal, method=FAST).info
-        measured = _measured(known, n, dim, causal, functools.partial(attend, inputs, causal, FAST)) if CUDA else {}
+        info = nf.estimate(*inputs, is_causal=True, method=DEFAULT).info
+        measured = _measured(known, n, dim, functools.partial(attend, inputs, True, DEFAULT)) if CUDA else {}
         for kernel, count in (
             ("_near_fwd", near_work(n, dim, info)),
             ("_attend_rows", attend_work(n, dim, info)),
@@ -156,7 +156,6 @@ def floor(quick: bool, known: dict[str, Any] | None = None) -> dict[str, Any]:
             least = {"bytes_ms": 1e3 * count["bytes"] / bandwidth, "flops_ms": 1e3 * count["flops"] / rate}
             own: dict[str, Any] = {
                 "dim": dim,
-                "causal": causal,
                 "kernel": kernel,
                 **count,
                 **least,
@@ -223,12 +222,11 @@ def route_work(n: int, dim: int, info: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _measured(known: dict[str, Any] | None, n: int, dim: int, causal: bool, call: Call) -> dict[str, float]:
+def _measured(known: dict[str, Any] | None, n: int, dim: int, call: Call) -> dict[str, float]:
     """Milliseconds of each kernel: from `parts` where it has been measured, else measured now."""
-    what = "causal" if causal else "no mask"
     if known and known["n"] == n:
         for row in known["rows"]:
-            if (row["dim"], row["what"]) == (dim, what) and "kernels" in row:
+            if (row["dim"], row["what"]) == (dim, "causal") and "kernels" in row:
                 return {x["name"]: x["ms"] for x in row["kernels"]}
     call()
     return {x["name"]: x["ms"] for x in by_group([kernels_of(call) for _ in range(PROFILED)])["kernels"]}
@@ -263,12 +261,11 @@ def special_rate() -> float | None:
 
 def show_floor(results: dict[str, Any]) -> Table:
     measured = f"{results['bytes_per_second'] / 1e12:.2f} TB/s, {results['flops_per_second'] / 1e12:.0f} TFLOP/s"
-    titles = ("d", "mask", "kernel", "MB", "GFLOP", "bytes, ms", "flops, ms", "floor, ms", "special, ms", "measured, ms")
-    found = table(*titles, "measured / floor", title=f"n = {results['n']:,}; measured: {measured}", words=("mask", "kernel"))
+    titles = ("d", "kernel", "MB", "GFLOP", "bytes, ms", "flops, ms", "floor, ms", "special, ms", "measured, ms")
+    found = table(*titles, "measured / floor", title=f"n = {results['n']:,}; measured: {measured}", words=("kernel",))
     for row in results["rows"]:
         found.add_row(
             f"{row['dim']}",
-            "causal" if row["causal"] else "no mask",
             row["kernel"],
             f"{row['bytes'] / 1e6:,.0f}",
             f"{row['flops'] / 1e9:,.0f}",

@@ -59,9 +59,9 @@ def _times(causal: bool) -> Draw:
             _draw_lines(axis, [row for row in mine if row["dim"] == dim], LINES.get(dim, "-"), fill=dim == dims[0])
         sizes = sorted({row["n"] for row in mine})
         top = [row for row in mine if row["n"] == sizes[-1]]
-        exact, ours = max(row["exact"]["ms"] for row in top), max(row["ours"]["fast"]["ms"] for row in top)
+        exact, ours = max(row["exact"]["ms"] for row in top), max(row["ours"]["default"]["ms"] for row in top)
         name = "SDPA, $n^2$ (not run)" if top[0]["exact"]["extrapolated"] else "SDPA"
-        for label, y, color, up in ((name, exact, SDPA, 7), ("Cells(probes=4)", ours, CELLS, -34)):
+        for label, y, color, up in ((name, exact, SDPA, 7), ("Cells()", ours, CELLS, -34)):
             axis.annotate(label, (sizes[-1], y), (-6, up), textcoords="offset points", color=color, ha="right", weight="bold")
         for trend in results["trends"]:
             if trend["causal"] == causal:
@@ -82,7 +82,7 @@ def _times(causal: bool) -> Draw:
 
 def _draw_lines(axis: Any, rows: list[Row], line: Any, fill: bool) -> None:
     sizes = [row["n"] for row in rows]
-    exact, ours = [row["exact"]["ms"] for row in rows], [row["ours"]["fast"]["ms"] for row in rows]
+    exact, ours = [row["exact"]["ms"] for row in rows], [row["ours"]["default"]["ms"] for row in rows]
     if fill:
         faster = [a >= b for a, b in zip(exact, ours, strict=True)]
         axis.fill_between(sizes, ours, exact, where=faster, interpolate=True, color=WASH, zorder=0, linewidth=0)
@@ -90,6 +90,8 @@ def _draw_lines(axis: Any, rows: list[Row], line: Any, fill: bool) -> None:
     axis.plot(sizes[:run], exact[:run], color=SDPA, linestyle=line, marker="o", markersize=3.5, linewidth=1.4)
     axis.plot(sizes[run - 1 :], exact[run - 1 :], color=SDPA, linestyle=":", linewidth=1.2)
     axis.plot(sizes[run:], exact[run:], "o", color=SDPA, markerfacecolor="white", markersize=3.5)
+    if all("shared" in row["ours"] for row in rows):
+        axis.plot(sizes, [row["ours"]["shared"]["ms"] for row in rows], color=BETWEEN, linestyle=line, linewidth=1.2)
     axis.plot(sizes, ours, color=CELLS, linestyle=line, marker="o", markersize=3.5, linewidth=2.0)
 
 
@@ -117,7 +119,7 @@ def _ratios(sections: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 def _draw_ratios(axis: Any, sections: dict[str, Any]) -> None:
     found = _ratios(sections)
     most = max(max(ratios.values()) for _, ratios in found)
-    colors = {"fast": CELLS, "default": BETWEEN, "accurate": PALE}
+    colors = {"default": CELLS, "shared": BETWEEN, "fast": TOPK, "accurate": PALE}
     for place, (_, ratios) in enumerate(found):
         names = [name for name in colors if name in ratios]
         high = 0.8 / max(2, len(names))
@@ -125,10 +127,10 @@ def _draw_ratios(axis: Any, sections: dict[str, Any]) -> None:
             y = place + (number - (len(names) - 1) / 2) * high
             axis.barh(y, ratios[name], high * 0.9, color=colors[name])
             axis.text(ratios[name] + 0.015 * most, y, f"{ratios[name]:.1f}×", va="center", fontsize=8)
-    labels = {"fast": "Cells(probes=4)", "default": "Cells()", "accurate": "Cells(probes=20)"}
+    labels = {"default": "Cells()", "shared": "share=128", "fast": "probes=4", "accurate": "probes=20"}
     for name, color in colors.items():
         axis.barh([0], [0], color=color, label=labels[name])
-    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=3, columnspacing=1.0)
+    axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.12), ncols=4, columnspacing=1.0)
     axis.axvline(1, color=SDPA, linewidth=1, linestyle=(0, (2, 2)))
     axis.set_yticks(range(len(found)), [label for label, _ in found], fontsize=8)
     axis.invert_yaxis()

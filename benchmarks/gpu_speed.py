@@ -11,8 +11,8 @@ import errors
 import torch
 from cells_speed import settings
 from gpu_timing import (
+    DEFAULT,
     DTYPE,
-    FAST,
     HEADS,
     QKV,
     Call,
@@ -24,6 +24,7 @@ from gpu_timing import (
     methods,
     peak_megabytes,
     sdpa,
+    usual,
 )
 from record import each, exponent, table
 from rich.table import Table
@@ -55,7 +56,7 @@ def forward(quick: bool) -> dict[str, Any]:
     longest = 512 if quick else LONGEST_EXACT
     for dim, causal, n in each(plan, lambda item: f"forward, d = {item[0]}, {mask_name(item[1])}, n = {item[2]:,}"):
         inputs = clustered(n, dim)
-        several = methods(causal) if n == (512 if quick else COMPARED) else {"fast": FAST}
+        several = methods(causal) if n == (512 if quick else COMPARED) else usual(causal)
         names = tried.get((dim, causal), backends()) if n <= longest else ()
         exact = {name: functools.partial(sdpa, name, *inputs, causal) for name in names}
         # The audits come first: they also compile the kernels.
@@ -80,10 +81,10 @@ def training(quick: bool) -> dict[str, Any]:
     for dim, n in each(plan, lambda item: f"training, d = {item[0]}, n = {item[1]:,}"):
         inputs = clustered(n, dim)
         upstream = torch.randn_like(inputs[0])
-        ours = {"fast": audited(inputs, True, FAST)}
+        ours = {"default": audited(inputs, True, DEFAULT)}
         leaves = with_grad(inputs)
         exact = {name: functools.partial(gradients, leaves, upstream, name) for name in tried.get(dim, backends())}
-        calls = {"fast": functools.partial(gradients, leaves, upstream, FAST)}
+        calls = {"default": functools.partial(gradients, leaves, upstream, DEFAULT)}
         row = {"n": n, "dim": dim, "causal": True, **compared(exact, calls, (*leaves, upstream), ours)}
         tried[dim] = hopeful(row["exact"]["tried_ms"])
         if quick or n == GRADIENTS_AT:
@@ -167,18 +168,18 @@ def _trend(rows: list[Row]) -> dict[str, Any]:
     """The length from which Cells stay faster, and how their time grows over long inputs; None where it cannot be told."""
     faster_from = None
     for row in reversed(rows):
-        if row["ours"]["fast"]["exact_over_ours"] <= 1:
+        if row["ours"]["default"]["exact_over_ours"] <= 1:
             break
         faster_from = row["n"]
     long = [row for row in rows if row["n"] >= FITTED_FROM]
-    grows = exponent([row["n"] for row in long], [row["ours"]["fast"]["ms"] for row in long]) if len(long) > 2 else None
+    grows = exponent([row["n"] for row in long], [row["ours"]["default"]["ms"] for row in long]) if len(long) > 2 else None
     return {"dim": rows[0]["dim"], "causal": rows[0]["causal"], "faster_from": faster_from, "exponent": grows}
 
 
 def gradient_errors(leaves: QKV, upstream: Tensor, backend: str) -> dict[str, dict[str, float]]:
     """||ours - exact|| / ||exact|| of each gradient, and the same of SDPA in bfloat16, which is rounding alone."""
     exact = _exact_gradients(leaves, upstream)
-    ways: dict[str, str | nf.Cells] = {"fast": FAST, "sdpa": backend}
+    ways: dict[str, str | nf.Cells] = {"default": DEFAULT, "sdpa": backend}
     found = {}
     for name, way in ways.items():
         pairs = zip(("query", "key", "value"), gradients(leaves, upstream, way), exact, strict=True)
@@ -212,17 +213,31 @@ def _show(results: dict[str, Any], title: str) -> Table:
         + (f", time ~ n^{x['exponent']:.2f}" if x["exponent"] else "")
         for x in results["trends"]
     )
-    titles = ("n", "d", "mask", "exact, ms", "by", "ours, ms", "ratio", "rel. mean, worst", "add. mean, worst", "keys", "cells")
-    found = table(*titles, "MB exact", "ours", "ratio", "dq dk dv rel.", title=f"{title}; {trends}")
+    titles = (
+        "n",
+        "d",
+        "mask",
+        "ours",
+        "exact, ms",
+        "by",
+        "ours, ms",
+        "ratio",
+        "rel. mean, worst",
+        "add. mean, worst",
+        "keys",
+        "cells",
+    )
+    found = table(*titles, "cells", "MB exact", "ours", "ratio", "dq dk dv rel.", title=f"{title}; {trends}")
     for row in results["rows"]:
-        for own in row["ours"].values():
+        for name, own in row["ours"].items():
             exact, off, sizes = row["exact"], own["errors"], own["settings"]
             memory = [x["peak_megabytes"]["total"] for x in (exact, own)] if own["peak_megabytes"] else []
-            off_gradients = row.get("relative_error_of_gradients", {}).get("fast", {})
+            off_gradients = row.get("relative_error_of_gradients", {}).get("default", {})
             found.add_row(
                 f"{row['n']:,}",
                 f"{row['dim']}",
                 mask_name(row["causal"]),
+                name,
                 f"{exact['ms']:.2f}",
                 "n^2" if exact["extrapolated"] else exact["backend"],
                 f"{own['ms']:.2f}",

@@ -24,7 +24,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16
 HEADS = 8
-FAST, DEFAULT, ACCURATE = nf.Cells(probes=4), nf.Cells(), nf.Cells(probes=20)
+DEFAULT, SHARED, FAST, ACCURATE = nf.Cells(), nf.Cells(share=128), nf.Cells(probes=4), nf.Cells(probes=20)
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -65,9 +65,14 @@ def clustered(n: int, dim: int, heads: int = HEADS, seed: int = 0, run: int = 1,
     return inputs[0], inputs[1], inputs[2]
 
 
+def usual(causal: bool) -> dict[str, nf.Cells]:
+    """What is compared at every length. Without a mask, rows open cells together by default."""
+    return {"default": DEFAULT, "shared": SHARED} if causal else {"default": DEFAULT}
+
+
 def methods(causal: bool) -> dict[str, nf.Cells]:
-    """What is compared at one length. Without a mask the default is the fast one from 131,072 keys on."""
-    return {"fast": FAST, **({"default": DEFAULT} if causal else {}), "accurate": ACCURATE}
+    """What is compared at one length."""
+    return usual(causal) | {"fast": FAST, "accurate": ACCURATE}
 
 
 def backends() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ opens cells together.
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 
     spread  u_c     = sum_i q_i^2 var_{c,i}           variance of the cell's logits
-    score   s_c     = q.mu_c + 1.5 sqrt(u_c)          what its best keys may reach; the cells of largest score are opened
+    score   s_c     = q.mu_c + 3 sqrt(u_c)          what its best keys may reach; the cells of largest score are opened
     boost   b(u)    = (1 + u / 4)^2                   agrees to second order in q with e^{u/2}, right for a Gaussian cell
                                                       but far too large where a cell is not Gaussian
     mass    m_c     = n_c e^{q.mu_c} b(u_c)           what a closed cell counts for
@@ -20,7 +20,7 @@ from torch import Tensor
 from nearfield.cells.moments import MOST_VARIANCE, SeenCells
 from nearfield.kernels.reference import largest
 
-ROUTE_SPREADS = 1.5
+ROUTE_SPREADS = 3.0
 """The score of a cell is q.mu_c plus this many standard deviations of its logits."""
 MOST_SPREAD = 1e8
 """u_c is cut off here, so that b(u_c) stays far from overflow."""

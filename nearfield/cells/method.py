@@ -29,7 +29,7 @@ class Cells:
 
     With q the query times scale and, per cell c, n_c keys around a centroid mu_c with variances var_c and mean value v_c:
 
-    1. A row opens the `probes` cells of largest score q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}. All keys of an opened
+    1. A row opens the `probes` cells of largest score q.mu_c + 3 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}. All keys of an opened
        cell are near. With `share`, a block of rows opens the same cells, those with most votes of its rows: consecutive rows, or
        without a mask rows in the order of their best cells.
     2. Every other cell counts with mass n_c e^{q.mu_c} (1 + u_c / 4)^2 and value v_c + X q, X the covariance of values and keys

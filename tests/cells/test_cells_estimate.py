@@ -143,14 +143,14 @@ def three_cells() -> SeenCells:
 
 
 def test_scores_by_hand() -> None:
-    """q.mu_c + 1.5 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; an empty cell is never opened."""
+    """q.mu_c + 3 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; an empty cell is never opened."""
     queries = torch.tensor([[1.0, 0.0], [2.0, 1.0]], dtype=torch.float64)
     first, spread = far_field.moments(queries, three_cells())
     assert first.tolist() == [[1, -math.inf, 0], [2, -math.inf, 3]]
     assert spread.tolist() == [[4, 0, 1], [16, 0, 13]]
-    expected = [[4, -math.inf, 1.5], [8, -math.inf, 3 + 1.5 * 13**0.5]]
+    expected = [[7, -math.inf, 3], [14, -math.inf, 3 + 3 * 13**0.5]]
     torch.testing.assert_close(far_field.score(first, spread), torch.tensor(expected, dtype=torch.float64))
-    assert far_field.open_best(first, spread, 1).tolist() == [[0], [2]]
+    assert far_field.open_best(first, spread, 1).tolist() == [[0], [0]]
     assert far_field.open_best(first, spread, 4).sort(1).values.tolist() == [[-1, 0, 2]] * 2
     assert far_field.largest_first(first, torch.tensor([[2, -1], [0, 2]])).tolist() == [0, 3]
     assert far_field.largest_first(first, torch.tensor([[-1], [-1]])).tolist() == [-math.inf] * 2
@@ -203,7 +203,7 @@ def test_spreads_and_squares_are_cut_off() -> None:
 @pytest.mark.parametrize("partition", [nf.KMeans(), nf.Blocks(), nf.HashBuckets()], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("causal", [False, True])
 def test_cells_by_hand(causal: bool, partition: Any, calls: list[Any]) -> None:
-    """Routing by q.mu_c + 1.5 sqrt(u_c), mass n_c e^{q.mu_c} (1 + u_c/4)^2, value v_c + X q."""
+    """Routing by q.mu_c + 3 sqrt(u_c), mass n_c e^{q.mu_c} (1 + u_c/4)^2, value v_c + X q."""
     q, k, v = inputs(1, 1, queries=200, dim=6, dtype=torch.float64)
     tensors = (2 * q, k, v)
     window = {"window": 10} if causal else {}
@@ -211,7 +211,7 @@ def test_cells_by_hand(causal: bool, partition: Any, calls: list[Any]) -> None:
     est = nf.estimate(*tensors, is_causal=causal, method=method)
     ((result, sizes),) = calls
     by_hand = Cells.of(tensors, result, sizes, causal)
-    score = (by_hand.first + 1.5 * by_hand.spread.sqrt()).masked_fill(~by_hand.seen, -torch.inf)
+    score = (by_hand.first + 3 * by_hand.spread.sqrt()).masked_fill(~by_hand.seen, -torch.inf)
     best = score.topk(3, dim=1)
     wanted = best.indices.masked_fill(best.values == -torch.inf, -1).sort(1).values
     assert torch.equal(by_hand.opened.sort(1).values, wanted)
@@ -236,15 +236,18 @@ def top_k_error(tensors: QKV, k: int, causal: bool, rows: slice) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("family", "dim", "size"), [("clustered", 32, 16), ("mixture_of_scales", 8, 8), ("gaussian", 32, 16)])
-def test_the_far_field_earns_its_keep(family: str, dim: int, size: int, causal: bool, calls: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "dim", "size", "probes"), [("clustered", 32, 32, 4), ("mixture_of_scales", 8, 8, 64), ("gaussian", 32, 16, 32)]
+)
+def test_the_far_field_earns_its_keep(family: str, dim: int, size: int, probes: int, causal: bool, calls: list[Any]) -> None:
     """Better than the true top k with as many keys, which no index can beat, and better than centroids alone.
 
     Queries as sharp as those of `mixture_of_scales` need their largest keys one by one. Where keys have no clusters at all, as
     there, cells find them in few dimensions only: with 32 it is most rows, not the mean square, that are better than top k.
+    Where nearly all that counts is opened, as with many probes on `clustered`, what is left of cells matters little either way.
     """
     tensors = synthetic.make(family, 1, 1, 4096, dim, seed=2)
-    est = nf.estimate(*tensors, is_causal=causal, method=nf.Cells(cell_size=size, probes=512 // size, segment=512, sinks=0))
+    est = nf.estimate(*tensors, is_causal=causal, method=nf.Cells(cell_size=size, probes=probes, segment=512, sinks=0))
     rows = slice(1024, None, 16)
     ((result, sizes),) = calls
     by_hand = Cells.of(tensors, result, sizes, causal, rows)

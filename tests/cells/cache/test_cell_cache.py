@@ -154,7 +154,7 @@ def test_one_step_by_hand() -> None:
             u = (q.square() * (k[own] - mu).square().mean(0)).sum(1)
             members.append(own)
             means.append(mean)
-            scores.append(q @ mu + 1.5 * u.sqrt())
+            scores.append(q @ mu + 3 * u.sqrt())
             masses.append(len(own) * (q @ mu).exp() * (1 + u / 4) ** 2)
             deviations += (v[own] - mean).T @ (k[own] - mu)
     pooled = sum(len(own) for own in members)
