@@ -106,8 +106,8 @@ class Cells:
         rows = problem.grouped
         sizes = self.sizes(problem)
         random = bool(self.samples or problem.dropout_p)
-        seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
         engine = self._engine(problem, sizes, call.backend)
+        seed = call.seeds.tensor() if random else _no_seed(problem.query, engine)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
         recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
         if engine == "triton" and call.signature is not None and not _is_captured(problem.query):
@@ -176,6 +176,11 @@ class Cells:
         levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
         most = length // segment * sizes.cells_in(segment)
         return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
+
+
+def _no_seed(query: Tensor, engine: str) -> Tensor:
+    """Stands for a seed where nothing is random. A graph that `torch.compile` captures takes no tensors of the host."""
+    return torch.zeros((), dtype=torch.int64, device=query.device if engine == "triton" and is_traced() else "cpu")
 
 
 def _is_captured(x: Tensor) -> bool:
