@@ -9,8 +9,8 @@ python benchmarks/bench_gpu.py --plot-only                # the figure from the 
 forward     8,192 to 1,048,576 keys, no mask and causal, d = 64 and 128: time, memory, error        about 3 minutes on an H200
 training    forward and backward, causal, 16,384 to 131,072 keys, and the error of gradients        1 minute
 parts       where the time goes at 131,072 keys, kernel by kernel; a captured graph                 30 seconds
-floor       bytes and operations of near and far field, next to what the card can do                10 seconds
-accuracy    131,072 keys: error next to exact top-k with as many keys, clustered and real inputs    30 seconds
+floor       bytes and operations of three kernels, next to what the card can do                     10 seconds
+accuracy    error next to exact top-k with as many keys: 131,072 in clusters, and real inputs       2 minutes
 model       4 layers of 512 on 65,536 bytes: time and memory of a step, losses over 200 steps       2 minutes
 
 These estimates include compiling the Triton kernels, which is done once. Every section is written as soon as it is measured;

@@ -110,7 +110,7 @@ def routed(group: Group, cell_size: int, probes: int, together: bool = False) ->
     off_key, off_value = keys - centroid[cell], values - mean[cell]
     score = group.queries @ centroid.T
     spread = group.queries.square() @ (share @ off_key.square()).T
-    route = (score + 1.5 * spread.sqrt()).masked_fill(size == 0, -torch.inf)
+    route = (score + 3 * spread.sqrt()).masked_fill(size == 0, -torch.inf)
     if together:
         route = route.view(group.heads, -1, len(size)).amax(0).repeat(group.heads, 1)
     opened = torch.zeros_like(route, dtype=torch.bool).scatter_(1, route.topk(min(probes, cells)).indices, True)

@@ -227,7 +227,7 @@ def _show(results: dict[str, Any], title: str) -> Table:
         "keys",
         "cells",
     )
-    found = table(*titles, "cells", "MB exact", "ours", "ratio", "dq dk dv rel.", title=f"{title}; {trends}")
+    found = table(*titles, "MB exact", "ours", "ratio", "dq dk dv rel.", title=f"{title}; {trends}")
     for row in results["rows"]:
         for name, own in row["ours"].items():
             exact, off, sizes = row["exact"], own["errors"], own["settings"]

@@ -5,7 +5,7 @@ opens cells together.
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 
     spread  u_c     = sum_i q_i^2 var_{c,i}           variance of the cell's logits
-    score   s_c     = q.mu_c + 3 sqrt(u_c)          what its best keys may reach; the cells of largest score are opened
+    score   s_c     = q.mu_c + 3 sqrt(u_c)            what its best keys may reach; the cells of largest score are opened
     boost   b(u)    = (1 + u / 4)^2                   agrees to second order in q with e^{u/2}, right for a Gaussian cell
                                                       but far too large where a cell is not Gaussian
     mass    m_c     = n_c e^{q.mu_c} b(u_c)           what a closed cell counts for

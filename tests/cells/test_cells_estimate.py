@@ -144,16 +144,16 @@ def three_cells() -> SeenCells:
 
 def test_scores_by_hand() -> None:
     """q.mu_c + 3 sqrt(u_c), u_c = sum_i q_i^2 var_{c,i}; an empty cell is never opened."""
-    queries = torch.tensor([[1.0, 0.0], [2.0, 1.0]], dtype=torch.float64)
+    queries = torch.tensor([[1.0, 0.0], [2.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     first, spread = far_field.moments(queries, three_cells())
-    assert first.tolist() == [[1, -math.inf, 0], [2, -math.inf, 3]]
-    assert spread.tolist() == [[4, 0, 1], [16, 0, 13]]
-    expected = [[7, -math.inf, 3], [14, -math.inf, 3 + 3 * 13**0.5]]
+    assert first.tolist() == [[1, -math.inf, 0], [2, -math.inf, 3], [1, -math.inf, 3]]
+    assert spread.tolist() == [[4, 0, 1], [16, 0, 13], [4, 0, 10]]
+    expected = [[7, -math.inf, 3], [14, -math.inf, 3 + 3 * 13**0.5], [7, -math.inf, 3 + 3 * 10**0.5]]
     torch.testing.assert_close(far_field.score(first, spread), torch.tensor(expected, dtype=torch.float64))
-    assert far_field.open_best(first, spread, 1).tolist() == [[0], [0]]
-    assert far_field.open_best(first, spread, 4).sort(1).values.tolist() == [[-1, 0, 2]] * 2
-    assert far_field.largest_first(first, torch.tensor([[2, -1], [0, 2]])).tolist() == [0, 3]
-    assert far_field.largest_first(first, torch.tensor([[-1], [-1]])).tolist() == [-math.inf] * 2
+    assert far_field.open_best(first, spread, 1).tolist() == [[0], [0], [2]]
+    assert far_field.open_best(first, spread, 4).sort(1).values.tolist() == [[-1, 0, 2]] * 3
+    assert far_field.largest_first(first[:2], torch.tensor([[2, -1], [0, 2]])).tolist() == [0, 3]
+    assert far_field.largest_first(first[:2], torch.tensor([[-1], [-1]])).tolist() == [-math.inf] * 2
 
 
 @pytest.mark.parametrize(

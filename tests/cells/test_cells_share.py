@@ -308,11 +308,14 @@ def test_on_a_cpu_rows_are_by_themselves() -> None:
 
 @pytest.mark.parametrize(("length", "keys"), [(8192, 1027), (131072, 2055)])
 def test_how_many_keys_a_block_opens(length: int, keys: int) -> None:
-    """Without a mask 108 length^(1/4), with one 115; a row by itself opens 54 on a CPU, 27 on a GPU."""
+    """Without a mask 108 length^(1/4), with one 115; a row by itself opens 54 on a CPU, on a GPU 27 and 60."""
     assert default_probes(length, 1, share=128) == default_probes(length, 1, on_gpu=True, share=128) == keys
     assert default_probes(length, 1, causal=True, share=128) == pytest.approx(keys * 115 / 108, abs=1)
     assert default_probes(length, 1) == pytest.approx(keys / 2, abs=1)
+    assert default_probes(length, 1, on_gpu=True) == pytest.approx(keys / 4, abs=1)
+    assert default_probes(length, 1, causal=True, on_gpu=True) == pytest.approx(keys * 60 / 108, abs=1)
     assert default_probes(length, 512, share=128) == 8
+    assert default_probes(length, 512, causal=True, share=128) == 12
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -118,7 +118,7 @@ def sample_of(length: int, cells: int, size: int, generator: torch.Generator) ->
     """
     drawn = torch.randperm(length, generator=generator, device="cpu")
     within = torch.rand(cells, generator=generator, dtype=torch.float64, device="cpu")
-    # In any order, so that any first few of them are from everywhere.
+    # In any order: the kernels measure widths on the first few of them, which should be from everywhere.
     stretch = torch.randperm(cells, generator=generator, device="cpu")
     first, beyond = stretch * length // cells, (stretch + 1) * length // cells
     start = first + (within * (beyond - first)).long()

@@ -288,12 +288,16 @@ def _ints(numbers: list[int], device: torch.device) -> Tensor:
 def lasting(table: Tensor, device: torch.device) -> Tensor:
     """A table on the device, in memory that no graph lays claim to.
 
-    While `torch.compile` warms up a call for a graph, what a thread allocates belongs to that graph. So another thread does it.
+    While `torch.compile` warms up a call for a graph, what its thread (in older versions: its stream) allocates belongs to that
+    graph. So another thread does it, on the default stream.
     """
     if device.type != "cuda":
         return table.to(device)
     with ThreadPoolExecutor(1) as another:
-        return another.submit(table.to, device).result()
+        made = another.submit(table.to, device).result()
+    # Once it is dropped, its memory waits for what this stream still has to do.
+    made.record_stream(torch.cuda.current_stream(device))
+    return made
 
 
 def as_read(visible: Tensor) -> Tensor:
