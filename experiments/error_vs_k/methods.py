@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import nearfield as nf
 
-CELL_SIZES = (8, 6, 12, 4, 10, 5, 7, 3)
+CELL_SIZES = (8, 6, 12, 4, 10, 5, 7, 3, 2)
 """Tried in this order until one is close to k."""
 CLOSE = 0.05
 
@@ -27,8 +27,8 @@ def cells(size: int, probes: int) -> nf.Cells:
 def fitted(k: int, keys: Callable[[int, int], float]) -> tuple[int, int]:
     """A size of cells and a number of them to open, whose measured keys per query, `keys(size, probes)`, come near to k.
 
-    Cells that score high are smaller than the others, so k over the size would be too few. The first size within 5% is taken, or
-    the nearest of all.
+    Cells that score high are smaller or larger than the others, so k over the size would be off. The first size within 5% is
+    taken, or the nearest of all.
     """
     found: list[tuple[float, int, int]] = []
     for size in CELL_SIZES:
