@@ -119,6 +119,7 @@ def test_a_model_adds_units_and_repeats_none(
     assert "48 GB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_stays_when_it_is_not_named_again(folder: Path, real: Path, tmp_path: Path) -> None:
     main(["gpt2-xl", "--quick", "--out", str(folder), "--model", str(real)])
     with_model = read(folder / "gpt2-xl.json")

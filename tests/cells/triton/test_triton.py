@@ -372,7 +372,10 @@ IN_ORDER = {
 }
 
 
-@pytest.mark.parametrize(("name", "chunk"), [*((name, 64) for name in IN_ORDER), ("many-rows", 1024)])
+CHUNKS = [*((name, 64) for name in IN_ORDER), pytest.param("many-rows", 1024, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("name", "chunk"), CHUNKS)
 def test_without_a_mask_rows_are_in_the_order_of_their_best_cells(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head by itself; of rows with the same best cell in their own order. So many rows are counted at a time."""
     from nearfield.cells.triton import cluster

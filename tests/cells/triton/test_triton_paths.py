@@ -263,7 +263,7 @@ def test_limits_name_the_remedy(monkeypatch: pytest.MonkeyPatch, limit: str, met
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
+@pytest.mark.parametrize("which", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["key", "value"])
 def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
     """A block of rows that do not all see the same segments: what is not finite in a later one stays there."""
     case = Case(length=24, keys=24, segment=8, span_levels=1, sinks=2, probes=1)
@@ -283,7 +283,7 @@ def test_earlier_rows_have_gradients_whatever_follows(which: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "share"),
-    [(3e36, 1), (1e38, 1), pytest.param(1e38, 16, marks=pytest.mark.slow)],
+    [(3e36, 1), *(pytest.param(1e38, share, marks=pytest.mark.slow) for share in (1, 16))],
     ids=["huge", "overflowing", "overflowing-shared"],
 )
 def test_later_keys_that_are_too_large_stay_where_they_are(size: float, share: int) -> None:
@@ -616,7 +616,7 @@ def test_block_sizes_of_another_class_are_used_when_asked(tables: dict[str, Any]
 
 @pytest.mark.long
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_output_as_models_want_it_is_kept_once(causal: bool, fused: bool) -> None:
     """Queries of a projection `[batch, length, heads, dim]`: the output lies the same way, and is what the gradient keeps."""
     method = nf.Cells(cell_size=4, probes=2, segment=16 if causal else None, partition=nf.KMeans(iterations=1))
@@ -642,8 +642,9 @@ def test_an_output_as_models_want_it_is_kept_once(causal: bool, fused: bool) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [1, 16])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("share", "causal"), [(1, True), (16, True), (1, False), pytest.param(16, False, marks=pytest.mark.slow)]
+)
 def test_calls_are_replayed_from_the_third_on(share: int, causal: bool) -> None:
     """Nothing but our kernels runs between its allocations; inputs of the same shapes give what they give by themselves."""
     method = nf.Cells(4, 2, segment=8 if causal else None, partition=nf.KMeans(iterations=1), share=share)
