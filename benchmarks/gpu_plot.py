@@ -67,7 +67,7 @@ def _times(causal: bool) -> Draw:
             if trend["causal"] == causal:
                 axis.plot([], [], color=CELLS, linestyle=LINES.get(trend["dim"], "-"), label=_told(trend))
         if causal:
-            axis.plot([], [], color=BETWEEN, linewidth=1.2, label="share=128, less accurate here")
+            axis.plot([], [], color=BETWEEN, linewidth=1.2, label="share=128")
         axis.legend(frameon=False, fontsize=8, loc="lower right", handlelength=2.6)
         axis.set(xscale="log", yscale="log", xlabel="keys and queries, n")
         axis.set_title(f"Forward pass, {'causal' if causal else 'no mask'}", loc="left")
