@@ -18,9 +18,10 @@ from torch import Tensor
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
-from nearfield.cells.triton.local import add_keys, edges_of, rows_at, tile_at
+from nearfield.cells.triton.local import edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
+from nearfield.cells.triton.softmax import add_keys, add_seen, is_lost, most_weight
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
 
@@ -66,16 +67,6 @@ def _tile(
 
 
 @triton.jit
-def add_seen(qk, value, scale, m_i, l_i, acc, IP: tl.constexpr):
-    """Add keys that all rows see to a running softmax with logits qk * scale, base 2."""
-    m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
-    p = tl.exp2(qk * scale - m_new[:, None])
-    alpha = tl.exp2(m_i - m_new)
-    acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
-    return m_new, l_i * alpha + tl.sum(p, 1), acc
-
-
-@triton.jit
 def cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, value_column, wide, value_wide, FULL: tl.constexpr):
     """Centroids, variances and mean values of some cells `[cells, columns]`."""
     mean, value = _tile(centroid, mean_value, cell, cell >= 0, dim, value_dim, column, value_column, wide, value_wide, True, FULL)
@@ -84,6 +75,25 @@ def cell_tile(centroid, variance, mean_value, cell, dim, value_dim, column, valu
     else:
         var = tl.load(variance + cell[:, None] * dim + column[None, :], mask=wide[None, :], other=0.0)
     return mean, var, value
+
+
+@triton.jit
+def _add_cells(logit, spread, value, m_i, l_i, acc, NARROW: tl.constexpr, FIXED: tl.constexpr, IP: tl.constexpr):
+    """Add cells to a softmax: their logits (see `cell_logit`; -inf: none there), spreads and mean values."""
+    if FIXED:
+        p = tl.exp2(logit - m_i[:, None]) * boost(spread)
+        return m_i, l_i + tl.sum(p, 1), tl.dot(p.to(value.dtype), value, acc, input_precision=IP)
+    if NARROW:
+        # float16 holds no weight far above 1.
+        logit = log2_cell_mass(logit, spread)
+    m_new = tl.maximum(m_i, tl.max(logit, 1))
+    base = tl.where(m_new > -float("inf"), m_new, 0.0)
+    p = tl.exp2(logit - base[:, None])
+    if not NARROW:
+        p = p * boost(spread)
+    alpha = tl.exp2(m_i - base)
+    acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -172,6 +182,9 @@ def _attend(
     CAUSAL: tl.constexpr,
     ORDERED: tl.constexpr,
     NARROW: tl.constexpr,
+    FIXED: tl.constexpr,
+    AGAIN: tl.constexpr,
+    MOST: tl.constexpr,
     FULL: tl.constexpr,
     TILE: tl.constexpr,
     BM: tl.constexpr,
@@ -196,6 +209,14 @@ def _attend(
     first_position = inside * BM // share * share
     block = entry * (tl.num_programs(0) // per_member) * tl.cdiv(positions, share)
     block += member * tl.cdiv(positions, share) + inside * BM // share
+    lse += entry * lse_entry + row
+    stored = there
+    if AGAIN:
+        # Rows of a block must not depend on each other: only those that were lost are written again.
+        known = tl.load(lse, mask=there, other=0.0)
+        stored = known != known
+        if tl.max(stored.to(tl.int32), 0) == 0:
+            return
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -212,35 +233,16 @@ def _attend(
     acc = tl.zeros([BM, BV], tl.float32)
     lane = tl.arange(0, BN)
 
-    # Keys of the list, which all rows see.
     listed += block * most_listed
     count = tl.load(listed_count + block)
-    whole = count // BN * BN
-    for start in range(0, whole, BN):
-        own = tl.load(listed + start + lane)
-        key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
-        qk = tl.dot(query, tl.trans(key), input_precision=IP)
-        m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, IP)
-    if whole < count:
-        real = whole + lane < count
-        own = tl.load(listed + whole + lane, mask=real, other=0)
-        key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
-        qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))
-        m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
-
+    listed_whole = count // BN * BN
+    begin = closed * segment
+    whole = begin
     if CAUSAL:
-        # Keys after the last closed segment: first those that all rows see.
-        begin = closed * segment
+        # Keys after the last closed segment that not all rows see. Every row sees one of them: itself.
         least = tl.min(tl.where(there, sees, 2147483647), 0)
         last = tl.max(sees, 0)
-        whole = begin + tl.maximum(least - begin, 0) // BN * BN
-        for start in range(begin, whole, BN):
-            own = start + lane
-            key, value = _tile(
-                keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL
-            )
-            qk = tl.dot(query, tl.trans(key), input_precision=IP)
-            m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, IP)
+        whole = begin + tl.maximum(least - 1 - begin, 0) // BN * BN
         for start in range(whole, last, BN):
             own = start + lane
             key, value = _tile(
@@ -250,6 +252,29 @@ def _attend(
             qk, value = _without_odd(qk, value)
             qk = tl.where(own[None, :] < sees[:, None], qk, -float("inf"))
             m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+    # Keys of the list, which all rows see.
+    if listed_whole < count:
+        real = listed_whole + lane < count
+        own = tl.load(listed + listed_whole + lane, mask=real, other=0)
+        key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
+        qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))
+        m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+    for start in range(0, listed_whole, BN):
+        own = tl.load(listed + start + lane)
+        key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
+        qk = tl.dot(query, tl.trans(key), input_precision=IP)
+        if not CAUSAL and FIXED:
+            if start == 0 and listed_whole == count:
+                m_i = tl.max(qk, 1) * scale2
+        m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, FIXED, IP)
+    if CAUSAL:
+        for start in range(begin, whole, BN):
+            own = start + lane
+            key, value = _tile(
+                keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL
+            )
+            qk = tl.dot(query, tl.trans(key), input_precision=IP)
+            m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, FIXED, IP)
 
     # Cells left closed.
     first_tile = tl.load(tile_edges + closed)
@@ -280,33 +305,25 @@ def _attend(
             )
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
-            if NARROW:
-                # float16 holds no weight far above 1.
-                logit = log2_cell_mass(logit, spread)
-            m_new = tl.maximum(m_i, tl.max(logit, 1))
-            base = tl.where(m_new > -float("inf"), m_new, 0.0)
-            p = tl.exp2(logit - base[:, None])
-            if not NARROW:
-                p = p * boost(spread)
-            alpha = tl.exp2(m_i - base)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
-            m_i = m_new
-        far_l = l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0))
+            m_i, l_i, acc = _add_cells(logit, spread, value, m_i, l_i, acc, NARROW, FIXED, IP)
+        far_l = l_i - (l_before if FIXED else l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)))
         tilt = _tilt(queries, row, query_row, there, cross, value_column, value_wide, dim, BM, BD, BV, BK, DT, IP)
         acc += (far_l * scale)[:, None] * tilt
 
-    # A cell with a member that is not finite outweighs everything.
-    l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    if FIXED:
+        l_i = tl.where(is_lost(l_i, MOST), float("nan"), l_i)
+    else:
+        # A cell with a member that is not finite outweighs everything.
+        l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
     blind = (l_i <= 0.0) | (sees == 0)
     result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
     tl.store(
         output + entry * output_entry + row[:, None] * output_row + value_column[None, :],
         result.to(output.dtype.element_ty),
-        mask=there[:, None] & value_wide[None, :],
+        mask=stored[:, None] & value_wide[None, :],
     )
     lse_i = (m_i + tl.log2(tl.where(blind, 1.0, l_i))) * LN2
-    tl.store(lse + entry * lse_entry + row, tl.where(blind, -float("inf"), lse_i), mask=there)
+    tl.store(lse, tl.where(blind, -float("inf"), lse_i), mask=stored)
 
 
 @Kernel
@@ -350,6 +367,9 @@ def _attend_rows(
     sinks,
     CAUSAL: tl.constexpr,
     NARROW: tl.constexpr,
+    FIXED: tl.constexpr,
+    AGAIN: tl.constexpr,
+    MOST: tl.constexpr,
     FULL: tl.constexpr,
     TILE: tl.constexpr,
     BM: tl.constexpr,
@@ -368,6 +388,14 @@ def _attend_rows(
     entry = tl.program_id(1).to(tl.int64)
     # The last blocks of a causal head see most: they begin first.
     row, there = rows_at(tl.num_programs(0) - 1 - tl.program_id(0), positions, BM)
+    lse += entry * lse_entry + row
+    stored = there
+    if AGAIN:
+        # Rows of a block must not depend on each other: only those that were lost are written again.
+        known = tl.load(lse, mask=there, other=0.0)
+        stored = known != known
+        if tl.max(stored.to(tl.int32), 0) == 0:
+            return
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
@@ -384,13 +412,6 @@ def _attend_rows(
     if CAUSAL:
         local = tl.where(there & (sees > 0), closed * segment, 2147483647)
         begin, middle, whole, last, sink_tiles, before, tiles = edges_of(sees, local, there, sinks, BN)
-        for start in range(middle, whole, BN):
-            own = start + tl.arange(0, BN)
-            key, value = _tile(
-                keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL
-            )
-            qk = tl.dot(query, tl.trans(key), input_precision=IP)
-            m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
     else:
         local = sees
         begin, middle, whole, last = 0, 0, 0, tl.max(sees, 0)
@@ -405,6 +426,14 @@ def _attend_rows(
         seen = real[None, :] & (own[None, :] < sees[:, None]) & (is_sink == (own[None, :] < local[:, None]))
         qk = tl.where(seen, qk, -float("inf"))
         m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+    if CAUSAL:
+        for start in range(middle, whole, BN):
+            own = start + tl.arange(0, BN)
+            key, value = _tile(
+                keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL
+            )
+            qk = tl.dot(query, tl.trans(key), input_precision=IP)
+            m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, FIXED, IP)
 
     # Cells left closed.
     centroid += entry * cells * dim
@@ -419,6 +448,8 @@ def _attend_rows(
     for past in range(least, tl.max(closed, 0) + 1):
         mine = (closed == past) & there
         l_before, m_before = l_i, m_i
+        # Rows that see other segments get nothing.
+        base = tl.where(mine, m_i, float("inf"))
         first_tile = tl.load(tile_edges + past)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
         columns = tl.where(tl.max(mine.to(tl.int32), 0) > 0, (tl.load(tile_edges + past + 1) - first_tile) * TILE, 0)
@@ -439,35 +470,35 @@ def _attend_rows(
             taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
-            if NARROW:
-                # float16 holds no weight far above 1.
-                logit = tl.where(taken, -float("inf"), log2_cell_mass(logit, spread))
-            m_new = tl.where(mine, tl.maximum(m_i, tl.max(logit, 1)), m_i)
-            base = tl.where(m_new > -float("inf"), m_new, 0.0)
-            p = tl.where(mine[:, None], tl.exp2(logit - base[:, None]), 0.0)
-            if not NARROW:
-                p = tl.where(taken, 0.0, p * boost(spread))
-            alpha = tl.exp2(m_i - base)
-            l_i = l_i * alpha + tl.sum(p, 1)
-            acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
-            m_i = m_new
+            if FIXED:
+                p = tl.where(taken, 0.0, tl.exp2(logit - base[:, None]) * boost(spread))
+                l_i += tl.sum(p, 1)
+                acc = tl.dot(p.to(value.dtype), value, acc, input_precision=IP)
+            else:
+                # What a row does not see may not be finite.
+                counts = mine[:, None] & (taken == 0)
+                logit, spread = tl.where(counts, logit, -float("inf")), tl.where(counts, spread, 0.0)
+                m_i, l_i, acc = _add_cells(logit, spread, value, m_i, l_i, acc, NARROW, FIXED, IP)
         if columns > 0:
-            far_l = tl.where(mine, l_i - l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)), 0.0)
+            far_l = l_i - (l_before if FIXED else l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)))
             matrix = cross + past * value_dim * dim
             tilt = _tilt(queries, row, query_row, there, matrix, value_column, value_wide, dim, BM, BD, BV, BK, DT, IP)
             acc += tl.where(mine[:, None], (far_l * scale)[:, None] * tilt, 0.0)
 
-    # A cell with a member that is not finite outweighs everything.
-    l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
-    blind = l_i <= 0.0
+    if FIXED:
+        l_i = tl.where(is_lost(l_i, MOST), float("nan"), l_i)
+    else:
+        # A cell with a member that is not finite outweighs everything.
+        l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    blind = (l_i <= 0.0) | (sees == 0)
     result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
     tl.store(
         output + entry * output_entry + row[:, None] * output_row + value_column[None, :],
         result.to(output.dtype.element_ty),
-        mask=there[:, None] & value_wide[None, :],
+        mask=stored[:, None] & value_wide[None, :],
     )
     lse_i = tl.where(blind, -float("inf"), m_i + tl.log2(tl.where(blind, 1.0, l_i)))
-    tl.store(lse + entry * lse_entry + row, lse_i, mask=there)
+    tl.store(lse, lse_i, mask=stored)
 
 
 def attend_rows(
@@ -492,53 +523,57 @@ def attend_rows(
     entries, rows, dim = queries.shape
     value_dim, positions = values.shape[2], rows // members
     blocks = blocks_for("attend_rows", max(dim, value_dim), queries.dtype, queries.device)
-    _attend_rows[(members * cdiv(positions, blocks.rows), entries)](
-        queries=queries,
-        keys=keys,
-        values=values,
-        visible=visible,
-        marks=marks,
-        log2_size=tables.log2_size,
-        centroid=tables.centroid,
-        variance=tables.variance,
-        mean_value=tables.value,
-        cross=tables.cross,
-        tile_edges=layout.tile_edges,
-        tile_cell=layout.tile_cell,
-        tile_begin=layout.tile_begin,
-        tile_end=layout.tile_end,
-        output=output,
-        lse=lse,
-        positions=positions,
-        cells=layout.cells,
-        dim=dim,
-        value_dim=value_dim,
-        **strides(query=queries, key=keys, value=values),
-        visible_entry=visible.stride(0),
-        **strides(output=output),
-        lse_entry=lse.stride(0),
-        mark_entry=marks.stride(0),
-        mark_word=marks.stride(1),
-        scale=scale,
-        segment=layout.segment,
-        window=sizes.window,
-        segments=layout.segments,
-        sinks=sizes.sinks,
-        CAUSAL=sizes.segment > 0,
-        NARROW=queries.dtype == torch.float16,
-        FULL=dim == padded(dim) and value_dim == padded(value_dim),
-        TILE=COLUMNS,
-        BM=blocks.rows,
-        BN=blocks.keys,
-        BC=blocks.cells,
-        BD=padded(dim),
-        BV=padded(value_dim),
-        BK=min(64, padded(dim)),
-        DT=dot_type(queries.dtype),
-        IP=precision(queries.dtype),
-        num_warps=fitting_warps(blocks.warps, dim, value_dim),
-        num_stages=blocks.stages,
-    )
+    for fixed, again in ((True, False), (False, True)) if sizes.segment else ((False, False),):
+        _attend_rows[(members * cdiv(positions, blocks.rows), entries)](
+            queries=queries,
+            keys=keys,
+            values=values,
+            visible=visible,
+            marks=marks,
+            log2_size=tables.log2_size,
+            centroid=tables.centroid,
+            variance=tables.variance,
+            mean_value=tables.value,
+            cross=tables.cross,
+            tile_edges=layout.tile_edges,
+            tile_cell=layout.tile_cell,
+            tile_begin=layout.tile_begin,
+            tile_end=layout.tile_end,
+            output=output,
+            lse=lse,
+            positions=positions,
+            cells=layout.cells,
+            dim=dim,
+            value_dim=value_dim,
+            **strides(query=queries, key=keys, value=values),
+            visible_entry=visible.stride(0),
+            **strides(output=output),
+            lse_entry=lse.stride(0),
+            mark_entry=marks.stride(0),
+            mark_word=marks.stride(1),
+            scale=scale,
+            segment=layout.segment,
+            window=sizes.window,
+            segments=layout.segments,
+            sinks=sizes.sinks,
+            CAUSAL=sizes.segment > 0,
+            NARROW=queries.dtype == torch.float16,
+            FIXED=fixed,
+            AGAIN=again,
+            MOST=most_weight(queries.dtype),
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
+            TILE=COLUMNS,
+            BM=blocks.rows,
+            BN=blocks.keys,
+            BC=blocks.cells,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            BK=min(64, padded(dim)),
+            DT=dot_type(queries.dtype),
+            IP=precision(queries.dtype),
+            num_warps=fitting_warps(blocks.warps, dim, value_dim),
+            num_stages=blocks.stages,
+        )
 
 
 def attend(
@@ -563,53 +598,57 @@ def attend(
     value_dim, positions = values.shape[2], rows // sizes.group
     blocks = blocks_for("attend", max(dim, value_dim), queries.dtype, queries.device)
     size = min(blocks.rows, sizes.share)
-    _attend[(sizes.group * cdiv(positions, size), entries)](
-        queries=queries,
-        keys=keys,
-        values=values,
-        visible=visible,
-        order=order,
-        listed=lists.keys,
-        listed_count=lists.count,
-        log2_size=lists.log2_size,
-        centroid=tables.centroid,
-        variance=tables.variance,
-        mean_value=tables.value,
-        cross=tables.cross,
-        tile_edges=layout.tile_edges,
-        tile_cell=layout.tile_cell,
-        tile_begin=layout.tile_begin,
-        tile_end=layout.tile_end,
-        output=output,
-        lse=lse,
-        positions=positions,
-        share=sizes.share,
-        cells=layout.cells,
-        dim=dim,
-        value_dim=value_dim,
-        **strides(query=queries, key=keys, value=values),
-        visible_entry=visible.stride(0),
-        **strides(output=output),
-        lse_entry=lse.stride(0),
-        most_listed=lists.keys.shape[2],
-        columns=lists.log2_size.shape[2],
-        scale=scale,
-        segment=layout.segment,
-        window=sizes.window,
-        segments=layout.segments,
-        CAUSAL=sizes.segment > 0,
-        ORDERED=sizes.ordered,
-        NARROW=queries.dtype == torch.float16,
-        FULL=dim == padded(dim) and value_dim == padded(value_dim),
-        TILE=COLUMNS,
-        BM=size,
-        BN=blocks.keys,
-        BC=blocks.cells,
-        BD=padded(dim),
-        BV=padded(value_dim),
-        BK=min(64, padded(dim)),
-        DT=dot_type(queries.dtype),
-        IP=precision(queries.dtype),
-        num_warps=fitting_warps(blocks.warps, dim, value_dim),
-        num_stages=blocks.stages,
-    )
+    for fixed, again in (True, False), (False, True):
+        _attend[(sizes.group * cdiv(positions, size), entries)](
+            queries=queries,
+            keys=keys,
+            values=values,
+            visible=visible,
+            order=order,
+            listed=lists.keys,
+            listed_count=lists.count,
+            log2_size=lists.log2_size,
+            centroid=tables.centroid,
+            variance=tables.variance,
+            mean_value=tables.value,
+            cross=tables.cross,
+            tile_edges=layout.tile_edges,
+            tile_cell=layout.tile_cell,
+            tile_begin=layout.tile_begin,
+            tile_end=layout.tile_end,
+            output=output,
+            lse=lse,
+            positions=positions,
+            share=sizes.share,
+            cells=layout.cells,
+            dim=dim,
+            value_dim=value_dim,
+            **strides(query=queries, key=keys, value=values),
+            visible_entry=visible.stride(0),
+            **strides(output=output),
+            lse_entry=lse.stride(0),
+            most_listed=lists.keys.shape[2],
+            columns=lists.log2_size.shape[2],
+            scale=scale,
+            segment=layout.segment,
+            window=sizes.window,
+            segments=layout.segments,
+            CAUSAL=sizes.segment > 0,
+            ORDERED=sizes.ordered,
+            NARROW=queries.dtype == torch.float16,
+            FIXED=fixed,
+            AGAIN=again,
+            MOST=most_weight(queries.dtype),
+            FULL=dim == padded(dim) and value_dim == padded(value_dim),
+            TILE=COLUMNS,
+            BM=size,
+            BN=blocks.keys,
+            BC=blocks.cells,
+            BD=padded(dim),
+            BV=padded(value_dim),
+            BK=min(64, padded(dim)),
+            DT=dot_type(queries.dtype),
+            IP=precision(queries.dtype),
+            num_warps=fitting_warps(blocks.warps, dim, value_dim),
+            num_stages=blocks.stages,
+        )

@@ -61,7 +61,7 @@ def cell_score(first, spread, exists):
 @triton.jit
 def wide_cell_score(first, wide_spread, exists):
     """The same from ROUTE_SPREADS^2 u_c. x * rsqrt(x) is faster than sqrt(x)."""
-    spread = tl.maximum(wide_spread, 1e-30)
+    spread = wide_spread + 1e-30
     return first + (spread * tl.rsqrt(spread) + exists)
 
 

@@ -16,17 +16,6 @@ from nearfield.kernels.launch import LOG2E, Kernel, cdiv, padded, precision, str
 
 
 @triton.jit
-def add_keys(qk, value, scale, m_i, l_i, acc, IP: tl.constexpr):
-    """Add keys with logits qk * scale (base 2; -inf: not seen) to a running softmax."""
-    m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
-    base = tl.where(m_new > -float("inf"), m_new, 0.0)
-    p = tl.exp2(qk * scale - base[:, None])
-    alpha = tl.exp2(m_i - base)
-    acc = acc * alpha[:, None] + tl.dot(p.to(value.dtype), value, input_precision=IP)
-    return m_new, l_i * alpha + tl.sum(p, 1), acc
-
-
-@triton.jit
 def keys_and_values(
     keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, MASKED: tl.constexpr
 ):
@@ -61,7 +50,8 @@ def edges_of(sees, local, there, sinks, BN: tl.constexpr):
     begin = tl.min(local, 0)
     middle = tl.max(tl.where(there & (sees > 0), local, 0), 0)
     least = tl.min(tl.where(there, sees, 2147483647), 0)
-    whole = tl.maximum(least - middle, 0) // BN * BN + middle
+    # Each row sees one of the keys from `whole` on.
+    whole = tl.maximum(least - 1 - middle, 0) // BN * BN + middle
     # Rows that see nothing have no place to begin at: no tile can be whole.
     whole = tl.where(begin < 2147483647, whole, middle)
     sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN

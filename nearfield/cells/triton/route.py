@@ -193,6 +193,7 @@ def _route(
     second, third, fourth = best, best, best
     for past in range(least, most + 1):
         mine = (closed == past) & there
+        elsewhere = tl.where(mine, 0.0, VOID)
         first_tile = tl.load(tile_edges + past)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
         tiles = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1) - first_tile, 0)
@@ -208,7 +209,7 @@ def _route(
             last_cell = tl.load(tile_end + next_tile)
             exists = tl.load(log_exists + cell, mask=real, other=VOID)
             first, spread = cell_moments(query, square, centroid, variance, at, column, wide, dim, FULL, IP)
-            score = tl.where(mine[:, None] & real[None, :], wide_cell_score(first * scale, spread, exists[None, :]), VOID)
+            score = wide_cell_score(first * scale + elsewhere[:, None], spread, exists[None, :])
             # The last bits of a score hold its column.
             score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
             if not FEW:
