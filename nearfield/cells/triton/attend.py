@@ -19,7 +19,7 @@ from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
 from nearfield.cells.triton.local import edges_of, rows_at, tile_at
-from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.moments import Columns, Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.softmax import add_keys, add_seen, is_lost, most_weight
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
@@ -235,7 +235,7 @@ def _attend(
 
     listed += block * most_listed
     count = tl.load(listed_count + block)
-    listed_whole = count // BN * BN
+    listed_whole = tl.maximum(count - 1, 0) // BN * BN
     begin = closed * segment
     whole = begin
     if CAUSAL:
@@ -252,20 +252,19 @@ def _attend(
             qk, value = _without_odd(qk, value)
             qk = tl.where(own[None, :] < sees[:, None], qk, -float("inf"))
             m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
-    # Keys of the list, which all rows see.
+    # Keys of the list, which all rows see. The last ones come first: there is always one of them if there are any at all.
     if listed_whole < count:
         real = listed_whole + lane < count
         own = tl.load(listed + listed_whole + lane, mask=real, other=0)
         key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
         qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))
         m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
+    # One tile ahead, so that keys and values wait for nothing.
+    next_own = tl.load(listed + lane, mask=lane < listed_whole, other=0)
     for start in range(0, listed_whole, BN):
-        own = tl.load(listed + start + lane)
+        own, next_own = next_own, tl.load(listed + tl.minimum(start + BN, listed_whole - BN) + lane)
         key, value = _tile(keys, values, own, own >= 0, key_row, value_row, column, value_column, wide, value_wide, True, FULL)
         qk = tl.dot(query, tl.trans(key), input_precision=IP)
-        if not CAUSAL and FIXED:
-            if start == 0 and listed_whole == count:
-                m_i = tl.max(qk, 1) * scale2
         m_i, l_i, acc = add_seen(qk, value, scale2, m_i, l_i, acc, FIXED, IP)
     if CAUSAL:
         for start in range(begin, whole, BN):
@@ -333,7 +332,7 @@ def _attend_rows(
     values,
     visible,
     marks,
-    log2_size,
+    column_size,
     centroid,
     variance,
     mean_value,
@@ -346,6 +345,7 @@ def _attend_rows(
     lse,
     positions,
     cells,
+    table_columns,
     dim,
     value_dim,
     query_entry,
@@ -381,10 +381,7 @@ def _attend_rows(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Where each row opens cells by itself: sinks, keys after its last closed segment, and the cells that it left closed.
-
-    A sink that is also one of the keys after the last closed segment counts once.
-    """
+    """Where each row opens cells by itself: sinks, keys after its last closed segment, and the cells that it left closed."""
     entry = tl.program_id(1).to(tl.int64)
     # The last blocks of a causal head see most: they begin first.
     row, there = rows_at(tl.num_programs(0) - 1 - tl.program_id(0), positions, BM)
@@ -418,13 +415,14 @@ def _attend_rows(
         sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
         before, tiles = sink_tiles, sink_tiles
     for tile in range(tiles):
-        own, real, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
-        key, value = _tile(keys, values, own, real, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
+        own, stop, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
+        key, value = _tile(keys, values, own, own < stop, key_row, value_row, column, value_column, wide, value_wide, False, FULL)
         qk = tl.dot(query, tl.trans(key), input_precision=IP)
         if CAUSAL:
             qk, value = _without_odd(qk, value)
-        seen = real[None, :] & (own[None, :] < sees[:, None]) & (is_sink == (own[None, :] < local[:, None]))
-        qk = tl.where(seen, qk, -float("inf"))
+        # A sink that is also one of the keys after the last closed segment counts once.
+        low, high = tl.where(is_sink, 0, local), tl.minimum(tl.where(is_sink, tl.minimum(sees, local), sees), stop)
+        qk = tl.where((own[None, :] >= low[:, None]) & (own[None, :] < high[:, None]), qk, -float("inf"))
         m_i, l_i, acc = add_keys(qk, value, scale2, m_i, l_i, acc, IP)
     if CAUSAL:
         for start in range(middle, whole, BN):
@@ -439,7 +437,7 @@ def _attend_rows(
     centroid += entry * cells * dim
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
-    log2_size += entry * cells
+    column_size += entry * table_columns
     cross += entry * (segments + 1) * value_dim * dim
     marks += entry * mark_entry + row
     square = squares(query, scale, DT)
@@ -458,12 +456,11 @@ def _attend_rows(
         last_cell = tl.load(tile_end + first_tile)
         for start in range(0, columns, BC):
             cell = next_cell + start % TILE + lane
-            real = (cell >= first_cell) & (cell < last_cell)
             at = within(cell, first_cell, last_cell)
             next_tile = first_tile + tl.minimum(start + BC, columns - 1) // TILE
             next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
             last_cell = tl.load(tile_end + next_tile)
-            log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+            log2_n = tl.load(column_size + first_tile * TILE + start + lane)
             mean, var, value = cell_tile(
                 centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
@@ -507,6 +504,7 @@ def attend_rows(
     values: Tensor,
     visible: Tensor,
     tables: Tables,
+    columns: Columns,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
@@ -530,7 +528,7 @@ def attend_rows(
             values=values,
             visible=visible,
             marks=marks,
-            log2_size=tables.log2_size,
+            column_size=columns.log2_size,
             centroid=tables.centroid,
             variance=tables.variance,
             mean_value=tables.value,
@@ -543,6 +541,7 @@ def attend_rows(
             lse=lse,
             positions=positions,
             cells=layout.cells,
+            table_columns=columns.log2_size.shape[1],
             dim=dim,
             value_dim=value_dim,
             **strides(query=queries, key=keys, value=values),

@@ -50,10 +50,11 @@ CANDIDATES: dict[str, tuple[tuple[int, ...], ...]] = {
         (128, 8, 3, 64),
     ),
     "near_fwd": (
-        *((64, 4, stages, keys) for stages in (1, 2) for keys in (64, 128)),
-        *((128, 8, stages, keys) for stages in (1, 2) for keys in (64, 128)),
-        *((128, 4, stages, keys) for stages in (1, 2) for keys in (64, 128)),
-        (64, 8, 1, 128),
+        *((64, 4, stages, keys) for stages in (2, 3) for keys in (32, 64)),
+        *((128, 8, stages, keys) for stages in (2, 3) for keys in (32, 64)),
+        *((128, 4, stages, keys) for stages in (2, 3) for keys in (32, 64)),
+        (64, 4, 2, 128),
+        (128, 8, 2, 128),
     ),
     "attend_rows": tuple(
         (rows, warps, stages, 64, cells)

@@ -17,7 +17,7 @@ from nearfield.cells.triton.far_field import (
 )
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, within
 from nearfield.cells.triton.local import BackwardRows, backward_tile
-from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.moments import Columns, Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
@@ -63,7 +63,7 @@ def _far_dq(
     centroid,
     variance,
     mean_value,
-    log2_size,
+    column_size,
     cross,
     tile_edges,
     tile_cell,
@@ -77,6 +77,7 @@ def _far_dq(
     tilt_delta,
     rows,
     cells,
+    table_columns,
     dim,
     value_dim,
     query_entry,
@@ -114,7 +115,7 @@ def _far_dq(
     centroid += entry * cells * dim
     variance += entry * cells * dim
     mean_value += entry * cells * value_dim
-    log2_size += entry * cells
+    column_size += entry * table_columns
     cross += entry * (segments + 1) * value_dim * dim
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     there = row < rows
@@ -156,12 +157,11 @@ def _far_dq(
             last_cell = tl.load(tile_end + first_tile)
             for start in range(0, columns, BC):
                 cell = next_cell + start % TILE + lane
-                real = (cell >= first_cell) & (cell < last_cell)
                 at = within(cell, first_cell, last_cell)
                 next_tile = first_tile + tl.minimum(start + BC, columns - 1) // TILE
                 next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
                 last_cell = tl.load(tile_end + next_tile)
-                log2_n = tl.load(log2_size + cell, mask=real, other=-float("inf"))
+                log2_n = tl.load(column_size + first_tile * TILE + start + lane)
                 mean, var, value = cell_tile(
                     centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
                 )
@@ -200,6 +200,7 @@ def _far_dq(
 def far_dq(
     rows: BackwardRows,
     tables: Tables,
+    columns: Columns,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
@@ -228,7 +229,7 @@ def far_dq(
         centroid=tables.centroid,
         variance=tables.variance,
         mean_value=tables.value,
-        log2_size=tables.log2_size,
+        column_size=columns.log2_size,
         cross=tables.cross,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
@@ -242,6 +243,7 @@ def far_dq(
         tilt_delta=tilt_delta,
         rows=count,
         cells=layout.cells,
+        table_columns=columns.log2_size.shape[1],
         dim=dim,
         value_dim=value_dim,
         **strides(query=rows.queries),

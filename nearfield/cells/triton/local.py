@@ -62,13 +62,12 @@ def edges_of(sees, local, there, sinks, BN: tl.constexpr):
 
 @triton.jit
 def tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN: tl.constexpr):
-    """The positions of a tile that needs a mask, which of them exist, and whether they are sinks; see `edges_of`."""
+    """The positions of a tile that needs a mask, where they end, and whether they are sinks; see `edges_of`."""
     is_sink = tile < sink_tiles
     start = tl.where(is_sink, tile, tl.where(tile < before, tile - sink_tiles, tile - before)) * BN
     start += tl.where(is_sink, 0, tl.where(tile < before, begin, whole))
     stop = tl.where(is_sink, tl.minimum(sinks, last), tl.where(tile < before, middle, last))
-    position = start + tl.arange(0, BN)
-    return position, position < stop, is_sink
+    return start + tl.arange(0, BN), stop, is_sink
 
 
 @dataclass(frozen=True)
@@ -292,7 +291,8 @@ def _local_dq(
         sink_tiles = (tl.minimum(sinks, last) + BN - 1) // BN
         before, tiles = sink_tiles, sink_tiles
     for tile in range(tiles):
-        position, real, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
+        position, stop, is_sink = tile_at(tile, begin, middle, whole, last, sink_tiles, before, sinks, BN)
+        real = position < stop
         key, value = keys_and_values(
             keys, values, position, real, key_row, value_row, column, value_column, wide, value_wide, True
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearfield.cells import moments as cell_moments
 from nearfield.cells.triton.cluster import members_of
 from nearfield.cells.triton.far_field import NOT_FINITE, VOID
-from nearfield.cells.triton.layout import Layout
+from nearfield.cells.triton.layout import COLUMNS, Layout
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
 from nearfield.kernels.tensors import fill_, weighted_sums, zeros
@@ -62,6 +62,68 @@ class Tables:
         starts = self.starts[entries.start * self.cells : entries.stop * self.cells + 1]
         others = (self.log_exists, self.log2_size, self.centroid, self.variance, self.value, self.cross, self.pooled)
         return Tables(self.order, starts, *(x[entries] for x in others))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What is to be known of a cell before it is looked at, `[entries, columns]`: column by column of the tiles of a `Layout`."""
+
+    exists: Tensor
+    """`Tables.log_exists`, and `VOID` in columns without a cell"""
+    log2_size: Tensor
+    """`Tables.log2_size`, and -inf in columns without a cell"""
+
+    def of(self, entries: slice) -> Columns:
+        """Those of some entries."""
+        return Columns(self.exists[entries], self.log2_size[entries])
+
+
+@Kernel
+def _columns(
+    log_exists,
+    log2_size,
+    tile_cell,
+    tile_begin,
+    tile_end,
+    exists,
+    sizes,
+    cells,
+    columns,
+    TILE: tl.constexpr,
+    B: tl.constexpr,
+):
+    entry = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * B + tl.arange(0, B)
+    there = column < columns
+    tile = column // TILE
+    cell = tl.load(tile_cell + tile, mask=there, other=0) + column % TILE
+    real = there & (cell >= tl.load(tile_begin + tile, mask=there, other=0))
+    real = real & (cell < tl.load(tile_end + tile, mask=there, other=0))
+    at = entry * cells + cell
+    tl.store(exists + entry * columns + column, tl.load(log_exists + at, mask=real, other=VOID), mask=there)
+    tl.store(sizes + entry * columns + column, tl.load(log2_size + at, mask=real, other=-float("inf")), mask=there)
+
+
+def columns_of(tables: Tables, layout: Layout) -> Columns:
+    """The columns of all tiles. To look at a cell's neighbours in its tile first would take longer than the products do."""
+    entries, cells = tables.log_exists.shape
+    columns = COLUMNS * layout.tile_cell.shape[0]
+    found = [torch.empty(entries, columns, dtype=torch.float32, device=tables.log_exists.device) for _ in range(2)]
+    _columns[(cdiv(columns, 1024), entries)](
+        log_exists=tables.log_exists,
+        log2_size=tables.log2_size,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
+        exists=found[0],
+        sizes=found[1],
+        cells=cells,
+        columns=columns,
+        TILE=COLUMNS,
+        B=1024,
+        num_warps=4,
+    )
+    return Columns(*found)
 
 
 @Kernel

@@ -19,7 +19,6 @@ from nearfield.cells.triton.layout import Layout, position_at
 from nearfield.cells.triton.local import BackwardRows, add_dkv, backward_tile
 from nearfield.cells.triton.memory import Units
 from nearfield.cells.triton.moments import Tables
-from nearfield.cells.triton.softmax import add_seen, is_lost, most_weight
 from nearfield.cells.triton.tuning import TileSizes, blocks_for
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, padded, precision, strides
 from nearfield.kernels.tensors import zeros
@@ -300,6 +299,12 @@ def pairs_of_entries(opened: Tensor, tables: Tables, stable: Layout | None) -> P
 
 
 @triton.jit
+def position_of(order, member, stop, B: tl.constexpr):
+    """The positions of B members of a cell; beyond the end that of the last one."""
+    return tl.load(order + tl.minimum(member + tl.arange(0, B), stop - 1)).to(tl.int64)
+
+
+@triton.jit
 def member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL: tl.constexpr):
     """Keys and values `[positions, columns]`. FULL: no columns are missing."""
     key_at = keys + position[:, None] * key_row + column[None, :]
@@ -310,57 +315,6 @@ def member_tile(keys, values, position, key_row, value_row, column, value_column
         key = tl.load(key_at, mask=wide[None, :], other=0.0)
         value = tl.load(value_at, mask=value_wide[None, :], other=0.0)
     return key, value
-
-
-@triton.jit
-def _members(
-    query,
-    keys,
-    values,
-    order,
-    start_key,
-    stop_key,
-    key_row,
-    value_row,
-    column,
-    value_column,
-    wide,
-    value_wide,
-    scale,
-    FIXED: tl.constexpr,
-    FULL: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BV: tl.constexpr,
-    IP: tl.constexpr,
-):
-    """The softmax over the keys of a cell, with logits q.k * scale to base 2: its base, weight and sum of values.
-
-    The base is the largest logit or, if it is FIXED, that of the first BN keys.
-    """
-    m_i = tl.full([BM], -float("inf"), tl.float32)
-    l_i = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, BV], tl.float32)
-    for key_at in range(start_key, stop_key, BN):
-        member = key_at + tl.arange(0, BN)
-        position = tl.load(order + tl.minimum(member, stop_key - 1)).to(tl.int64)
-        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
-        qk = tl.dot(query, tl.trans(key), input_precision=IP)
-        if key_at + BN > stop_key:
-            qk = tl.where((member < stop_key)[None, :], qk, -float("inf"))
-        if FIXED and key_at == start_key:
-            m_i = tl.max(qk, 1) * scale
-        m_i, l_i, acc = add_seen(qk, value, scale, m_i, l_i, acc, FIXED, IP)
-    return m_i, l_i, acc
-
-
-@triton.jit
-def _store_part(m_i, l_i, acc, output, lse, mask, value_wide):
-    # A plan that was given may open an empty cell.
-    weight = tl.where(l_i == 0.0, 1.0, l_i)
-    tl.store(lse, m_i + tl.log2(weight), mask=mask)
-    result = (acc / weight[:, None]).to(output.dtype.element_ty)
-    tl.store(output, result, mask=mask[:, None] & value_wide[None, :])
 
 
 @partial(Kernel, do_not_specialize=("start", "skipped"))
@@ -387,7 +341,6 @@ def _near_fwd(
     value_row,
     scale,
     SLOTS: tl.constexpr,
-    MOST: tl.constexpr,
     FULL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -403,6 +356,8 @@ def _near_fwd(
     queries += entry * query_entry
     keys += entry * key_entry
     values += entry * value_entry
+    # One tile ahead, so that keys and values wait for nothing.
+    position = position_of(order, start_key, stop_key, BN)
     lane = begin + tl.arange(0, BM)
     there = lane < end
     # What is beyond the end is loaded from the last place: a mask takes longer.
@@ -411,55 +366,26 @@ def _near_fwd(
     column, value_column = tl.arange(0, BD), tl.arange(0, BV)
     wide, value_wide = column < dim, value_column < value_dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=wide[None, :], other=0.0)
+    m_i = tl.full([BM], -float("inf"), tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    for key_at in range(start_key, stop_key, BN):
+        real = key_at + tl.arange(0, BN) < stop_key
+        here, position = position, position_of(order, key_at + BN, stop_key, BN)
+        key, value = member_tile(keys, values, here, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
+        p = tl.exp2(qk * scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
+        m_i = m_new
     place = tl.program_id(1).to(tl.int64) * unit_rows * SLOTS + own
-    output += place[:, None] * value_dim + value_column[None, :]
-    m_i, l_i, acc = _members(
-        query,
-        keys,
-        values,
-        order,
-        start_key,
-        stop_key,
-        key_row,
-        value_row,
-        column,
-        value_column,
-        wide,
-        value_wide,
-        scale,
-        True,
-        FULL,
-        BM,
-        BN,
-        BV,
-        IP,
-    )
-    _store_part(m_i, l_i, acc, output, lse + place, there, value_wide)
-    lost = is_lost(l_i, MOST)
-    if tl.max(lost.to(tl.int32), 0) > 0:
-        m_i, l_i, acc = _members(
-            query,
-            keys,
-            values,
-            order,
-            start_key,
-            stop_key,
-            key_row,
-            value_row,
-            column,
-            value_column,
-            wide,
-            value_wide,
-            scale,
-            False,
-            FULL,
-            BM,
-            BN,
-            BV,
-            IP,
-        )
-        # Rows of a block must not depend on each other.
-        _store_part(m_i, l_i, acc, output, lse + place, there & lost, value_wide)
+    # A plan that was given may open an empty cell.
+    weight = tl.where(l_i == 0.0, 1.0, l_i)
+    tl.store(lse + place, m_i + tl.log2(weight), mask=there)
+    result = (acc / weight[:, None]).to(output.dtype.element_ty)
+    tl.store(output + place[:, None] * value_dim + value_column[None, :], result, mask=there[:, None] & value_wide[None, :])
 
 
 def near_forward(
@@ -499,7 +425,6 @@ def near_forward(
         **strides(query=queries, key=keys, value=values),
         scale=scale * LOG2E.value,
         SLOTS=slots,
-        MOST=most_weight(queries.dtype),
         FULL=dim == padded(dim) and value_dim == padded(value_dim),
         BM=blocks.rows,
         BN=blocks.keys,
@@ -744,6 +669,7 @@ def _near_dq(
     do += entry * do_entry
     lse += entry * row_entry
     delta += entry * row_entry
+    position = position_of(order, start_key, stop_key, BN)
     lane = begin + tl.arange(0, BM)
     there = lane < end
     own = tl.load(pair + (skipped + tl.program_id(1)).to(tl.int64) * unit_rows * SLOTS + tl.minimum(lane, end - 1))
@@ -755,10 +681,9 @@ def _near_dq(
     )
     acc = tl.zeros([BM, BD], tl.float32)
     for key_at in range(start_key, stop_key, BN):
-        member = key_at + tl.arange(0, BN)
-        real = member < stop_key
-        position = tl.load(order + tl.minimum(member, stop_key - 1)).to(tl.int64)
-        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        real = key_at + tl.arange(0, BN) < stop_key
+        here, position = position, position_of(order, key_at + BN, stop_key, BN)
+        key, value = member_tile(keys, values, here, key_row, value_row, column, value_column, wide, value_wide, FULL)
         logit = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * LOG2E) - lse_i[:, None]
         p = tl.where(real[None, :], tl.exp2(tl.minimum(logit, 0.0)), 0.0)
         ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])

@@ -20,7 +20,7 @@ from nearfield.cells.triton.far_field import (
     wide_cell_score,
 )
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
-from nearfield.cells.triton.moments import Tables
+from nearfield.cells.triton.moments import Columns, Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
 
@@ -103,7 +103,7 @@ def mark(opened: Tensor, order: Tensor, rows: int, layout: Layout, sizes: CellSi
 BISECTIONS = 12
 """Cells count as equally good if their scores differ by less than a 4,096th of the range of those that are kept."""
 
-FEW_PROBES = 16
+FEW_PROBES = tl.constexpr(16)
 """Each column of a tile is a class. Up to this many probes, the two best scores of each class are kept, and the best of those are
 found one by one; for more probes, four are kept."""
 
@@ -115,10 +115,9 @@ def least_of(scores):
 
 
 @triton.jit
-def record_opened(cell, code, slot, taken, opened, marks, rows):
-    """List cells for their rows, and mark their columns."""
-    tl.store(opened + slot, cell, mask=taken)
-    tl.atomic_or(marks + (code // 32).to(tl.int64) * rows, 1 << (code % 32), mask=taken, sem="relaxed")
+def _mark_columns(code, taken, marks, rows):
+    """Set the bits of columns, row by row."""
+    tl.atomic_or(marks[:, None] + (code // 32).to(tl.int64) * rows, 1 << (code % 32), mask=taken, sem="relaxed")
 
 
 @triton.jit
@@ -131,7 +130,8 @@ def record_above(scores, least, filled, opened, marks, rows, tile_cell, begin, l
     taken = taken & (slot < probes)
     code = scores.to(tl.int32, bitcast=True) & (CODES - 1)
     cell = tl.load(tile_cell + begin[:, None] + code // lane.shape[0], mask=taken, other=0) + code % lane.shape[0]
-    record_opened(cell, code, slot, taken, opened[:, None], marks[:, None], rows)
+    tl.store(opened[:, None] + slot, cell, mask=taken)
+    _mark_columns(code, taken, marks, rows)
     return tl.minimum(filled + tl.max(number, 1).to(tl.int32), probes)
 
 
@@ -141,7 +141,7 @@ def _route(
     visible,
     centroid,
     variance,
-    log_exists,
+    column_exists,
     tile_edges,
     tile_cell,
     tile_begin,
@@ -150,6 +150,7 @@ def _route(
     marks,
     rows,
     cells,
+    columns,
     dim,
     query_entry,
     query_row,
@@ -179,7 +180,7 @@ def _route(
     visible += entry * visible_entry
     centroid += entry * cells * dim
     variance += entry * cells * dim
-    log_exists += entry * cells
+    column_exists += entry * columns
     column = tl.arange(0, BD)
     wide = column < dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -202,12 +203,11 @@ def _route(
         last_cell = tl.load(tile_end + first_tile)
         for tile in range(tiles):
             cell = next_cell + lane
-            real = (cell >= first_cell) & (cell < last_cell)
             at = within(cell, first_cell, last_cell)
             next_tile = first_tile + tl.minimum(tile + 1, tiles - 1)
             next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
             last_cell = tl.load(tile_end + next_tile)
-            exists = tl.load(log_exists + cell, mask=real, other=VOID)
+            exists = tl.load(column_exists + (first_tile + tile) * BC + lane)
             first, spread = cell_moments(query, square, centroid, variance, at, column, wide, dim, FULL, IP)
             score = wide_cell_score(first * scale + elsewhere[:, None], spread, exists[None, :])
             # The last bits of a score hold its column.
@@ -225,18 +225,22 @@ def _route(
         tl.store(marks + tl.cast(number, tl.int64) * rows, tl.zeros([BM], tl.int32), mask=there)
     tl.debug_barrier()
     if FEW:
-        # One by one.
-        filled = tl.zeros([BM], tl.int32)
+        # One by one, the best of all in the first column.
+        chosen = tl.full([BM, BC], VOID, tl.float32)
         for slot in range(probes):
             high = tl.max(best, 1)
-            taken = there & (high > LEAST_SCORE)
-            code = high.to(tl.int32, bitcast=True) & (CODES - 1)
-            cell = tl.load(tile_cell + begin + code // BC, mask=taken, other=0) + code % BC
-            record_opened(cell, code, slot, taken, opened, marks, rows)
-            filled += taken.to(tl.int32)
+            chosen = tl.where((lane == slot)[None, :], high[:, None], chosen)
             gone = best == high[:, None]
             best = tl.where(gone, second, best)
             second = tl.where(gone, VOID, second)
+        # The first columns alone.
+        chosen = tl.max(tl.reshape(chosen, [BM, BC // FEW_PROBES, FEW_PROBES]), 1)
+        taken = there[:, None] & (chosen > LEAST_SCORE)
+        code = chosen.to(tl.int32, bitcast=True) & (CODES - 1)
+        cell = tl.load(tile_cell + begin[:, None] + code // BC, mask=taken, other=0) + code % BC
+        slot = tl.arange(0, FEW_PROBES)[None, :]
+        tl.store(opened[:, None] + slot, tl.where(taken, cell, -1), mask=there[:, None] & (slot < probes))
+        _mark_columns(code, taken, marks, rows)
     else:
         # Those that reach a threshold: the largest, up to bisection, that `probes` of the kept scores reach.
         high = tl.max(best, 1)
@@ -255,14 +259,15 @@ def _route(
         filled = record_above(second, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
         filled = record_above(third, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
         filled = record_above(fourth, low, filled, opened, marks, rows, tile_cell, begin, lane, probes, CODES)
-    for slot in range(probes):
-        tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
+        for slot in range(probes):
+            tl.store(opened + slot, tl.full([BM], -1, tl.int32), mask=there & (slot >= filled))
 
 
 def route(
     queries: Tensor,
     visible: Tensor,
     tables: Tables,
+    columns: Columns,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
@@ -280,7 +285,7 @@ def route(
         visible=visible,
         centroid=tables.centroid,
         variance=tables.variance,
-        log_exists=tables.log_exists,
+        column_exists=columns.exists,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
         tile_begin=layout.tile_begin,
@@ -289,6 +294,7 @@ def route(
         marks=marks,
         rows=rows,
         cells=layout.cells,
+        columns=columns.exists.shape[1],
         dim=dim,
         **strides(query=queries),
         visible_entry=visible.stride(0),
@@ -302,7 +308,7 @@ def route(
         CAUSAL=sizes.segment > 0,
         CODES=next_power_of_2(32 * layout.mark_words),
         STEPS=BISECTIONS,
-        FEW=sizes.probes <= FEW_PROBES,
+        FEW=sizes.probes <= FEW_PROBES.value,
         FULL=dim == padded(dim),
         BM=blocks.rows,
         BC=COLUMNS,

@@ -17,7 +17,7 @@ from nearfield.cells.triton.far_field import NOT_FINITE, ROUTE_SPREADS, VOID, sq
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
 from nearfield.cells.triton.local import BackwardRows, backward_tile
 from nearfield.cells.triton.moments import Tables
-from nearfield.cells.triton.near import member_tile
+from nearfield.cells.triton.near import member_tile, position_of
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
 
@@ -515,10 +515,12 @@ def _listed_dq(
     acc = tl.zeros([BM, BD], tl.float32)
     listed += block * most_listed
     count = tl.load(listed_count + block)
+    # One tile ahead, so that keys and values wait for nothing.
+    position = position_of(listed, 0, tl.maximum(count, 1), BN)
     for start in range(0, count, BN):
         lane = start + tl.arange(0, BN)
-        position = tl.load(listed + tl.minimum(lane, count - 1)).to(tl.int64)
-        key, value = member_tile(keys, values, position, key_row, value_row, column, value_column, wide, value_wide, FULL)
+        here, position = position, position_of(listed, start + BN, count, BN)
+        key, value = member_tile(keys, values, here, key_row, value_row, column, value_column, wide, value_wide, FULL)
         logit = tl.dot(query, tl.trans(key), input_precision=IP) * (scale * LOG2E) - lse_i[:, None]
         p = tl.where((lane < count)[None, :], tl.exp2(tl.minimum(logit, 0.0)), 0.0)
         ds = p * (tl.dot(do_i, tl.trans(value), input_precision=IP) - delta_i[:, None])
