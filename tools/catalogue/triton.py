@@ -6,6 +6,7 @@ from catalogue.mutant import Mutant
 
 PARITY = "test_kernels_compute_what_the_reference_says"
 BEST = "test_the_best_cells_are_opened"
+ABOVE = "test_far_keys_whose_weights_leave_the_range_of_the_first"
 MANY = "test_of_many_cells_nearly_all_of_the_best_are_opened"
 ALIKE = "test_triton.py::test_keys_that_are_alike_do_not_share_one_cell"
 GROUPED = "test_heads_grouped_together_and_computed_in_turn"
@@ -22,8 +23,8 @@ MUTANTS = (
     Mutant(
         "triton: opened cells also in the far field",
         "_attend_rows",
-        "p = tl.where(taken, 0.0, p * boost(spread))",
-        "p = p * boost(spread)",
+        "p = tl.where(taken, 0.0, tl.exp2(logit - base[:, None]) * boost(spread))",
+        "p = tl.exp2(logit - base[:, None]) * boost(spread)",
         (PARITY,),
     ),
     Mutant(
@@ -32,6 +33,69 @@ MUTANTS = (
         "scale, log2_n[None, :])",
         "scale, tl.minimum(log2_n, 0.0)[None, :])",
         (PARITY,),
+    ),
+    Mutant(
+        "triton: rows beyond the range of a fixed base are kept",
+        "is_lost",
+        "(l_i < MOST) & (l_i > 1.0 / MOST) == 0",
+        "l_i != l_i",
+        (f"{ABOVE}[1]",),
+    ),
+    Mutant(
+        "triton: shared: rows beyond the range of a fixed base are kept",
+        "attend",
+        "(True, False), (False, True)",
+        "((True, False),)",
+        (f"{ABOVE}[32]",),
+    ),
+    Mutant(
+        "triton: all rows of a block are written again",
+        "_attend_rows",
+        "stored = known != known",
+        "stored = there & (tl.max((known != known).to(tl.int32), 0) > 0)",
+        ("test_a_row_beyond_the_range_changes_no_other",),
+    ),
+    Mutant(
+        "triton: columns beyond the end of a span hold cells",
+        "_columns",
+        "real = real & (cell < tl.load(tile_end + tile, mask=there, other=0))",
+        "real = real & (cell < cells)",
+        (PARITY,),
+    ),
+    Mutant(
+        "triton: rows of a block open the cells of other segments",
+        "_route",
+        "elsewhere = tl.where(mine, 0.0, VOID)",
+        "elsewhere = tl.where(mine, 0.0, 0.0)",
+        (PARITY, BEST),
+    ),
+    Mutant(
+        "triton: the same positions again in the next tile",
+        "_near_fwd",
+        "position_of(order, key_at + BN, stop_key, BN)",
+        "position_of(order, key_at, stop_key, BN)",
+        (f"{PARITY}[large-cells]",),
+    ),
+    Mutant(
+        "triton: the same positions again in the next tile, backward",
+        "_near_dq",
+        "position_of(order, key_at + BN, stop_key, BN)",
+        "position_of(order, key_at, stop_key, BN)",
+        (f"{PARITY}[large-cells]",),
+    ),
+    Mutant(
+        "triton: shared: the same positions again in the next tile",
+        "_attend",
+        "tl.minimum(start + BN, listed_whole - BN)",
+        "tl.minimum(start, listed_whole - BN)",
+        (f"{PARITY}[shared-large-cells]",),
+    ),
+    Mutant(
+        "triton: shared: the same positions again in the next tile, backward",
+        "_listed_dq",
+        "position_of(listed, start + BN, count, BN)",
+        "position_of(listed, start, count, BN)",
+        (f"{PARITY}[shared-large-cells]",),
     ),
     Mutant(
         "triton: second order missing in the mass of a cell",
@@ -64,8 +128,8 @@ MUTANTS = (
     Mutant(
         "triton: keys beyond the end of a cell are near",
         "_near_fwd",
-        'qk = tl.where(real[None, :], tl.dot(query, key, input_precision=IP), -float("inf"))',
-        "qk = tl.dot(query, key, input_precision=IP)",
+        'qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))',
+        "qk = tl.dot(query, tl.trans(key), input_precision=IP)",
         (PARITY,),
     ),
     Mutant(
@@ -85,15 +149,15 @@ MUTANTS = (
     Mutant(
         "triton: sinks of a row's own segment counted twice",
         "_attend_rows",
-        "(is_sink == (own[None, :] < local[:, None]))",
-        "(is_sink | (own[None, :] >= local[:, None]))",
+        "tl.where(is_sink, tl.minimum(sees, local), sees)",
+        "sees",
         (PARITY,),
     ),
     Mutant(
         "triton: a row sees the key after its own",
         "_attend_rows",
-        "seen = real[None, :] & (own[None, :] < sees[:, None])",
-        "seen = real[None, :] & (own[None, :] <= sees[:, None])",
+        "(own[None, :] < high[:, None])",
+        "(own[None, :] <= high[:, None])",
         (PARITY,),
     ),
     Mutant(

@@ -97,9 +97,9 @@ def _columns(
     there = column < columns
     tile = column // TILE
     cell = tl.load(tile_cell + tile, mask=there, other=0) + column % TILE
+    at = entry * cells + cell
     real = there & (cell >= tl.load(tile_begin + tile, mask=there, other=0))
     real = real & (cell < tl.load(tile_end + tile, mask=there, other=0))
-    at = entry * cells + cell
     tl.store(exists + entry * columns + column, tl.load(log_exists + at, mask=real, other=VOID), mask=there)
     tl.store(sizes + entry * columns + column, tl.load(log2_size + at, mask=real, other=-float("inf")), mask=there)
 

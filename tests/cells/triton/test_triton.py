@@ -61,6 +61,7 @@ CASES = {
         entries=2, group=2, length=33, keys=83, dim=24, value_dim=20, cell_size=5, probes=4, padding=7
     ),
     "all-opened": Case(probes=20),
+    "large-cells": Case(length=20, keys=260, cell_size=90, probes=2),
     "cells-of-one": Case(cell_size=1, length=20, keys=20),
     "one-key": Case(length=5, keys=1),
     "only-sinks": Case(length=5, keys=9, sinks=50),
@@ -76,6 +77,7 @@ CASES = {
         entries=2, group=2, length=40, keys=83, dim=24, value_dim=20, cell_size=5, probes=4, padding=7, share=32
     ),
     "shared-groups": Case(group=3, length=50, keys=90, cell_size=3, share=16),
+    "shared-large-cells": Case(length=20, keys=260, cell_size=90, probes=2, share=16),
     "shared-all-opened": Case(probes=20, share=64),
     "shared-nothing-visible": Case(length=5, keys=9, padding=9, share=16),
     "shared-causal": Case(length=70, keys=70, segment=16, span_levels=3, share=16),
@@ -198,6 +200,55 @@ def test_kernels_compute_what_the_reference_says(case: Case) -> None:
     torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
     for mine, true in zip(found.gradients(), grads, strict=True):
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
+
+
+WILD = torch.arange(40, device=DEVICE) % 32 >= 16
+
+
+def with_far_keys_above(dtype: torch.dtype, share: int, above: float) -> Run:
+    """WILD rows have logits `above` for keys of the first segment, and as much below zero for sinks and all others.
+
+    A softmax begins with its own segment: weights of the first one leave the range of its base. Some of its cells stay closed
+    or, where rows open cells together, all are opened and others are read before them.
+    """
+    case = Case(length=40, keys=200, segment=64, cell_size=8, probes=4 if share == 1 else 12, share=share)
+    found = drawn(case, dtype)
+    found.queries[:, WILD] = 0.0
+    found.queries[:, WILD, 0] = 4.0 * above / found.scale
+    found.keys[:, :, 0] = 0.25
+    found.keys[:, :3, 0] = found.keys[:, 64:, 0] = -0.25
+    forward_again(found)
+    return found
+
+
+@pytest.mark.parametrize("share", [1, 32])
+def test_far_keys_whose_weights_leave_the_range_of_the_first(share: int) -> None:
+    """A fixed base would need weights of 2^288."""
+    found = with_far_keys_above(torch.float32, share, 100.0)
+    output, lse, _ = found.expected()
+    torch.testing.assert_close(found.output.double(), output, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.lse.double(), lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [1, 32])
+def test_far_keys_whose_weights_leave_the_range_of_float16(share: int) -> None:
+    """It ends at 2^16, where float32 does not notice."""
+    found = with_far_keys_above(torch.float16, share, 8.0)
+    output, _, _ = found.expected()
+    plain, _, _ = found.expected(torch.float16)
+    assert off(found.output, output) <= 2 * off(plain, output)
+
+
+def test_a_row_beyond_the_range_changes_no_other() -> None:
+    """Bit for bit: what a row gets must not depend on a later one of its block."""
+    wild = with_far_keys_above(torch.float32, 1, 100.0)
+    tame = replace(wild, queries=wild.queries.clone(), output=wild.output.clone(), lse=wild.lse.clone())
+    tame.queries[:, WILD] = 0.1
+    forward_again(tame)
+    assert not torch.equal(wild.output[:, WILD], tame.output[:, WILD])
+    assert torch.equal(wild.output[:, ~WILD], tame.output[:, ~WILD])
+    assert torch.equal(wild.lse[:, ~WILD], tame.lse[:, ~WILD])
 
 
 EXTREMES = {
