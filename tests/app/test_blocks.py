@@ -491,6 +491,7 @@ def test_what_cells_launch_is_compiled_before_they_are_timed(kind: str, monkeypa
     assert blocks == tuning.all_blocks(64, HALF, CARD, 64)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.long
 def test_a_card_is_calibrated_in_time(own_cache: Path) -> None:
@@ -502,6 +503,7 @@ def test_a_card_is_calibrated_in_time(own_cache: Path) -> None:
     assert re.search(r"blocks.json|no block sizes are faster|no time for block sizes", result.output)
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_kernels_are_timed_on_a_card() -> None:
     """Every kernel in its setting; sizes that do not fit are told from others, and what is timed is what was asked for."""
@@ -524,6 +526,7 @@ def test_kernels_are_timed_on_a_card() -> None:
     assert timer.runs(other_passes("near_dkv", "float32", 128), {"near_dkv": small})
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.long
 def test_the_search_on_a_card_keeps_what_is_faster(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

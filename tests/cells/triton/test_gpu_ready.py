@@ -190,13 +190,20 @@ def test_threads_with_a_stream_each() -> None:
 def test_compiled_with_graphs() -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("the default backend of torch.compile needs a C++ compiler")
+    from nearfield.cells.triton.layout import layout_of
+
     torch.compiler.reset()
+    # Tables that are made while a graph is recorded must outlive it.
+    layout_of.cache_clear()
+    counters = torch._dynamo.utils.counters["inductor"]
+    skipped = counters["cudagraph_skips"]
     compiled = torch.compile(lambda q, k, v: attend(q, k, v) * 2, mode="reduce-overhead")
     for seed in range(5):
         fresh = tensors(seed)
         torch.compiler.cudagraph_mark_step_begin()
         assert torch.equal(compiled(*fresh).clone(), prepared(*fresh) * 2)
         assert torch.equal(attend(*fresh), prepared(*fresh))
+    assert counters["cudagraph_skips"] == skipped, "no graph was recorded"
 
 
 def test_no_call_made_before_keeps_memory() -> None:
