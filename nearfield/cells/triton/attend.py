@@ -19,7 +19,7 @@ from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.far_field import NOT_FINITE, boost, cell_logit, log2_cell_mass, squares
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
 from nearfield.cells.triton.local import edges_of, rows_at, tile_at
-from nearfield.cells.triton.moments import Columns, Tables
+from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.softmax import add_keys, add_seen, is_lost, most_weight
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
@@ -504,7 +504,6 @@ def attend_rows(
     values: Tensor,
     visible: Tensor,
     tables: Tables,
-    columns: Columns,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
@@ -528,7 +527,7 @@ def attend_rows(
             values=values,
             visible=visible,
             marks=marks,
-            column_size=columns.log2_size,
+            column_size=tables.column_size,
             centroid=tables.centroid,
             variance=tables.variance,
             mean_value=tables.value,
@@ -541,7 +540,7 @@ def attend_rows(
             lse=lse,
             positions=positions,
             cells=layout.cells,
-            table_columns=columns.log2_size.shape[1],
+            table_columns=tables.column_size.shape[1],
             dim=dim,
             value_dim=value_dim,
             **strides(query=queries, key=keys, value=values),

@@ -13,7 +13,7 @@ from nearfield.cells.triton.forward import layout_for
 from nearfield.cells.triton.layout import Layout, as_read
 from nearfield.cells.triton.local import BackwardRows, backward_rows, first_positions, first_sees, local_dkv, local_dq
 from nearfield.cells.triton.memory import MOST_ENTRIES, entry_parts, memory_budget, slabs_of, units_of
-from nearfield.cells.triton.moments import Tables, columns_of, member_grads, moments_dkv, moments_of, tabulate
+from nearfield.cells.triton.moments import Tables, member_grads, moments_dkv, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, near_dkv, near_dq, near_dq_blocks
 from nearfield.cells.triton.route import mark
 from nearfield.cells.triton.share import list_bytes, list_keys, listed_dq
@@ -143,7 +143,6 @@ def _dq_of_cells(
     per_row = slots * dim * keys.element_size()
     budget = memory_budget((rows.queries, rows.do, keys, values), (), MemoryPolicy().beyond)
     units, size = units_of(entries, count, per_row, budget.parts), near_dq_blocks(keys, values, sizes).rows
-    columns = columns_of(tables, layout)
     for slab in slabs_of(units, group_bytes(units.size, slots, tables.cells, size), budget.pairs):
         groups = None
         if tables.cells:
@@ -154,8 +153,8 @@ def _dq_of_cells(
                 near_dq(rows, keys, values, tables.order, sizes, groups, some, scale, parts)
             part = units.slices(some)
             into = [x[part] for x in (dq, far_mass, tilt_delta)]
-            own_tables, own_columns, own_marks = tables.of(part[0]), columns.of(part[0]), marks[part[0], :, part[1]]
-            far_dq(rows.part(*part), own_tables, own_columns, layout, sizes, scale, opened[part], own_marks, parts, *into)
+            own_tables, own_marks = tables.of(part[0]), marks[part[0], :, part[1]]
+            far_dq(rows.part(*part), own_tables, layout, sizes, scale, opened[part], own_marks, parts, *into)
         del groups, parts
 
 
@@ -179,7 +178,6 @@ def _dq_of_lists(
     per_entry = list_bytes(layout, sizes, opened.shape[1]) + rows.count * dim * keys.element_size()
     budget = memory_budget((rows.queries, rows.do, keys, values), (), MemoryPolicy().beyond)
     step = max(1, budget.parts // max(1, per_entry))
-    columns = columns_of(tables, layout)
     for first in range(0, len(keys), step):
         some = slice(first, min(first + step, len(keys)))
         own, own_tables, own_opened = rows.part(some, slice(None)), tables.of(some), opened[some]
@@ -187,5 +185,5 @@ def _dq_of_lists(
         parts = keys.new_empty((len(own_opened), rows.count, 1, dim))
         listed_dq(own, keys[some], values[some], sizes, order[some], lists, scale, parts)
         into = dq[some], far_mass[some], tilt_delta[some]
-        far_dq(own, own_tables, columns.of(some), layout, sizes, scale, own_opened, marks[some], parts, *into)
+        far_dq(own, own_tables, layout, sizes, scale, own_opened, marks[some], parts, *into)
         del lists, parts

@@ -17,7 +17,7 @@ from nearfield.cells.triton.far_field import (
 )
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, within
 from nearfield.cells.triton.local import BackwardRows, backward_tile
-from nearfield.cells.triton.moments import Columns, Tables
+from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
@@ -200,7 +200,6 @@ def _far_dq(
 def far_dq(
     rows: BackwardRows,
     tables: Tables,
-    columns: Columns,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
@@ -229,7 +228,7 @@ def far_dq(
         centroid=tables.centroid,
         variance=tables.variance,
         mean_value=tables.value,
-        column_size=columns.log2_size,
+        column_size=tables.column_size,
         cross=tables.cross,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
@@ -243,7 +242,7 @@ def far_dq(
         tilt_delta=tilt_delta,
         rows=count,
         cells=layout.cells,
-        table_columns=columns.log2_size.shape[1],
+        table_columns=tables.column_size.shape[1],
         dim=dim,
         value_dim=value_dim,
         **strides(query=rows.queries),

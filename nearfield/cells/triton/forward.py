@@ -13,7 +13,7 @@ from nearfield.cells.triton.attend import attend, attend_rows
 from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
 from nearfield.cells.triton.layout import Layout, as_read, layout_of
 from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_parts, memory_budget, pieces_of, slabs_of, units_of
-from nearfield.cells.triton.moments import Tables, columns_of, moments_of, tabulate
+from nearfield.cells.triton.moments import Tables, moments_of, tabulate
 from nearfield.cells.triton.near import group, group_bytes, merge, near_forward, near_forward_blocks
 from nearfield.cells.triton.order import order_rows
 from nearfield.cells.triton.route import mark, route
@@ -113,18 +113,17 @@ def _closed_cells(
     entries, rows, _ = queries.shape
     # There are no pairs yet: marks may take their memory too.
     units = units_of(entries, rows, 4 * layout.mark_words, budget.parts + budget.pairs)
-    columns = columns_of(tables, layout)
     for part in map(units.slices, units.parts()):
-        query, sees, own_tables, own_columns = queries[part], visible[part], tables.of(part[0]), columns.of(part[0])
+        query, sees, own_tables = queries[part], visible[part], tables.of(part[0])
         if chosen:
             # Each row is a block; a part need not have as many of each member.
             marks = mark(opened[part], opened[part], query.shape[1], layout, sizes._replace(group=1))
         else:
-            marks = route(query, sees, own_tables, own_columns, layout, sizes, scale, opened[part])
+            marks = route(query, sees, own_tables, layout, sizes, scale, opened[part])
         # A block of rows belongs to one head.
         members = sizes.group if query.shape[1] == rows else 1
         for own in [slice(0, rows)] if members > 1 else _within_heads(part[1], rows // sizes.group):
-            inputs = query[:, own], keys[part[0]], values[part[0]], sees[:, own], own_tables, own_columns
+            inputs = query[:, own], keys[part[0]], values[part[0]], sees[:, own], own_tables
             into = output[part][:, own], lse[part][:, own]
             attend_rows(*inputs, layout, sizes, scale, marks[:, :, own], members, *into)
         del marks

@@ -49,6 +49,11 @@ class Tables:
     """`[entries, segments + 1, value_dim, dim]`: the pooled covariance for rows with s closed segments, float32"""
     pooled: Tensor
     """`[entries, segments + 1]`: how many keys these are pooled over"""
+    column_exists: Tensor
+    """`[entries, columns]`: `log_exists` column by column of the tiles of `Layout`, `VOID` where there is no cell. To look at the
+    ends of a span for each of its cells would take longer than their products do."""
+    column_size: Tensor
+    """`[entries, columns]`: the same of `log2_size`, -inf where there is no cell"""
 
     @property
     def cells(self) -> int:
@@ -60,70 +65,8 @@ class Tables:
         if entries == slice(0, len(self.log_exists)):
             return self
         starts = self.starts[entries.start * self.cells : entries.stop * self.cells + 1]
-        others = (self.log_exists, self.log2_size, self.centroid, self.variance, self.value, self.cross, self.pooled)
+        _, _, *others = vars(self).values()
         return Tables(self.order, starts, *(x[entries] for x in others))
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What is to be known of a cell before it is looked at, `[entries, columns]`: column by column of the tiles of a `Layout`."""
-
-    exists: Tensor
-    """`Tables.log_exists`, and `VOID` in columns without a cell"""
-    log2_size: Tensor
-    """`Tables.log2_size`, and -inf in columns without a cell"""
-
-    def of(self, entries: slice) -> Columns:
-        """Those of some entries."""
-        return Columns(self.exists[entries], self.log2_size[entries])
-
-
-@Kernel
-def _columns(
-    log_exists,
-    log2_size,
-    tile_cell,
-    tile_begin,
-    tile_end,
-    exists,
-    sizes,
-    cells,
-    columns,
-    TILE: tl.constexpr,
-    B: tl.constexpr,
-):
-    entry = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * B + tl.arange(0, B)
-    there = column < columns
-    tile = column // TILE
-    cell = tl.load(tile_cell + tile, mask=there, other=0) + column % TILE
-    at = entry * cells + cell
-    real = there & (cell >= tl.load(tile_begin + tile, mask=there, other=0))
-    real = real & (cell < tl.load(tile_end + tile, mask=there, other=0))
-    tl.store(exists + entry * columns + column, tl.load(log_exists + at, mask=real, other=VOID), mask=there)
-    tl.store(sizes + entry * columns + column, tl.load(log2_size + at, mask=real, other=-float("inf")), mask=there)
-
-
-def columns_of(tables: Tables, layout: Layout) -> Columns:
-    """The columns of all tiles. To look at a cell's neighbours in its tile first would take longer than the products do."""
-    entries, cells = tables.log_exists.shape
-    columns = COLUMNS * layout.tile_cell.shape[0]
-    found = [torch.empty(entries, columns, dtype=torch.float32, device=tables.log_exists.device) for _ in range(2)]
-    _columns[(cdiv(columns, 1024), entries)](
-        log_exists=tables.log_exists,
-        log2_size=tables.log2_size,
-        tile_cell=layout.tile_cell,
-        tile_begin=layout.tile_begin,
-        tile_end=layout.tile_end,
-        exists=found[0],
-        sizes=found[1],
-        cells=cells,
-        columns=columns,
-        TILE=COLUMNS,
-        B=1024,
-        num_warps=4,
-    )
-    return Columns(*found)
 
 
 @Kernel
@@ -199,6 +142,31 @@ def _moments(
     tl.store(log2_size + cell, tl.where(fine, count, NOT_FINITE))
 
 
+@triton.jit
+def _fill_columns(
+    log_exists,
+    log2_size,
+    tile_cell,
+    tile_begin,
+    tile_end,
+    column_exists,
+    column_size,
+    columns,
+    TILE: tl.constexpr,
+    B: tl.constexpr,
+):
+    """A program's share of `Tables.column_exists` and `column_size` of an entry."""
+    program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    for start in range(program * B, columns, tl.num_programs(0) * tl.num_programs(2) * B):
+        column = start + tl.arange(0, B)
+        there = column < columns
+        cell = tl.load(tile_cell + column // TILE, mask=there, other=0) + column % TILE
+        real = there & (cell >= tl.load(tile_begin + column // TILE, mask=there, other=0))
+        real = real & (cell < tl.load(tile_end + column // TILE, mask=there, other=0))
+        tl.store(column_exists + column, tl.load(log_exists + cell, mask=real, other=VOID), mask=there)
+        tl.store(column_size + column, tl.load(log2_size + cell, mask=real, other=-float("inf")), mask=there)
+
+
 @Kernel
 def _products(
     keys,
@@ -208,14 +176,22 @@ def _products(
     value,
     starts,
     cell_edges,
+    log_exists,
+    log2_size,
+    tile_cell,
+    tile_begin,
+    tile_end,
     products,
     pooled,
+    column_exists,
+    column_size,
     parts,
     chunks,
     length,
     segment,
     sinks,
     cells,
+    columns,
     dim,
     value_dim,
     key_entry,
@@ -225,6 +201,8 @@ def _products(
     cell_entry,
     CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BF: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
     BD: tl.constexpr,
@@ -235,9 +213,13 @@ def _products(
     """Sums of products value key^T, both minus the means of some early keys, for a block of value columns.
 
     The first programs take the keys of one chunk of a segment, the others the means of the cells of one span, as often as these
-    have keys. The difference of such sums is the covariance inside cells.
+    have keys. The difference of such sums is the covariance inside cells. Besides: what is known of the cells of each column.
     """
     part, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    own_exists, own_size = log_exists + entry * cells, log2_size + entry * cells
+    column_exists += entry * columns
+    column_size += entry * columns
+    _fill_columns(own_exists, own_size, tile_cell, tile_begin, tile_end, column_exists, column_size, columns, TILE, BF)
     if not CAUSAL:
         # How many keys there are.
         held = tl.load(starts + (entry + 1) * cells) - tl.load(starts + entry * cells)
@@ -351,18 +333,22 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, si
 
 def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> Tables:
     """What kernels read, in their dtypes."""
-    cross, pooled = _covariances(keys, values, cell_of, moments, layout)
+    cross, pooled, *columns = _covariances(keys, values, cell_of, moments, layout)
     low = moments.log_exists, moments.log2_size, moments.low_centroid, moments.low_variance, moments.low_value
-    return Tables(moments.order, moments.starts, *low, cross, pooled)
+    return Tables(moments.order, moments.starts, *low, cross, pooled, *columns)
 
 
-def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, Tensor]:
-    """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and how many keys it is over."""
+def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, ...]:
+    """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and how many keys it is over.
+
+    Then `Tables.column_exists` and `column_size`.
+    """
     entries, length, dim = keys.shape
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
+    exists, size = torch.empty(2, entries, COLUMNS * layout.tile_cell.shape[0], dtype=torch.float32, device=device).unbind(0)
     if not spans:
         cross = zeros(entries, 1, value_dim, dim, dtype=torch.float32, device=device)
-        return cross, fill_(torch.empty(entries, 1, dtype=torch.float32, device=device), 1)
+        return cross, fill_(torch.empty(entries, 1, dtype=torch.float32, device=device), 1), exists, size
     chunks = layout.segments * cdiv(layout.segment, CHUNK)
     parts = chunks + len(spans)
     products = torch.empty(entries, parts, value_dim, dim, dtype=torch.float32, device=device)
@@ -377,20 +363,30 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         value=moments.value,
         starts=moments.starts,
         cell_edges=layout.cell_edges,
+        log_exists=moments.log_exists,
+        log2_size=moments.log2_size,
+        tile_cell=layout.tile_cell,
+        tile_begin=layout.tile_begin,
+        tile_end=layout.tile_end,
         products=products,
         pooled=pooled,
+        column_exists=exists,
+        column_size=size,
         parts=parts,
         chunks=chunks,
         length=length,
         segment=layout.segment,
         sinks=layout.sinks,
         cells=layout.cells,
+        columns=exists.shape[1],
         dim=dim,
         value_dim=value_dim,
         **strides(key=keys, value=values),
         cell_entry=cell_of.stride(0),
         CAUSAL=layout.causal,
         CHUNK=CHUNK,
+        TILE=COLUMNS,
+        BF=256,
         BM=blocks.rows,
         BC=blocks.keys,
         BD=padded(dim),
@@ -402,8 +398,8 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
     )
     # What a row sees is a sum of such parts. It is a difference of large sums, and has to be precise.
     if layout.causal:
-        return weighted_sums(layout.part_factors(CHUNK), products), layout.pooled.expand(entries, -1)
-    return weighted_sums(layout.part_factors(CHUNK), products, pooled), pooled[:, None].expand(entries, 2)
+        return weighted_sums(layout.part_factors(CHUNK), products), layout.pooled.expand(entries, -1), exists, size
+    return weighted_sums(layout.part_factors(CHUNK), products, pooled), pooled[:, None].expand(entries, 2), exists, size
 
 
 @Kernel

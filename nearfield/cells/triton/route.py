@@ -20,7 +20,7 @@ from nearfield.cells.triton.far_field import (
     wide_cell_score,
 )
 from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, position_at, within
-from nearfield.cells.triton.moments import Columns, Tables
+from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.tuning import blocks_for
 from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, padded, precision, strides
 
@@ -267,7 +267,6 @@ def route(
     queries: Tensor,
     visible: Tensor,
     tables: Tables,
-    columns: Columns,
     layout: Layout,
     sizes: CellSizes,
     scale: float,
@@ -285,7 +284,7 @@ def route(
         visible=visible,
         centroid=tables.centroid,
         variance=tables.variance,
-        column_exists=columns.exists,
+        column_exists=tables.column_exists,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
         tile_begin=layout.tile_begin,
@@ -294,7 +293,7 @@ def route(
         marks=marks,
         rows=rows,
         cells=layout.cells,
-        columns=columns.exists.shape[1],
+        columns=tables.column_exists.shape[1],
         dim=dim,
         **strides(query=queries),
         visible_entry=visible.stride(0),

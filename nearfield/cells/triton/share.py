@@ -56,6 +56,35 @@ def scores_of(query, square, centroid, variance, cell, column, wide, dim, cells,
     return wide_cell_score(first * scale, spread, 0.0) * LOG2E
 
 
+@triton.jit
+def _list_members(opened, starts, order, listed, own_sinks, slots, probes, BS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr):
+    """Lists the positions of the members of BS opened cells of a block, from slot `slots` on, and before them the first
+    `own_sinks` positions. Returns how many positions its list has in all."""
+    every = tl.arange(0, BP)
+    cell = tl.load(opened + every, mask=every < probes, other=-1)
+    size = tl.load(starts + cell + 1, mask=cell >= 0, other=0) - tl.load(starts + cell, mask=cell >= 0, other=0)
+    slot = slots + tl.arange(0, BS)
+    into = tl.sum(tl.where(every[None, :] < slot[:, None], size[None, :], 0), 1) + own_sinks
+    cell = tl.load(opened + slot, mask=slot < probes, other=-1)
+    first = tl.load(starts + cell, mask=cell >= 0, other=0)
+    held = tl.load(starts + cell + 1, mask=cell >= 0, other=0) - first
+    lane = tl.arange(0, BN)
+    for start in range(0, tl.max(held, 0), BN):
+        real = start + lane[None, :] < held[:, None]
+        position = tl.load(order + first[:, None] + start + lane[None, :], mask=real, other=0)
+        tl.store(listed + into[:, None] + start + lane[None, :], position, mask=real)
+    if slots == 0:
+        for start in range(0, own_sinks, BN):
+            tl.store(listed + start + lane, start + lane, mask=start + lane < own_sinks)
+    return tl.sum(size, 0) + own_sinks
+
+
+@triton.jit
+def _own_sinks(sees, closed, segment, sinks, CAUSAL: tl.constexpr):
+    """How many sinks a block sees through cells."""
+    return tl.minimum(sinks, closed * segment if CAUSAL else sees)
+
+
 @Kernel
 def _vote(
     queries,
@@ -69,8 +98,11 @@ def _vote(
     tile_cell,
     tile_begin,
     tile_end,
+    members,
     votes,
     opened,
+    listed,
+    listed_count,
     positions,
     share,
     cells,
@@ -79,10 +111,12 @@ def _vote(
     query_row,
     visible_entry,
     most_columns,
+    most_listed,
     scale,
     segment,
     window,
     segments,
+    sinks,
     probes,
     most_keys,
     CAUSAL: tl.constexpr,
@@ -95,11 +129,14 @@ def _vote(
     TILE: tl.constexpr,
     BC: tl.constexpr,
     BW: tl.constexpr,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
     BD: tl.constexpr,
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The cells that one block opens. `votes` end up as what `Lists.log2_size` says."""
+    """The cells that one block opens, and its `Lists`; `votes` end up as what `Lists.log2_size` says."""
     entry = tl.program_id(1).to(tl.int64)
     per_member = tl.cdiv(positions, share)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -188,6 +225,13 @@ def _vote(
     tl.store(opened + every, tl.full([BW], -1, tl.int32), mask=(every >= filled) & (every < probes))
     left = tl.load(log2_size + cell, mask=real & (taken == 0), other=-float("inf"))
     tl.store(votes + every, left, mask=every < columns)
+    tl.debug_barrier()
+    own_sinks = _own_sinks(sees, closed, segment, sinks, CAUSAL)
+    listed += block * most_listed
+    count = own_sinks
+    for slots in range(0, probes, BS):
+        count = _list_members(opened, starts, members, listed, own_sinks, slots, probes, BS, BP, BN)
+    tl.store(listed_count + block, count)
 
 
 @Kernel
@@ -268,29 +312,13 @@ def _list_keys(
     block = entry * tl.num_programs(0) + number
     first_row = number // per_member * positions + number % per_member * share
     sees = tl.load(visible + entry * visible_entry + first_row).to(tl.int32)
-    own_sinks = tl.minimum(sinks, sees)
-    if CAUSAL:
-        own_sinks = tl.minimum(sinks, closed_segments(sees, segment, window, segments, CAUSAL) * segment)
-    opened += block * probes
+    closed = closed_segments(sees, segment, window, segments, CAUSAL)
+    own_sinks = _own_sinks(sees, closed, segment, sinks, CAUSAL)
     starts += entry * cells
     listed += block * most_listed
-    every = tl.arange(0, BP)
-    cell = tl.load(opened + every, mask=every < probes, other=-1)
-    size = tl.load(starts + cell + 1, mask=cell >= 0, other=0) - tl.load(starts + cell, mask=cell >= 0, other=0)
-    slot = tl.program_id(2) * BS + tl.arange(0, BS)
-    into = tl.sum(tl.where(every[None, :] < slot[:, None], size[None, :], 0), 1) + own_sinks
-    cell = tl.load(opened + slot, mask=slot < probes, other=-1)
-    first = tl.load(starts + cell, mask=cell >= 0, other=0)
-    held = tl.load(starts + cell + 1, mask=cell >= 0, other=0) - first
-    lane = tl.arange(0, BN)
-    for start in range(0, tl.max(held, 0), BN):
-        real = start + lane[None, :] < held[:, None]
-        position = tl.load(order + first[:, None] + start + lane[None, :], mask=real, other=0)
-        tl.store(listed + into[:, None] + start + lane[None, :], position, mask=real)
+    held = _list_members(opened + block * probes, starts, order, listed, own_sinks, tl.program_id(2) * BS, probes, BS, BP, BN)
     if tl.program_id(2) == 0:
-        tl.store(count + block, tl.sum(size, 0) + own_sinks)
-        for start in range(0, own_sinks, BN):
-            tl.store(listed + start + lane, start + lane, mask=start + lane < own_sinks)
+        tl.store(count + block, held)
 
 
 def _most_listed(layout: Layout, sizes: CellSizes) -> tuple[int, int]:
@@ -356,8 +384,10 @@ def lists_for(
     entries, rows, dim = queries.shape
     positions, number = rows // sizes.group, opened.shape[1]
     columns = 32 * layout.mark_words
-    most_keys, _ = _most_listed(layout, sizes)
+    most_keys, most_listed = _most_listed(layout, sizes)
     log2_size = torch.empty(entries, number, columns, dtype=torch.float32, device=queries.device)
+    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)
+    count = torch.empty(entries, number, dtype=torch.int32, device=queries.device)
     tuned = blocks_for("vote", dim, queries.dtype, queries.device)
     _vote[(number, entries)](
         queries=queries,
@@ -371,8 +401,11 @@ def lists_for(
         tile_cell=layout.tile_cell,
         tile_begin=layout.tile_begin,
         tile_end=layout.tile_end,
+        members=tables.order,
         votes=log2_size,
         opened=opened,
+        listed=listed,
+        listed_count=count,
         positions=positions,
         share=sizes.share,
         cells=layout.cells,
@@ -380,10 +413,12 @@ def lists_for(
         **strides(query=queries),
         visible_entry=visible.stride(0),
         most_columns=columns,
+        most_listed=most_listed,
         scale=scale,
         segment=layout.segment,
         window=sizes.window,
         segments=layout.segments,
+        sinks=sizes.sinks,
         probes=sizes.probes,
         most_keys=most_keys,
         CAUSAL=sizes.segment > 0,
@@ -396,13 +431,15 @@ def lists_for(
         TILE=COLUMNS,
         BC=tuned.keys,
         BW=next_power_of_2(max(columns, sizes.probes)),
+        BS=SLOTS,
+        BP=next_power_of_2(max(16, sizes.probes)),
+        BN=64,
         BD=padded(dim),
         DT=dot_type(queries.dtype),
         IP=precision(queries.dtype),
         num_warps=max(tuned.warps, next_power_of_2(columns) // CELLS_PER_WARP),
         num_stages=tuned.stages,
     )
-    listed, count = list_keys(visible, tables, layout, sizes, opened, sizes.sinks)
     return Lists(listed, count, log2_size)
 
 

@@ -233,11 +233,10 @@ def test_far_keys_whose_weights_leave_the_range_of_the_first(share: int) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [1, 32])
 def test_far_keys_whose_weights_leave_the_range_of_float16(share: int) -> None:
-    """It ends at 2^16, where float32 does not notice."""
+    """It ends at 2^16, where float32 does not notice. Variances and the tilt of values are in bfloat16, good to 1%."""
     found = with_far_keys_above(torch.float16, share, 8.0)
     output, _, _ = found.expected()
-    plain, _, _ = found.expected(torch.float16)
-    assert off(found.output, output) <= 2 * off(plain, output)
+    assert off(found.output, output) < 0.01
 
 
 def test_a_row_beyond_the_range_changes_no_other() -> None:
