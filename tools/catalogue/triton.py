@@ -23,8 +23,8 @@ MUTANTS = (
     Mutant(
         "triton: opened cells also in the far field",
         "_attend_rows",
-        "p = tl.where(taken, 0.0, tl.exp2(logit - base[:, None]) * boost(spread))",
-        "p = tl.exp2(logit - base[:, None]) * boost(spread)",
+        "p = tl.where(taken, 0.0, tl.exp2(logit - m_i[:, None]) * boost(spread))",
+        "p = tl.exp2(logit - m_i[:, None]) * boost(spread)",
         (PARITY,),
     ),
     Mutant(
@@ -65,9 +65,16 @@ MUTANTS = (
     Mutant(
         "triton: rows of a block open the cells of other segments",
         "_route",
-        "elsewhere = tl.where(mine, 0.0, VOID)",
-        "elsewhere = tl.where(mine, 0.0, 0.0)",
-        (PARITY, BEST),
+        "score = tl.where(mine[:, None], score, VOID)",
+        "score = tl.where(mine[:, None], score, score + VOID)",
+        ("test_rows_of_a_block_do_not_see_what_later_ones_see",),
+    ),
+    Mutant(
+        "triton: rows of a block attend to the cells of other segments",
+        "_attend_rows",
+        "mark_word, mark_word, mine, lane, BC)",
+        "mark_word, mark_word, there, lane, BC)",
+        (PARITY, "test_rows_of_a_block_do_not_see_what_later_ones_see"),
     ),
     Mutant(
         "triton: the same positions again in the next tile",
@@ -170,8 +177,8 @@ MUTANTS = (
     Mutant(
         "triton: routing without the spread of logits",
         "wide_cell_score",
-        "return first + (spread * tl.rsqrt(spread) + exists)",
-        "return first + exists",
+        "return first + spread * tl.rsqrt(spread)",
+        "return first",
         (BEST,),
     ),
     Mutant(

@@ -446,8 +446,6 @@ def _attend_rows(
     for past in range(least, tl.max(closed, 0) + 1):
         mine = (closed == past) & there
         l_before, m_before = l_i, m_i
-        # Rows that see other segments get nothing.
-        base = tl.where(mine, m_i, float("inf"))
         first_tile = tl.load(tile_edges + past)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
         columns = tl.where(tl.max(mine.to(tl.int32), 0) > 0, (tl.load(tile_edges + past + 1) - first_tile) * TILE, 0)
@@ -464,17 +462,17 @@ def _attend_rows(
             mean, var, value = cell_tile(
                 centroid, variance, mean_value, at, dim, value_dim, column, value_column, wide, value_wide, FULL
             )
-            taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
+            # Rows that see other segments get nothing.
+            taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, mine, lane, BC)
             logit = cell_logit(tl.dot(query, tl.trans(mean), input_precision=IP), scale, log2_n[None, :])
             spread = tl.dot(square, tl.trans(var), input_precision=IP)
             if FIXED:
-                p = tl.where(taken, 0.0, tl.exp2(logit - base[:, None]) * boost(spread))
+                p = tl.where(taken, 0.0, tl.exp2(logit - m_i[:, None]) * boost(spread))
                 l_i += tl.sum(p, 1)
                 acc = tl.dot(p.to(value.dtype), value, acc, input_precision=IP)
             else:
                 # What a row does not see may not be finite.
-                counts = mine[:, None] & (taken == 0)
-                logit, spread = tl.where(counts, logit, -float("inf")), tl.where(counts, spread, 0.0)
+                logit, spread = tl.where(taken, -float("inf"), logit), tl.where(taken, 0.0, spread)
                 m_i, l_i, acc = _add_cells(logit, spread, value, m_i, l_i, acc, NARROW, FIXED, IP)
         if columns > 0:
             far_l = l_i - (l_before if FIXED else l_before * tl.exp2(m_before - tl.where(m_i > -float("inf"), m_i, 0.0)))

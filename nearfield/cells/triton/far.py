@@ -167,7 +167,7 @@ def _far_dq(
                 )
                 first = tl.dot(query, tl.trans(mean), input_precision=IP)
                 spread = tl.dot(square, tl.trans(var), input_precision=IP)
-                taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, there, lane, BC)
+                taken = is_marked(marks + tl.cast(start // 32, tl.int64) * mark_word, mark_word, mine, lane, BC)
                 logit = cell_logit(first, scale, log2_n[None, :] - base[:, None])
                 part, root = cell_mass_roots(logit, spread)
                 part = tl.where(taken, 0.0, part)

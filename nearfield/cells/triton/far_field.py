@@ -18,6 +18,9 @@ MOST_SQUARE = tl.constexpr(far_field.MOST_SQUARE)
 VOID = tl.constexpr(-1e30)
 """The score of a cell that must not be opened, or what is added to it. Not -inf: the difference of two of those is NaN."""
 
+MOST_SCORE = tl.constexpr(3e38)
+"""Scores beyond this one are cut off: their last bits hold a column, which would make NaN of infinity."""
+
 LEAST_SCORE = tl.constexpr(VOID.value / 2)
 """Cells with a score above this one may be opened."""
 
@@ -59,10 +62,10 @@ def cell_score(first, spread, exists):
 
 
 @triton.jit
-def wide_cell_score(first, wide_spread, exists):
-    """The same from ROUTE_SPREADS^2 u_c. x * rsqrt(x) is faster than sqrt(x)."""
+def wide_cell_score(first, wide_spread):
+    """The same of a cell that exists, from ROUTE_SPREADS^2 u_c. x * rsqrt(x) is faster than sqrt(x)."""
     spread = wide_spread + 1e-30
-    return first + (spread * tl.rsqrt(spread) + exists)
+    return first + spread * tl.rsqrt(spread)
 
 
 @triton.jit

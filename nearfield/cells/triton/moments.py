@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearfield.cells import moments as cell_moments
 from nearfield.cells.triton.cluster import members_of
-from nearfield.cells.triton.far_field import NOT_FINITE, VOID
+from nearfield.cells.triton.far_field import MOST_SCORE, NOT_FINITE, VOID
 from nearfield.cells.triton.layout import COLUMNS, Layout
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import Kernel, cdiv, dot_dtype, dot_type, padded, precision, strides
@@ -49,9 +49,10 @@ class Tables:
     """`[entries, segments + 1, value_dim, dim]`: the pooled covariance for rows with s closed segments, float32"""
     pooled: Tensor
     """`[entries, segments + 1]`: how many keys these are pooled over"""
-    column_exists: Tensor
-    """`[entries, columns]`: `log_exists` column by column of the tiles of `Layout`, `VOID` where there is no cell. To look at the
-    ends of a span for each of its cells would take longer than their products do."""
+    column_most: Tensor
+    """`[entries, columns]`: the largest score that a cell may have, column by column of the tiles of `Layout`; `VOID` where there
+    is no cell, or it must not be opened. To look at the ends of a span for each of its cells would take longer than their
+    products do."""
     column_size: Tensor
     """`[entries, columns]`: the same of `log2_size`, -inf where there is no cell"""
 
@@ -149,13 +150,13 @@ def _fill_columns(
     tile_cell,
     tile_begin,
     tile_end,
-    column_exists,
+    column_most,
     column_size,
     columns,
     TILE: tl.constexpr,
     B: tl.constexpr,
 ):
-    """A program's share of `Tables.column_exists` and `column_size` of an entry."""
+    """A program's share of `Tables.column_most` and `column_size` of an entry."""
     program = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     for start in range(program * B, columns, tl.num_programs(0) * tl.num_programs(2) * B):
         column = start + tl.arange(0, B)
@@ -163,7 +164,8 @@ def _fill_columns(
         cell = tl.load(tile_cell + column // TILE, mask=there, other=0) + column % TILE
         real = there & (cell >= tl.load(tile_begin + column // TILE, mask=there, other=0))
         real = real & (cell < tl.load(tile_end + column // TILE, mask=there, other=0))
-        tl.store(column_exists + column, tl.load(log_exists + cell, mask=real, other=VOID), mask=there)
+        exists = tl.load(log_exists + cell, mask=real, other=VOID)
+        tl.store(column_most + column, tl.where(exists == 0.0, MOST_SCORE, VOID), mask=there)
         tl.store(column_size + column, tl.load(log2_size + cell, mask=real, other=-float("inf")), mask=there)
 
 
@@ -183,7 +185,7 @@ def _products(
     tile_end,
     products,
     pooled,
-    column_exists,
+    column_most,
     column_size,
     parts,
     chunks,
@@ -217,9 +219,9 @@ def _products(
     """
     part, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     own_exists, own_size = log_exists + entry * cells, log2_size + entry * cells
-    column_exists += entry * columns
+    column_most += entry * columns
     column_size += entry * columns
-    _fill_columns(own_exists, own_size, tile_cell, tile_begin, tile_end, column_exists, column_size, columns, TILE, BF)
+    _fill_columns(own_exists, own_size, tile_cell, tile_begin, tile_end, column_most, column_size, columns, TILE, BF)
     if not CAUSAL:
         # How many keys there are.
         held = tl.load(starts + (entry + 1) * cells) - tl.load(starts + entry * cells)
@@ -341,14 +343,14 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, la
 def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, ...]:
     """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and how many keys it is over.
 
-    Then `Tables.column_exists` and `column_size`.
+    Then `Tables.column_most` and `column_size`.
     """
     entries, length, dim = keys.shape
     value_dim, device, spans = values.shape[2], keys.device, layout.spans.all
-    exists, size = torch.empty(2, entries, COLUMNS * layout.tile_cell.shape[0], dtype=torch.float32, device=device).unbind(0)
+    most, size = torch.empty(2, entries, COLUMNS * layout.tile_cell.shape[0], dtype=torch.float32, device=device).unbind(0)
     if not spans:
         cross = zeros(entries, 1, value_dim, dim, dtype=torch.float32, device=device)
-        return cross, fill_(torch.empty(entries, 1, dtype=torch.float32, device=device), 1), exists, size
+        return cross, fill_(torch.empty(entries, 1, dtype=torch.float32, device=device), 1), most, size
     chunks = layout.segments * cdiv(layout.segment, CHUNK)
     parts = chunks + len(spans)
     products = torch.empty(entries, parts, value_dim, dim, dtype=torch.float32, device=device)
@@ -370,7 +372,7 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         tile_end=layout.tile_end,
         products=products,
         pooled=pooled,
-        column_exists=exists,
+        column_most=most,
         column_size=size,
         parts=parts,
         chunks=chunks,
@@ -378,7 +380,7 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
         segment=layout.segment,
         sinks=layout.sinks,
         cells=layout.cells,
-        columns=exists.shape[1],
+        columns=most.shape[1],
         dim=dim,
         value_dim=value_dim,
         **strides(key=keys, value=values),
@@ -398,8 +400,8 @@ def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments
     )
     # What a row sees is a sum of such parts. It is a difference of large sums, and has to be precise.
     if layout.causal:
-        return weighted_sums(layout.part_factors(CHUNK), products), layout.pooled.expand(entries, -1), exists, size
-    return weighted_sums(layout.part_factors(CHUNK), products, pooled), pooled[:, None].expand(entries, 2), exists, size
+        return weighted_sums(layout.part_factors(CHUNK), products), layout.pooled.expand(entries, -1), most, size
+    return weighted_sums(layout.part_factors(CHUNK), products, pooled), pooled[:, None].expand(entries, 2), most, size
 
 
 @Kernel

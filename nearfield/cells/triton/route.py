@@ -26,11 +26,12 @@ from nearfield.kernels.launch import Kernel, cdiv, dot_type, next_power_of_2, pa
 
 
 @triton.jit
-def is_marked(words, mark_word, there, lane, BC: tl.constexpr):
-    """Whether cells are marked, for a tile of 32 or 64 columns whose first word is at `words`, row by row."""
-    word = tl.load(words, mask=there, other=0)[:, None]
+def is_marked(words, mark_word, counts, lane, BC: tl.constexpr):
+    """Whether cells are marked, for a tile of 32 or 64 columns whose first word is at `words`, row by row; all are in rows that
+    do not count."""
+    word = tl.load(words, mask=counts, other=-1)[:, None]
     if BC == 64:
-        more = tl.load(words + mark_word, mask=there, other=0)
+        more = tl.load(words + mark_word, mask=counts, other=-1)
         word = tl.where((lane < 32)[None, :], word, more[:, None])
     return (word & (1 << (lane % 32))[None, :]) != 0
 
@@ -141,7 +142,7 @@ def _route(
     visible,
     centroid,
     variance,
-    column_exists,
+    column_most,
     tile_edges,
     tile_cell,
     tile_begin,
@@ -180,7 +181,7 @@ def _route(
     visible += entry * visible_entry
     centroid += entry * cells * dim
     variance += entry * cells * dim
-    column_exists += entry * columns
+    column_most += entry * columns
     column = tl.arange(0, BD)
     wide = column < dim
     query = tl.load(queries + row[:, None] * query_row + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
@@ -188,13 +189,12 @@ def _route(
     sees = tl.load(visible + row, mask=there, other=0).to(tl.int32)
     closed = closed_segments(sees, segment, window, segments, CAUSAL)
     least = tl.min(tl.where(there, closed, segments), 0)
-    most = tl.max(closed, 0)
+    last_past = tl.max(closed, 0)
     lane = tl.arange(0, BC)
     best = tl.full([BM, BC], VOID, tl.float32)
     second, third, fourth = best, best, best
-    for past in range(least, most + 1):
+    for past in range(least, last_past + 1):
         mine = (closed == past) & there
-        elsewhere = tl.where(mine, 0.0, VOID)
         first_tile = tl.load(tile_edges + past)
         # Rows of a block hardly ever see different segments; where they do, most of those in between are seen by none.
         tiles = tl.where(tl.max(mine.to(tl.int32), 0) > 0, tl.load(tile_edges + past + 1) - first_tile, 0)
@@ -207,9 +207,11 @@ def _route(
             next_tile = first_tile + tl.minimum(tile + 1, tiles - 1)
             next_cell, first_cell = tl.load(tile_cell + next_tile), tl.load(tile_begin + next_tile)
             last_cell = tl.load(tile_end + next_tile)
-            exists = tl.load(column_exists + (first_tile + tile) * BC + lane)
+            most = tl.load(column_most + (first_tile + tile) * BC + lane)
             first, spread = cell_moments(query, square, centroid, variance, at, column, wide, dim, FULL, IP)
-            score = wide_cell_score(first * scale + elsewhere[:, None], spread, exists[None, :])
+            # To add something large to the score of a cell that a row does not see would not make any score small.
+            score = tl.minimum(wide_cell_score(first * scale, spread), most[None, :])
+            score = tl.where(mine[:, None], score, VOID)
             # The last bits of a score hold its column.
             score = ((score.to(tl.int32, bitcast=True) & -CODES) | (tile * BC + lane)[None, :]).to(tl.float32, bitcast=True)
             if not FEW:
@@ -284,7 +286,7 @@ def route(
         visible=visible,
         centroid=tables.centroid,
         variance=tables.variance,
-        column_exists=tables.column_exists,
+        column_most=tables.column_most,
         tile_edges=layout.tile_edges,
         tile_cell=layout.tile_cell,
         tile_begin=layout.tile_begin,
@@ -293,7 +295,7 @@ def route(
         marks=marks,
         rows=rows,
         cells=layout.cells,
-        columns=tables.column_exists.shape[1],
+        columns=tables.column_most.shape[1],
         dim=dim,
         **strides(query=queries),
         visible_entry=visible.stride(0),

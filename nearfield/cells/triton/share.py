@@ -53,7 +53,7 @@ def scores_of(query, square, centroid, variance, cell, column, wide, dim, cells,
         var = tl.load(variance + at, mask=wide[None, :], other=0.0)
     first = tl.dot(query, tl.trans(mean), input_precision=IP)
     spread = tl.dot(square, tl.trans(var), input_precision=IP)
-    return wide_cell_score(first * scale, spread, 0.0) * LOG2E
+    return wide_cell_score(first * scale, spread) * LOG2E
 
 
 @triton.jit

@@ -68,9 +68,9 @@ CASES = {
     "nothing-visible": Case(length=5, keys=9, padding=9),
     "causal": Case(length=70, keys=70, segment=16, span_levels=3),
     "causal-groups-window-padding": Case(
-        entries=2, group=2, length=52, keys=52, value_dim=32, segment=8, window=1, cell_size=2, span_levels=3, padding=11
+        entries=2, group=2, length=36, keys=36, value_dim=32, segment=8, window=1, cell_size=2, span_levels=3, padding=5
     ),
-    "causal-capped-span_levels": Case(group=2, length=30, keys=90, segment=8, span_levels=2),
+    "causal-capped-span_levels": Case(length=30, keys=90, segment=8, span_levels=2),
     "causal-short": Case(length=10, keys=10, segment=16, span_levels=1),
     "shared": Case(length=70, keys=130, share=16),
     "shared-groups-padding-odd-dims": Case(
@@ -84,14 +84,14 @@ CASES = {
     "shared-causal-groups-window-padding": Case(
         entries=2,
         group=2,
-        length=52,
-        keys=52,
+        length=36,
+        keys=36,
         value_dim=32,
         segment=8,
         window=1,
         cell_size=2,
         span_levels=3,
-        padding=11,
+        padding=5,
         share=16,
     ),
     "shared-causal-across-segments": Case(group=2, length=50, keys=90, segment=24, span_levels=3, share=32),

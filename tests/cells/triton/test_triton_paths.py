@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import seeded
-from test_triton import DEVICE, Case, forward_again, run
+from test_triton import DEVICE, Case, drawn, forward_again, run
 from torch import Tensor
 
 import nearfield as nf
@@ -299,6 +299,18 @@ def test_later_keys_that_are_too_large_stay_where_they_are(size: float, share: i
     assert torch.equal(clean.output[:, :32], spoilt.output[:, :32])
     assert torch.equal(clean.lse[:, :32], spoilt.lse[:, :32])
     assert torch.equal(clean.gradients()[0][:, :32], spoilt.gradients()[0][:, :32])
+
+
+@pytest.mark.parametrize("size", [3e36, 1e38], ids=["huge", "overflowing"])
+def test_rows_of_a_block_do_not_see_what_later_ones_see(size: float) -> None:
+    """Rows 32 to 47 are in one block, whatever its size; the first four of them end before the segment of the last ones begins."""
+    case = Case(length=48, keys=52, segment=8, cell_size=2, span_levels=3, sinks=2, probes=2)
+    clean, spoilt = run(case), drawn(case)
+    spoilt.keys[:, 40:] = size * clean.queries[:, 33:34].sign()
+    forward_again(spoilt)
+    assert torch.equal(clean.opened[:, :36], spoilt.opened[:, :36])
+    assert torch.equal(clean.output[:, :36], spoilt.output[:, :36])
+    assert torch.equal(clean.lse[:, :36], spoilt.lse[:, :36])
 
 
 def test_cells_of_equal_keys_at_equal_distances_are_cut() -> None:
