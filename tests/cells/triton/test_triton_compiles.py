@@ -74,7 +74,7 @@ def test_kernels_compile_and_fit(name: str, dtype: str, dim: int, tmp_path: Path
 @pytest.mark.long
 def test_kernels_compile_and_fit_where_there_is_least_memory(tmp_path: Path) -> None:
     """One dtype and dimension of `test_kernels_compile_and_fit` in one version, so that every run has some of it."""
-    assert_all_fit(compiled(tmp_path, "8.6", "--dims", "128", "--dtypes", "bfloat16", "--quick"), "8.6")
+    assert_all_fit(compiled(tmp_path, "8.6", "--dims", "64", "--dtypes", "bfloat16", "--quick"), "8.6")
 
 
 @pytest.mark.long

@@ -303,7 +303,7 @@ def test_later_keys_that_are_too_large_stay_where_they_are(size: float, share: i
 
 @pytest.mark.parametrize("size", [3e36, 1e38], ids=["huge", "overflowing"])
 def test_rows_of_a_block_do_not_see_what_later_ones_see(size: float) -> None:
-    """Rows 32 to 47 are in one block, whatever its size; the first four of them end before the segment of the last ones begins."""
+    """Rows 32 to 47 are in one block; the first four of them end before the segment of the last ones begins."""
     case = Case(length=48, keys=52, segment=8, cell_size=2, span_levels=3, sinks=2, probes=2)
     clean, spoilt = run(case), drawn(case)
     spoilt.keys[:, 40:] = size * clean.queries[:, 33:34].sign()
