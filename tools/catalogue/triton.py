@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "triton: rows beyond the range of a fixed base are kept",
         "is_lost",
-        "(l_i < MOST) & (l_i > 1.0 / MOST) == 0",
+        "(l_i < most) & (l_i > 1.0 / most) == 0",
         "l_i != l_i",
         (f"{ABOVE}[1]",),
     ),
@@ -50,9 +50,9 @@ MUTANTS = (
     ),
     Mutant(
         "triton: all rows of a block are written again",
-        "_attend_rows",
-        "stored = known != known",
-        "stored = there & (tl.max((known != known).to(tl.int32), 0) > 0)",
+        "_lost_before",
+        "return known != known",
+        "return there & (tl.max((known != known).to(tl.int32), 0) > 0)",
         ("test_a_row_beyond_the_range_changes_no_other",),
     ),
     Mutant(

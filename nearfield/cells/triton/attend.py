@@ -21,7 +21,7 @@ from nearfield.cells.triton.layout import COLUMNS, Layout, closed_segments, posi
 from nearfield.cells.triton.local import edges_of, rows_at, tile_at
 from nearfield.cells.triton.moments import Tables
 from nearfield.cells.triton.route import is_marked
-from nearfield.cells.triton.softmax import add_keys, add_seen, is_lost, most_weight
+from nearfield.cells.triton.softmax import add_keys, add_seen, is_lost
 from nearfield.cells.triton.tuning import blocks_for, fitting_warps
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, cdiv, dot_type, padded, precision, strides
 
@@ -94,6 +94,23 @@ def _add_cells(logit, spread, value, m_i, l_i, acc, NARROW: tl.constexpr, FIXED:
     alpha = tl.exp2(m_i - base)
     acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=IP)
     return m_new, l_i * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _lost_before(lse, there):
+    """Which rows are to be computed again. Only they are stored: rows of a block must not depend on each other."""
+    known = tl.load(lse, mask=there, other=0.0)
+    return known != known
+
+
+@triton.jit
+def _told(m_i, l_i, NARROW: tl.constexpr, FIXED: tl.constexpr):
+    """Weights, NaN where a row is lost or, in the end, sees a cell with a member that is not finite: it outweighs everything."""
+    if FIXED:
+        bad = is_lost(l_i, NARROW)
+    else:
+        bad = m_i >= NOT_FINITE / 3
+    return tl.where(bad, float("nan"), l_i)
 
 
 @triton.jit
@@ -184,7 +201,6 @@ def _attend(
     NARROW: tl.constexpr,
     FIXED: tl.constexpr,
     AGAIN: tl.constexpr,
-    MOST: tl.constexpr,
     FULL: tl.constexpr,
     TILE: tl.constexpr,
     BM: tl.constexpr,
@@ -212,9 +228,7 @@ def _attend(
     lse += entry * lse_entry + row
     stored = there
     if AGAIN:
-        # Rows of a block must not depend on each other: only those that were lost are written again.
-        known = tl.load(lse, mask=there, other=0.0)
-        stored = known != known
+        stored = _lost_before(lse, there)
         if tl.max(stored.to(tl.int32), 0) == 0:
             return
     queries += entry * query_entry
@@ -309,11 +323,7 @@ def _attend(
         tilt = _tilt(queries, row, query_row, there, cross, value_column, value_wide, dim, BM, BD, BV, BK, DT, IP)
         acc += (far_l * scale)[:, None] * tilt
 
-    if FIXED:
-        l_i = tl.where(is_lost(l_i, MOST), float("nan"), l_i)
-    else:
-        # A cell with a member that is not finite outweighs everything.
-        l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    l_i = _told(m_i, l_i, NARROW, FIXED)
     blind = (l_i <= 0.0) | (sees == 0)
     result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
     tl.store(
@@ -369,7 +379,6 @@ def _attend_rows(
     NARROW: tl.constexpr,
     FIXED: tl.constexpr,
     AGAIN: tl.constexpr,
-    MOST: tl.constexpr,
     FULL: tl.constexpr,
     TILE: tl.constexpr,
     BM: tl.constexpr,
@@ -388,9 +397,7 @@ def _attend_rows(
     lse += entry * lse_entry + row
     stored = there
     if AGAIN:
-        # Rows of a block must not depend on each other: only those that were lost are written again.
-        known = tl.load(lse, mask=there, other=0.0)
-        stored = known != known
+        stored = _lost_before(lse, there)
         if tl.max(stored.to(tl.int32), 0) == 0:
             return
     queries += entry * query_entry
@@ -480,11 +487,7 @@ def _attend_rows(
             tilt = _tilt(queries, row, query_row, there, matrix, value_column, value_wide, dim, BM, BD, BV, BK, DT, IP)
             acc += tl.where(mine[:, None], (far_l * scale)[:, None] * tilt, 0.0)
 
-    if FIXED:
-        l_i = tl.where(is_lost(l_i, MOST), float("nan"), l_i)
-    else:
-        # A cell with a member that is not finite outweighs everything.
-        l_i = tl.where(m_i >= NOT_FINITE / 3, float("nan"), l_i)
+    l_i = _told(m_i, l_i, NARROW, FIXED)
     blind = (l_i <= 0.0) | (sees == 0)
     result = tl.where(blind[:, None], 0.0, acc / tl.where(blind, 1.0, l_i)[:, None])
     tl.store(
@@ -556,7 +559,6 @@ def attend_rows(
             NARROW=queries.dtype == torch.float16,
             FIXED=fixed,
             AGAIN=again,
-            MOST=most_weight(queries.dtype),
             FULL=dim == padded(dim) and value_dim == padded(value_dim),
             TILE=COLUMNS,
             BM=blocks.rows,
@@ -634,7 +636,6 @@ def attend(
             NARROW=queries.dtype == torch.float16,
             FIXED=fixed,
             AGAIN=again,
-            MOST=most_weight(queries.dtype),
             FULL=dim == padded(dim) and value_dim == padded(value_dim),
             TILE=COLUMNS,
             BM=size,

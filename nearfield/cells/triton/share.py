@@ -332,15 +332,20 @@ def list_bytes(layout: Layout, sizes: CellSizes, blocks: int) -> int:
     return 4 * blocks * (32 * layout.mark_words + _most_listed(layout, sizes)[1])
 
 
+def _room_for_lists(layout: Layout, sizes: CellSizes, opened: Tensor) -> tuple[Tensor, Tensor]:
+    """What `list_keys` returns, to be filled in."""
+    entries, number, _ = opened.shape
+    listed = torch.empty(entries, number, _most_listed(layout, sizes)[1], dtype=torch.int32, device=opened.device)
+    return listed, torch.empty(entries, number, dtype=torch.int32, device=opened.device)
+
+
 def list_keys(
     visible: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, opened: Tensor, sinks: int
 ) -> tuple[Tensor, Tensor]:
     """`[entries, blocks, most]`: the positions of the first `sinks` keys, as far as a block sees them through cells, and of the
     members of the cells that it opened; `[entries, blocks]`: how many these are."""
     entries, number, _ = opened.shape
-    _, most_listed = _most_listed(layout, sizes)
-    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=opened.device)
-    count = torch.empty(entries, number, dtype=torch.int32, device=opened.device)
+    listed, count = _room_for_lists(layout, sizes, opened)
     _list_keys[(number, entries, cdiv(sizes.probes, SLOTS))](
         visible=visible,
         opened=opened,
@@ -352,7 +357,7 @@ def list_keys(
         share=sizes.share,
         cells=layout.cells,
         visible_entry=visible.stride(0),
-        most_listed=most_listed,
+        most_listed=listed.shape[2],
         sinks=sinks,
         segment=layout.segment,
         window=sizes.window,
@@ -384,10 +389,9 @@ def lists_for(
     entries, rows, dim = queries.shape
     positions, number = rows // sizes.group, opened.shape[1]
     columns = 32 * layout.mark_words
-    most_keys, most_listed = _most_listed(layout, sizes)
+    most_keys, _ = _most_listed(layout, sizes)
     log2_size = torch.empty(entries, number, columns, dtype=torch.float32, device=queries.device)
-    listed = torch.empty(entries, number, most_listed, dtype=torch.int32, device=queries.device)
-    count = torch.empty(entries, number, dtype=torch.int32, device=queries.device)
+    listed, count = _room_for_lists(layout, sizes, opened)
     tuned = blocks_for("vote", dim, queries.dtype, queries.device)
     _vote[(number, entries)](
         queries=queries,
@@ -413,7 +417,7 @@ def lists_for(
         **strides(query=queries),
         visible_entry=visible.stride(0),
         most_columns=columns,
-        most_listed=most_listed,
+        most_listed=listed.shape[2],
         scale=scale,
         segment=layout.segment,
         window=sizes.window,

@@ -1,26 +1,24 @@
 """A softmax over many tiles of logits, to base 2: its base m, its weight l, the sum of 2^(logit - m), and the weighted values.
 
-The base is the largest logit so far, or fixed after the first tile. Fixed, nothing is searched for a largest logit and no sum is
-scaled again, which saves a third of the instructions. The result is the same as long as no weight leaves the range of its dtype:
-`is_lost` tells, and what is lost is computed again with a running base.
+The base is the largest logit so far, or fixed after the first tiles. Fixed, nothing is searched for a largest logit and no sum is
+scaled again. The result is the same as long as no weight leaves the range of its dtype: `is_lost` tells, and what is lost is
+computed again with a running base.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 
-def most_weight(dtype: torch.dtype) -> float:
-    """With a fixed base, the weights of a row are right if their sum is less than this."""
-    return 2.0**15 if dtype == torch.float16 else 2.0**60
-
-
 @triton.jit
-def is_lost(l_i, MOST: tl.constexpr):
-    """Whether a row has left the range in which a fixed base is right: at least one term is 1 if all is well. NaN is lost."""
-    return (l_i < MOST) & (l_i > 1.0 / MOST) == 0
+def is_lost(l_i, NARROW: tl.constexpr):
+    """Whether a row has left the range in which a fixed base is right, which is smaller in float16 (NARROW). NaN is lost.
+
+    At least one term is 1 if all is well.
+    """
+    most: tl.constexpr = 2.0**15 if NARROW else 2.0**60
+    return (l_i < most) & (l_i > 1.0 / most) == 0
 
 
 @triton.jit
