@@ -59,9 +59,9 @@ def _times(causal: bool) -> Draw:
             _draw_lines(axis, [row for row in mine if row["dim"] == dim], LINES.get(dim, "-"), fill=dim == dims[0])
         sizes = sorted({row["n"] for row in mine})
         top = [row for row in mine if row["n"] == sizes[-1]]
-        exact, ours = max(row["exact"]["ms"] for row in top), max(row["ours"]["default"]["ms"] for row in top)
+        exact, ours = max(row["exact"]["ms"] for row in top), min(own["ms"] for row in top for own in row["ours"].values())
         name = "SDPA, $n^2$ (not run)" if top[0]["exact"]["extrapolated"] else "SDPA"
-        for label, y, color, up in ((name, exact, SDPA, 7), ("Cells()", ours, CELLS, -34)):
+        for label, y, color, up in ((name, exact, SDPA, 7), ("Cells()", ours, CELLS, -30)):
             axis.annotate(label, (sizes[-1], y), (-6, up), textcoords="offset points", color=color, ha="right", weight="bold")
         for trend in results["trends"]:
             if trend["causal"] == causal:
@@ -76,6 +76,8 @@ def _times(causal: bool) -> Draw:
         axis.set_xticks(sizes, [f"{n // 1024}k" if n < 2**20 else f"{n // 2**20}M" for n in sizes])
         axis.minorticks_off()
         axis.margins(y=0.1)
+        # Room for the legend below all lines.
+        axis.set_ylim(bottom=min(min(row["exact"]["ms"], row["ours"]["default"]["ms"]) for row in mine) / 20)
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
         axis.grid(alpha=0.25, linewidth=0.6)
 

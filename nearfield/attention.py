@@ -11,9 +11,10 @@ from torch import Tensor
 
 from nearfield import crossover
 from nearfield.audit import run_audit
-from nearfield.auto import Auto
+from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
 from nearfield.checks import check_gradient, check_method
+from nearfield.exact import fuses_groups
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
 from nearfield.paper.gradients import with_gradient
@@ -70,7 +71,7 @@ def attention(
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
     if method is None and attn_mask is None and gradient is None and not dropout_p and not check_finite and backend == "auto":
-        output = _sdpa_if_short(query, key, value, is_causal, scale)
+        output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output
     signature = None
@@ -143,21 +144,42 @@ SHORT = 2048
 """Up to this many keys no method beats SDPA on any device."""
 
 
-def _sdpa_if_short(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor | None:
-    """SDPA straight away for plain short inputs, which take longer to check than to attend to; None for all others."""
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or scale is not None or is_traced():
+def _sdpa_if_faster(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor | None:
+    """SDPA straight away for plain inputs that `Auto` gives to it and that take longer to check than to attend to.
+
+    None for all others, also for those that something is wrong with.
+    """
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or is_traced():
         return None
-    shape, dtype = key.shape, key.dtype
-    if len(shape) != 4 or not 0 < shape[2] <= SHORT or query.shape != shape or value.shape != shape or 0 in shape:
+    rows, shape, dtype = query.shape, key.shape, key.dtype
+    if len(shape) != 4 or value.shape != shape or query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES:
         return None
-    if query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES or torch.is_autocast_enabled("cpu"):
+    grouped = False
+    if rows != shape:
+        if len(rows) != 4 or rows[0] != shape[0] or rows[3] != shape[3]:
+            return None
+        if rows[1] != shape[1]:
+            grouped = True
+            if not enable_gqa or not shape[1] or rows[1] % shape[1]:
+                return None
+    if 0 in shape or 0 in rows or not (scale is None or (type(scale) is float and 0.0 < scale < math.inf)):
         return None
-    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+    if query.is_cuda:
+        if query.device != key.device or query.device != value.device or torch.is_autocast_enabled("cuda"):
+            return None
+        if (shape[2] > SHORT and not is_exact_faster(query, key, is_causal)) or (grouped and not fuses_groups(query, value)):
+            return None
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
         return None
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
-    # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. The last row sees all keys:
-    # where it is not finite, go the long way.
-    if is_causal and not math.isfinite(float(output.detach()[:, :, -1].sum())):
+    if shape[2] > SHORT:
+        return None
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. No row sees or hides more keys than
+    # the last one: where that is not finite, go the long way.
+    if is_causal and not math.isfinite(output.detach().select(2, -1).sum().item()):
         return None
     return output
 

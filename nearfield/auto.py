@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from nearfield import crossover
 from nearfield.audit import CONFIDENCE, audit_rows, run_audit
 from nearfield.cells.method import Cells, check_share
@@ -89,14 +91,7 @@ class Auto:
     def _prefers_exact(self, problem: Problem, call: Call) -> bool:
         if call.gradient is not None or problem.has_general_mask:
             return True
-        limit = float(self.crossover) if self.crossover is not None else _measured(problem)
-        length, queries = problem.key.shape[2], problem.query.shape[2]
-        # Cells group all keys before the first query is answered. Few queries do not repay that.
-        if length < limit or queries < limit / 4:
-            return True
-        # With little work, starting the many kernels of cells takes longer than running them.
-        work = problem.query.shape[0] * problem.query.shape[1] * queries * length
-        return problem.query.is_cuda and work < crossover.heads(problem.query.device) * limit**2
+        return is_exact_faster(problem.query, problem.key, problem.is_causal, self.crossover)
 
     def _within_eps(self, problem: Problem, call: Call) -> Outcome:
         assert self.eps is not None
@@ -125,8 +120,15 @@ def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
     return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": [], "audit": None})
 
 
-def _measured(problem: Problem) -> float:
-    return crossover.length(problem.query.device, problem.query.dtype, problem.is_causal)
+def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | None = None) -> bool:
+    """Whether SDPA is faster than cells. `limit`: the crossover length, in place of the measured one."""
+    length, queries = key.shape[2], query.shape[2]
+    limit = crossover.length(query.device, query.dtype, is_causal) if limit is None else limit
+    # Cells group all keys before the first query is answered. Few queries do not repay that.
+    if length < limit or queries < limit / 4:
+        return True
+    # With little work, starting the many kernels of cells takes longer than running them.
+    return query.is_cuda and query.shape[0] * query.shape[1] * queries * length < crossover.heads(query.device) * limit**2
 
 
 def _near_share(method: Cells, problem: Problem) -> float:

@@ -67,8 +67,18 @@ def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     One number for both: a call has to mean the same whether or not gradients are recorded. Otherwise a model would compute
     something else in evaluation than in training, and checkpointing would differentiate another function than it ran.
     """
+    return _limit(device, dtype, causal, edition()) if device.type == "cuda" else _find(device, dtype, causal)
+
+
+def _find(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     found = known(device, dtype)
     return max(found.get(kind(causal, training), math.inf) for training in (False, True))
+
+
+@functools.cache
+def _limit(device: torch.device, dtype: torch.dtype, causal: bool, edition: int) -> float:
+    """As `_find`. Asking the driver for the name of a card takes longer than attention does at short lengths."""
+    return _find(device, dtype, causal)
 
 
 def known(device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -71,7 +71,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pro
     group = problem.group_size
     if group == 1:
         return attend(query, mask, False)
-    if _fuses_groups(query, value, mask, problem):
+    if fuses_groups(query, value, mask, problem.dropout_p):
         return attend(query, mask, True)
     # Where torch has no fused kernel for grouped queries it repeats the keys in memory. One call per member of a group does not.
     members = query.unflatten(1, (-1, group)).unbind(2)
@@ -82,12 +82,12 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pro
     return torch.stack([attend(q, m, False) for q, m in zip(members, masks, strict=True)], 2).flatten(1, 2)
 
 
-def _fuses_groups(query: Tensor, value: Tensor, mask: Tensor | None, problem: Problem) -> bool:
+def fuses_groups(query: Tensor, value: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0) -> bool:
     """Whether torch serves grouped queries without repeating keys, and sums the gradients of a group in float32."""
     if query.shape[3] != value.shape[3]:
         return False
     if query.device.type == "cpu":
-        return not problem.dropout_p and (mask is None or not mask.requires_grad)
+        return not dropout_p and (mask is None or not mask.requires_grad)
     return mask is None and query.dtype in (torch.float16, torch.bfloat16)
 
 

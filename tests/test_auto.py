@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,77 @@ def test_short_inputs_get_sdpa_bit_for_bit() -> None:
             expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
             assert torch.equal(nf.attention(q, k, v, is_causal=causal), expected)
             assert nf.estimate(q, k, v, is_causal=causal).info["chosen"] == "Exact()"
+
+
+def no_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(sys.modules["nearfield.attention"], "check", refuse)
+
+
+SHORT_CALLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "all-rows": ({"queries": 60}, {}),
+    "causal": ({"queries": 60}, {"is_causal": True}),
+    "one-row": ({"queries": 1, "keys": 60}, {}),
+    "more-rows": ({"queries": 70, "keys": 60}, {}),
+    "scale": ({"queries": 60}, {"scale": 0.7}),
+    "grouped": ({"heads": 4, "queries": 60}, {"enable_gqa": True, "is_causal": True}),
+    "not-grouped": ({"queries": 60}, {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_CALLS)
+def test_plain_short_calls_go_straight_to_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, options = SHORT_CALLS[name]
+    q, k, v = (x.requires_grad_() for x in inputs(2, 2, dim=16, **{k: v for k, v in shape.items() if k != "heads"}))
+    q = q.repeat(1, shape.get("heads", 2) // 2, 1, 1)
+    long_way = nf.attention(q, k, v, method=nf.Exact(), **options)
+    no_long_way(monkeypatch)
+    assert torch.equal(nf.attention(q, k, v, **options), F.scaled_dot_product_attention(q, k, v, **options))
+    torch.testing.assert_close(nf.attention(q, k, v, **options), long_way)
+
+
+@pytest.mark.parametrize("options", [{"scale": -0.5}, {"scale": 0.0}, {"scale": 1}])
+def test_what_sdpa_does_otherwise_goes_the_long_way(options: dict[str, Any]) -> None:
+    q, k, v = inputs(1, 2, queries=60, dim=16)
+    found = nf.attention(q, k, v, is_causal=True, **options)
+    torch.testing.assert_close(found, nf.attention(q, k, v, is_causal=True, method=nf.Exact(), **options))
+    few = nf.attention(q[:, :, :20], k, v, is_causal=True)
+    torch.testing.assert_close(few, nf.attention(q, k, v, is_causal=True)[:, :, :20])
+
+
+def test_a_nan_that_few_rows_do_not_see_does_not_reach_them() -> None:
+    q, k, v = inputs(1, 2, queries=60, dim=16)
+    clean = nf.attention(q[:, :, :20], k, v, is_causal=True)
+    v[:, :, 25] = math.nan
+    torch.testing.assert_close(nf.attention(q[:, :, :20], k, v, is_causal=True), clean)
+
+
+@pytest.mark.parametrize("shapes", [((1, 4, 9, 8), (1, 2, 9, 8)), ((1, 3, 9, 8), (1, 2, 9, 8)), ((2, 2, 9, 8), (1, 2, 9, 8))])
+def test_short_inputs_that_do_not_fit_are_told(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    query, key = (torch.randn(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=r"heads|batch"):
+        nf.attention(query, key, key, enable_gqa=shapes[0][1] == 3)
+    with pytest.raises(ValueError, match="last dimension"):
+        nf.attention(key[..., :4], key, key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHORT_CALLS)
+def test_plain_calls_on_a_card_go_straight_to_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the crossover length, and with few rows beyond it."""
+    shape, options = SHORT_CALLS[name]
+    times = 100
+    long = {k: times * v if v > 1 and k != "heads" else v for k, v in shape.items()}
+    q, k, v = (x.cuda().bfloat16() for x in inputs(1, 2, dim=64, **{k: v for k, v in long.items() if k != "heads"}))
+    q = q.repeat(1, long.get("heads", 2) // 2, 1, 1)
+    no_long_way(monkeypatch)
+    assert torch.equal(nf.attention(q, k, v, **options), F.scaled_dot_product_attention(q, k, v, **options))
+    with pytest.raises(AssertionError, match="the long way"), torch.autocast("cuda", torch.float16):
+        nf.attention(q, k, v, **options)
+    with pytest.raises(AssertionError, match="the long way"):
+        nf.attention(q, k.cpu(), v, **options)
 
 
 def test_long_inputs_get_cells() -> None:

@@ -32,6 +32,16 @@ def test_examples_of_a_page(page: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "Traceback" not in capsys.readouterr().out
 
 
+def test_tables_are_made_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("gpu_tables")
+    names = [found["name"] for page in tables.PAGES for found in tables.PLACE.finditer((ROOT / page).read_text())]
+    assert len(names) == len(set(names)) >= 11
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text()
+        assert tables.fresh(text) == text, f"{page}: benchmarks/gpu_tables.py writes its tables anew"
+
+
 def test_the_pages_have_examples() -> None:
     assert sum(len(python_blocks(page)) for page in PAGES) >= 4
 

@@ -468,6 +468,27 @@ MUTANTS = (
         ("test_bad_future_key",),
     ),
     Mutant(
+        "the short way hands on what SDPA spreads",
+        "_sdpa_if_faster",
+        "if is_causal and not",
+        "if False and not",
+        ("test_a_nan_that_few_rows_do_not_see_does_not_reach_them", "test_a_later_nan_does_not_reach_earlier_rows"),
+    ),
+    Mutant(
+        "the short way forgets the scale",
+        "_sdpa_if_faster",
+        "output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)",
+        "output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped)",
+        ("test_plain_short_calls_go_straight_to_sdpa",),
+    ),
+    Mutant(
+        "the short way takes any number of heads",
+        "_sdpa_if_faster",
+        "if not enable_gqa or not shape[1] or rows[1] % shape[1]:",
+        "if not shape[1]:",
+        ("test_short_inputs_that_do_not_fit_are_told",),
+    ),
+    Mutant(
         "autocast casts float64",
         "to_autocast_dtype",
         "if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:",

@@ -1,0 +1,182 @@
+"""The tables of README.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json and results/peers.json.
+
+python benchmarks/gpu_tables.py            # writes them anew
+python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
+
+A table stands between `<!-- table NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from record import read_sections
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/gpu.md", "docs/peers.md")
+PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
+GROUPS = ("partition", "route", "near", "own segment and far", "all of a block")
+BACKWARD = ("backward: near", "backward: far", "backward: own segment")
+
+
+def rows_of(*cells: Iterable[Any]) -> str:
+    """The first row is the head."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(list(cells[0])), *lines[1:]]) + "\n"
+
+
+def ms(x: float) -> str:
+    """Three digits, at most two of them behind the point."""
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def lengths(gpu: dict[str, Any]) -> str:
+    """By length: what a reader of the README looks for."""
+    training = {(row["n"], row["dim"]): row for row in gpu["training"]["rows"]}
+    forward = {(row["dim"], row["n"], row["causal"]): row for row in gpu["forward"]["rows"]}
+    head = ["n", "d", "forward, no mask: time", "error", "memory", "forward, causal: time", "error", "memory"]
+    head += ["`share=128`: time", "error", "memory", "forward + backward, causal: time", "memory"]
+    found: list[list[str]] = []
+    for dim, n, causal in forward:
+        if causal or n < 16384:
+            continue
+        free, past = forward[dim, n, False], forward[dim, n, True]
+        cells = [f"{n:,}", str(dim)]
+        for row, name in ((free, "default"), (past, "default"), (past, "shared")):
+            cells += _gain(row, name)
+        trained = training.get((n, dim))
+        cells += [_ratio(trained["ours"]["default"]["exact_over_ours"]), _memory(trained, "default")] if trained else ["", ""]
+        found.append(cells)
+    return rows_of(head, *found)
+
+
+def _gain(row: dict[str, Any], name: str) -> list[str]:
+    ours = row["ours"][name]
+    time, memory = _ratio(ours["exact_over_ours"]), _memory(row, name)
+    if row["exact"]["extrapolated"]:
+        time, memory = f"({time})", f"({memory})"
+    error = ours["errors"]["mean_relative"]
+    return [time, f"{error:.3f}" if error < 0.1 else f"{error:.2f}", memory]
+
+
+def _ratio(x: float) -> str:
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}"
+
+
+def _memory(row: dict[str, Any], name: str) -> str:
+    return f"{row['ours'][name]['memory_over_exact']:.2f}"
+
+
+def passes(gpu: dict[str, Any]) -> str:
+    """Every row of forward and training."""
+    head = ["pass", "d", "n", "Cells", "SDPA, ms", "Cells, ms", "SDPA / Cells", "mean error", "95% of rows", "worst row"]
+    found = []
+    for section in ("forward", "training"):
+        for row in gpu[section]["rows"]:
+            what = "forward" if section == "forward" else "forward + backward"
+            what += ", causal" if row["causal"] else ", no mask"
+            assumed = row["exact"]["extrapolated"]
+            for name, ours in row["ours"].items():
+                errors = ours["errors"]
+                exact, gain, memory = ms(row["exact"]["ms"]), f"{ours['exact_over_ours']:.2f}", _memory(row, name)
+                if assumed:
+                    exact, gain, memory = f"({exact})", f"({gain})", f"({memory})"
+                cells = [what, row["dim"], f"{row['n']:,}", NAMES[name], exact, ms(ours["ms"]), gain]
+                cells += [f"{errors['mean_relative']:.4f}", f"{errors['p95_relative']:.3f}", f"{errors['max_relative']:.3f}"]
+                found.append([*cells, memory])
+    return rows_of([*head, "memory: Cells / SDPA"], *found)
+
+
+def accuracy(gpu: dict[str, Any]) -> str:
+    """Next to a perfect index."""
+    found = []
+    for row in gpu["accuracy"]["rows"]:
+        shared = row["setting"] == "shared" or (row["setting"] == "default" and not row["causal"])
+        cells = f"{row['settings']['probes']} of {row['settings']['cell_size']}{', shared' if shared else ''}"
+        errors = [f"{row[name]:.4f}" for name in ("cells_mean", "topk_mean", "cells_worst_head", "topk_worst_head")]
+        mask = "causal" if row["causal"] else "no mask"
+        found.append([f"{row['inputs']}, {row['n']:,}", mask, cells, f"{row['keys_of_topk']:,.0f}", *errors])
+    return rows_of(["inputs", "", "cells", "keys of top-k", "mean: Cells", "top-k", "worst head: Cells", "top-k"], *found)
+
+
+def parts(gpu: dict[str, Any]) -> str:
+    """Where the time goes."""
+    found = []
+    for row in gpu["parts"]["rows"]:
+        groups = {name: group["ms"] for name, group in row["groups"].items()}
+        rest = sum(time for name, time in groups.items() if name not in GROUPS + BACKWARD)
+        times = [*(groups.get(name) for name in GROUPS + BACKWARD), rest or None]
+        times += [row["device_ms"], row["event_ms"], row.get("graph_ms")]
+        found.append([row["dim"], row["what"], *("" if time is None else f"{time:.1f}" for time in times)])
+    return rows_of(["d", "what", *GROUPS, *BACKWARD, "rest", "kernels", "call", "graph"], *found)
+
+
+def floor(gpu: dict[str, Any]) -> str:
+    """The least that kernels have to do."""
+    ordered = sorted(gpu["floor"]["rows"], key=lambda row: (row["kernel"], row["dim"]))
+    found = [
+        [f"`{row['kernel']}`", row["dim"]]
+        + [f"{row[name]:.2f}" for name in ("bytes_ms", "flops_ms", "special_ms", "ms")]
+        + [f"{row['over_floor']:.1f}"]
+        for row in ordered
+    ]
+    return rows_of(["kernel", "d", "bytes", "products", "exponentials and roots", "measured", "measured / floor"], *found)
+
+
+def peers(sections: dict[str, Any], section: str, kind: str) -> str:
+    """Everybody, on one kind of input."""
+    part = sections[section]["parts"][kind]
+    trained = section.startswith(("training", "grouped_training"))
+    head = ["method", "ms", "SDPA / method", *([] if trained else ["mean error", "rows off by more than 30%"])]
+    exact = part["sdpa"] | {"speedup": 1.0, "share": 1.0, "memory_over_sdpa": 1.0}
+    found = []
+    for name, method in [("SDPA", exact), *part["methods"].items()]:
+        if "ms" not in method:  # it failed: the results say why
+            continue
+        errors = [] if trained else [f"{method['errors']['mean']:.4f}", f"{method['errors']['large']:.1%}"]
+        found.append([name, ms(method["ms"]), f"{method['speedup']:.2f}", *errors])
+        found[-1] += [f"{method['share']:.1%}", f"{method['memory_over_sdpa']:.2f}"]
+    return rows_of([*head, "keys read", "memory / SDPA"], *found)
+
+
+def table(name: str) -> str:
+    """The table of that name; those of peers are named `peers SECTION KIND`."""
+    makers: dict[str, Callable[[dict[str, Any]], str]] = {
+        "gpu lengths": lengths,
+        "gpu passes": passes,
+        "gpu accuracy": accuracy,
+        "gpu parts": parts,
+        "gpu floor": floor,
+    }
+    if name.startswith("peers "):
+        _, section, kind = name.split(" ")
+        return peers(read_sections("peers"), section, kind)
+    return makers[name](read_sections("gpu"))
+
+
+def fresh(text: str) -> str:
+    """A page with its tables as the results have them."""
+    return PLACE.sub(lambda found: found[1] + table(found["name"]) + found[3], text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    old = [page for page in PAGES if fresh((ROOT / page).read_text()) != (ROOT / page).read_text()]
+    for page in old:
+        print(page, "differs from the results" if check else "written")
+        if not check:
+            (ROOT / page).write_text(fresh((ROOT / page).read_text()))
+    sys.exit(1 if check and old else 0)
+
+
+if __name__ == "__main__":
+    main()
