@@ -70,7 +70,8 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
-    if method is None and attn_mask is None and gradient is None and not dropout_p and not check_finite and backend == "auto":
+    is_usual = method is None and gradient is None and generator is None and backend == "auto"
+    if is_usual and attn_mask is None and not dropout_p and not check_finite:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output

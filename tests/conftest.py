@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from quick_interpreter import make_quick
 
 # Read when torch is loaded. Threads that spin while they wait would keep the cores from the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -19,6 +21,8 @@ import torch
 # Read when kernels are defined. Without a GPU they run, slowly, in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    make_quick()
 
 # Derandomised: a failure here is a change in the code, never the luck of the draw.
 settings.register_profile(
