@@ -7,7 +7,7 @@ python benchmarks/bench_gpu.py --quick                    # small sizes, on a CP
 python benchmarks/bench_gpu.py --plot-only                # the figure from the saved results
 
 forward     8,192 to 1,048,576 keys, no mask and causal, d = 64 and 128: time, memory, error        about 3 minutes on an H200
-training    forward and backward, causal, 16,384 to 131,072 keys, and the error of gradients        1 minute
+training    forward and backward, causal, 16,384 to 131,072 keys (no mask: 32,768); gradients          1 minute
 parts       where the time goes at 131,072 keys, kernel by kernel; a captured graph                 30 seconds
 floor       bytes and operations of three kernels, next to what the card can do                     10 seconds
 accuracy    error next to exact top-k with as many keys: 131,072 in clusters, and real inputs       2 minutes

@@ -71,7 +71,7 @@ def attention(
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
     is_usual = method is None and gradient is None and generator is None and backend == "auto"
-    if is_usual and attn_mask is None and not dropout_p and not check_finite:
+    if is_usual and attn_mask is None and dropout_p == 0.0 and not check_finite:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output
@@ -141,14 +141,15 @@ def estimate(
     )
 
 
-SHORT = 2048
-"""Up to this many keys no method beats SDPA on any device."""
+FEW, SHORT = 16, 2048
+"""Up to the second number of keys no method beats SDPA on any device. With fewer keys than the first, which is a vector of the
+processor, torch's CPU kernel makes zeros of a NaN."""
 
 
 def _sdpa_if_faster(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Tensor | None:
-    """SDPA straight away for plain inputs that `Auto` gives to it and that take longer to check than to attend to.
+    """SDPA straight away for plain inputs that `Auto` gives to it: the long way can take longer than SDPA does.
 
     None for all others, also for those that something is wrong with.
     """
@@ -157,16 +158,14 @@ def _sdpa_if_faster(
     rows, shape, dtype = query.shape, key.shape, key.dtype
     if len(shape) != 4 or value.shape != shape or query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES:
         return None
-    grouped = False
-    if rows != shape:
-        if len(rows) != 4 or rows[0] != shape[0] or rows[3] != shape[3]:
-            return None
-        if rows[1] != shape[1]:
-            grouped = True
-            if not enable_gqa or not shape[1] or rows[1] % shape[1]:
-                return None
-    if 0 in shape or 0 in rows or not (scale is None or (type(scale) is float and 0.0 < scale < math.inf)):
+    if len(rows) != 4 or rows[0] != shape[0] or rows[3] != shape[3] or 0 in shape or 0 in rows:
         return None
+    grouped = rows[1] != shape[1]
+    if grouped and (not enable_gqa or rows[1] % shape[1]):
+        return None
+    if not (scale is None or (type(scale) is float and 0.0 < scale < math.inf)):
+        return None
+    is_causal = bool(is_causal)
     if query.is_cuda:
         if query.device != key.device or query.device != value.device or torch.is_autocast_enabled("cuda"):
             return None
@@ -175,11 +174,11 @@ def _sdpa_if_faster(
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
         return None
-    if shape[2] > SHORT:
+    if not FEW <= shape[2] <= SHORT:
         return None
     output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. No row sees or hides more keys than
-    # the last one: where that is not finite, go the long way.
+    # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. The last row reads every key that
+    # any row reads: where it is not finite, go the long way.
     if is_causal and not math.isfinite(output.detach().select(2, -1).sum().item()):
         return None
     return output

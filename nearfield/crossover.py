@@ -67,7 +67,7 @@ def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     One number for both: a call has to mean the same whether or not gradients are recorded. Otherwise a model would compute
     something else in evaluation than in training, and checkpointing would differentiate another function than it ran.
     """
-    return _limit(device, dtype, causal, edition()) if device.type == "cuda" else _find(device, dtype, causal)
+    return _limit(device, dtype, causal) if device.type == "cuda" else _find(device, dtype, causal)
 
 
 def _find(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
@@ -76,7 +76,7 @@ def _find(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
 
 
 @functools.cache
-def _limit(device: torch.device, dtype: torch.dtype, causal: bool, edition: int) -> float:
+def _limit(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     """As `_find`. Asking the driver for the name of a card takes longer than attention does at short lengths."""
     return _find(device, dtype, causal)
 
@@ -136,6 +136,12 @@ def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) ->
     table = _measured()
     table.setdefault(place(device), {})[dtype_name(dtype)] = lengths
     user_cache.replace(path, {"lengths": table})
-    _lengths.cache_clear()
+    forget()
     _EDITIONS.append(path)
     return path
+
+
+def forget() -> None:
+    """What the files say is looked up again."""
+    _lengths.cache_clear()
+    _limit.cache_clear()

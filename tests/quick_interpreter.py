@@ -2,7 +2,7 @@
 
 For every call of a helper inside a kernel it looks through all names of `triton.language` and puts its own functions in place of
 those that are there already; for every operation it makes a table of dtypes; and it computes sums of integers a second time, to
-see whether 32 bits hold them, which they do at the sizes of tests. Seen in Triton 3.9; where these functions have other
+see whether 32 bits hold them, and does nothing with the answer. Seen in Triton 3.9; where these functions have other
 names, it stays as it is.
 """
 
@@ -20,6 +20,9 @@ def make_quick() -> None:
 
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_LangPatchScope", "GridExecutor")):
         return
+    builder = getattr(interpreter, "interpreter_builder", None)
+    if hasattr(getattr(builder, "options", None), "sanitize_overflow"):
+        builder.options = replace(builder.options, sanitize_overflow=False)
     known: dict[str, Any] = {}
     find = interpreter._get_np_dtype
 
@@ -32,7 +35,6 @@ def make_quick() -> None:
         return known[name]
 
     interpreter._get_np_dtype = np_dtype
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     language = (interpreter.tl, interpreter.tl.core)
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done: set[int] = set()

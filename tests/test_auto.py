@@ -32,9 +32,9 @@ CPU = torch.device("cpu")
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or writes the user's cache."""
     monkeypatch.setenv("NEARFIELD_CACHE", str(tmp_path))
-    crossover._lengths.cache_clear()
+    crossover.forget()
     yield tmp_path / "crossover.json"
-    crossover._lengths.cache_clear()
+    crossover.forget()
 
 
 def test_short_inputs_get_sdpa_bit_for_bit() -> None:
@@ -67,7 +67,7 @@ SHORT_CALLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SHORT_CALLS)
 def test_plain_short_calls_go_straight_to_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options = SHORT_CALLS[name]
-    q, k, v = (x.requires_grad_() for x in inputs(2, 2, dim=16, **{k: v for k, v in shape.items() if k != "heads"}))
+    q, k, v = inputs(2, 2, dim=16, **{k: v for k, v in shape.items() if k != "heads"})
     q = q.repeat(1, shape.get("heads", 2) // 2, 1, 1)
     long_way = nf.attention(q, k, v, method=nf.Exact(), **options)
     no_long_way(monkeypatch)
@@ -75,13 +75,41 @@ def test_plain_short_calls_go_straight_to_sdpa(name: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(nf.attention(q, k, v, **options), long_way)
 
 
-@pytest.mark.parametrize("options", [{"scale": -0.5}, {"scale": 0.0}, {"scale": 1}])
-def test_what_sdpa_does_otherwise_goes_the_long_way(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_sdpa_cannot_do_goes_the_long_way(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(1, 2, queries=60, dim=16)
-    found = nf.attention(q, k, v, is_causal=True, **options)
-    torch.testing.assert_close(found, nf.attention(q, k, v, is_causal=True, method=nf.Exact(), **options))
+    expected = nf.attention(q, k, v, is_causal=True, method=nf.Exact(), scale=scale)
+    assert torch.equal(nf.attention(q, k, v, is_causal=True, scale=scale), expected)
+    no_long_way(monkeypatch)
+    with pytest.raises(AssertionError, match="the long way"):
+        nf.attention(q, k, v, is_causal=True, scale=scale)
+
+
+def test_few_rows_see_what_the_first_of_many_see() -> None:
+    q, k, v = inputs(1, 2, queries=60, dim=16)
     few = nf.attention(q[:, :, :20], k, v, is_causal=True)
     torch.testing.assert_close(few, nf.attention(q, k, v, is_causal=True)[:, :, :20])
+
+
+@pytest.mark.parametrize("causal", [1, 0, torch.tensor(True)])
+def test_is_causal_may_be_anything_that_is_true_or_false(causal: Any) -> None:
+    q, k, v = inputs(1, 2, queries=60, dim=16)
+    expected = F.scaled_dot_product_attention(q[:, :, :20], k, v, is_causal=bool(causal))
+    torch.testing.assert_close(nf.attention(q[:, :, :20], k, v, is_causal=causal), expected)
+
+
+@pytest.mark.parametrize("keys", [1, 5, 15, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nan_among_few_keys_is_not_lost(keys: int, dtype: torch.dtype) -> None:
+    q, k, v = inputs(1, 2, queries=3, keys=keys, dim=16, dtype=dtype)
+    q[:, 1, 1] = math.nan
+    for causal in (False, True):
+        found = nf.attention(q, k, v, is_causal=causal)
+        assert bool(found[:, 1, 1].isnan().all())
+        assert int(found.isnan().any(-1).sum()) == 1
+    q[:, 1, 1] = 0
+    k[:, 1, 0] = math.nan
+    assert nf.attention(q, k, v, is_causal=True).isnan().any(-1).tolist() == [[[False] * 3, [True] * 3]]
 
 
 def test_a_nan_that_few_rows_do_not_see_does_not_reach_them() -> None:
@@ -91,7 +119,9 @@ def test_a_nan_that_few_rows_do_not_see_does_not_reach_them() -> None:
     torch.testing.assert_close(nf.attention(q[:, :, :20], k, v, is_causal=True), clean)
 
 
-@pytest.mark.parametrize("shapes", [((1, 4, 9, 8), (1, 2, 9, 8)), ((1, 3, 9, 8), (1, 2, 9, 8)), ((2, 2, 9, 8), (1, 2, 9, 8))])
+@pytest.mark.parametrize(
+    "shapes", [((1, 4, 20, 8), (1, 2, 20, 8)), ((1, 3, 20, 8), (1, 2, 20, 8)), ((2, 2, 20, 8), (1, 2, 20, 8))]
+)
 def test_short_inputs_that_do_not_fit_are_told(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     query, key = (torch.randn(shape) for shape in shapes)
     with pytest.raises(ValueError, match=r"heads|batch"):
@@ -103,9 +133,9 @@ def test_short_inputs_that_do_not_fit_are_told(shapes: tuple[tuple[int, ...], tu
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHORT_CALLS)
 def test_plain_calls_on_a_card_go_straight_to_sdpa(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the crossover length, and with few rows beyond it."""
+    """Up to the crossover length, and a single row beyond it."""
     shape, options = SHORT_CALLS[name]
-    times = 100
+    times = 2000 if name == "one-row" else 100
     long = {k: times * v if v > 1 and k != "heads" else v for k, v in shape.items()}
     q, k, v = (x.cuda().bfloat16() for x in inputs(1, 2, dim=64, **{k: v for k, v in long.items() if k != "heads"}))
     q = q.repeat(1, long.get("heads", 2) // 2, 1, 1)
@@ -371,7 +401,7 @@ BROKEN = {
 def test_a_broken_cache_is_ignored_and_named(case: str, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     shipped = crossover.length(CPU, torch.float32, False)
     own_cache.write_bytes(BROKEN[case].replace(b"HERE", crossover.place(CPU).encode()))
-    crossover._lengths.cache_clear()
+    crossover.forget()
     for _ in range(2):
         assert crossover.length(CPU, torch.float32, False) == shipped
     (said,) = caplog.messages
@@ -388,7 +418,7 @@ def test_a_cache_that_names_no_threads_is_not_used(own_cache: Path) -> None:
     shipped = crossover.length(CPU, torch.float32, False)
     older = {"cpu": {"float32": {"forward": 70.0, "training": 70.0}}}
     own_cache.write_text(json.dumps({"lengths": older}))
-    crossover._lengths.cache_clear()
+    crossover.forget()
     assert crossover.length(CPU, torch.float32, False) == shipped
     crossover.keep(CPU, torch.float32, {"forward": 5000.0, "training": 5000.0})
     assert crossover.length(CPU, torch.float32, False) == 5000

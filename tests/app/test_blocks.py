@@ -46,11 +46,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("NEARFIELD_CACHE", str(tmp_path))
     monkeypatch.delenv(cards.SWITCH, raising=False)
     tuning.forget()
-    crossover._lengths.cache_clear()
+    crossover.forget()
     yield tmp_path
     monkeypatch.undo()
     tuning.forget()
-    crossover._lengths.cache_clear()
+    crossover.forget()
     cards.class_of.cache_clear()
 
 

@@ -236,7 +236,7 @@ def test_a_crossover_that_was_measured_again_counts(
                 expected = (torch.zeros_like(exact) if turn else torch.ones_like(exact)) if cells else exact
                 torch.testing.assert_close(found, expected)
     finally:
-        crossover._lengths.cache_clear()
+        crossover.forget()
 
 
 def test_a_tolerance_is_checked_in_every_call(remembered: list[Any]) -> None:

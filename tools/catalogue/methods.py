@@ -472,7 +472,14 @@ MUTANTS = (
         "_sdpa_if_faster",
         "if is_causal and not",
         "if False and not",
-        ("test_a_nan_that_few_rows_do_not_see_does_not_reach_them", "test_a_later_nan_does_not_reach_earlier_rows"),
+        ("test_a_nan_that_few_rows_do_not_see_does_not_reach_them", "test_auto.py"),
+    ),
+    Mutant(
+        "the short way takes so few keys that torch loses a NaN",
+        "_sdpa_if_faster",
+        "if not FEW <= shape[2] <= SHORT:",
+        "if shape[2] > SHORT:",
+        ("test_nan_among_few_keys_is_not_lost",),
     ),
     Mutant(
         "the short way forgets the scale",
@@ -484,8 +491,8 @@ MUTANTS = (
     Mutant(
         "the short way takes any number of heads",
         "_sdpa_if_faster",
-        "if not enable_gqa or not shape[1] or rows[1] % shape[1]:",
-        "if not shape[1]:",
+        "if grouped and (not enable_gqa or rows[1] % shape[1]):",
+        "if False:",
         ("test_short_inputs_that_do_not_fit_are_told",),
     ),
     Mutant(
@@ -511,14 +518,14 @@ MUTANTS = (
     ),
     Mutant(
         "few queries get cells",
-        "Auto._prefers_exact",
+        "is_exact_faster",
         "if length < limit or queries < limit / 4:",
         "if length < limit:",
         ("test_few_queries_do_not_repay_cells",),
     ),
     Mutant(
         "keys repeated for grouped queries",
-        "_fuses_groups",
+        "fuses_groups",
         "if query.shape[3] != value.shape[3]:",
         "if False:",
         ("test_exact_repeats_no_key_for_grouped_queries",),
