@@ -408,8 +408,9 @@ def test_default_k_is_the_square_root_of_the_keys() -> None:
 def test_estimate_says_how_it_was_made() -> None:
     q, k, v = inputs(1, 1, queries=10)
     est = nf.estimate(q, k, v, is_causal=True, method=nf.TopK(k=2, tail=3), generator=seeded(0))
-    # Rows see 1..10 keys and use at most 5 of them.
-    assert est.info["keys_per_query"] == pytest.approx((1 + 2 + 3 + 4 + 6 * 5) / 10)
+    # Rows see 1..10 keys, the index looks at all of them, and at most 5 are used.
+    assert est.info["keys_per_query"] == pytest.approx(5.5)
+    assert est.info["keys_used"] == pytest.approx((1 + 2 + 3 + 4 + 6 * 5) / 10)
     assert est.info["method"] == "TopK(k=2, tail=3, index=ExactIndex())"
     assert est.info["backend"] == "cpu"
     assert nf.estimate(q, k, v, backend="reference").info["backend"] == "reference"

@@ -92,7 +92,7 @@ def total_variation(
     scale: float | None = None,
 ) -> tuple[float, Mapping[str, Any]]:
     """Mean over rows of the distance between draws and softmax, and the `info` of the method."""
-    method = nf.LazyGumbel(k=k, index=index, certify=certify, draws=draws, estimator="mean")
+    method = nf.LazyGumbel(k=k, index=index, certify=certify, draws=draws, estimator="mean", always_lazy=True)
     one_hot = torch.eye(len(key), dtype=key.dtype)
     estimate = nf.estimate(query, key, one_hot, method=method, scale=scale, generator=generator)
     weights = (query @ key.T * (scale or 1 / math.sqrt(key.shape[1]))).softmax(-1)

@@ -19,7 +19,7 @@ def looked_at(n: int, k: int, spread: float, draws: int, seed: int) -> Row:
     generator = torch.Generator().manual_seed(seed)
     query, key = (torch.randn(count, DIM, generator=generator, dtype=torch.float64) for count in (QUERIES, n))
     value = torch.zeros(n, 1, dtype=torch.float64)
-    method = nf.LazyGumbel(k=k, draws=draws, estimator="mean")
+    method = nf.LazyGumbel(k=k, draws=draws, estimator="mean", always_lazy=True)
     info = nf.estimate(spread * query, key, value, method=method, generator=generator).info
     measured, dense = looked_at_by_a_draw(info, QUERIES, n, k)
     return {

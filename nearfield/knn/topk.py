@@ -22,6 +22,7 @@ from nearfield.kernels.backends import full_precision
 from nearfield.kernels.reference import weighted_softmax
 from nearfield.knn.index.base import PADDING, BuiltIndex, Index, build_index, default_k, flat_ids, gathered_scores
 from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.tally import Tally
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
 from nearfield.sampling import dropout_factors, skip, without_replacement
@@ -97,11 +98,12 @@ class TopK:
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
         )
+        planner.tally.warn(built)
         if not call.diagnostics:
             return Outcome(problem.by_head(output))
         near = rows.visible.clamp(max=k)
         used = near + (rows.visible - near).clamp(max=self.tail)
-        info = {"keys_per_query": float(used.double().mean()), "k": k, "tail": self.tail, "backend": backend}
+        info = {"keys_used": float(used.double().mean()), "k": k, "tail": self.tail, "backend": backend, **planner.tally.info()}
         stderr = problem.by_head(error) if self.tail else None
         return Outcome(problem.by_head(output), problem.by_head(lse), stderr, info)
 
@@ -126,6 +128,8 @@ class _Planner:
     call: Call
     gathers: bool
     """whether kernels gather rows into memory"""
+    tally: Tally = field(default_factory=Tally)
+    """what its searches took so far"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
@@ -136,10 +140,13 @@ class _Planner:
 
     def plan(self, block: slice) -> Plan:
         rows = self.rows.at(block)
-        logits, ids = self.built.search(rows.queries, self.k, rows.causal_offset)
+        logits, ids, scored = self.built.find(rows.queries, self.k, rows.causal_offset)
+        near = (ids != PADDING).sum(-1)
+        drawn_at_most = (rows.visible - near).clamp(max=self.tail)
+        self.tally.add((near if scored is None else scored) + drawn_at_most, rows.visible)
         if not self.tail:
             return Plan(ids, logits, keep=self._keep(ids, block))
-        left_out = rows.visible - (ids != PADDING).sum(-1)
+        left_out = rows.visible - near
         drawn = self._draw_tail(ids, left_out, block)
         count = (drawn != PADDING).sum(-1)
         drawn_logits = gathered_scores(rows.queries, rows.keys, drawn, self.call.backend)

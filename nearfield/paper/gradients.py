@@ -130,7 +130,8 @@ def _product(
     columns = x.reshape(*rows.queries.shape[:2], -1).to(rows.queries.dtype)
     random = Seeds(generator, query.device).generator(0)
     with full_precision(query):
-        return function(Walker(rows, index, k), columns, walks, random).reshape(*key.shape[:-1], -1)
+        walker = Walker(rows, index, k, walks * columns.shape[-1] / max(1, rows.count))
+        return function(walker, columns, walks, random).reshape(*key.shape[:-1], -1)
 
 
 def _upstream(problem: Problem, grad_output: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ from torch import Tensor
 from nearfield.checks import check_fraction, check_index, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.knn.index.base import Index, build_index, default_k
+from nearfield.knn.index.base import BuiltIndex, Index, build_index, default_k
 from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.tally import Tally
 from nearfield.paper.budgets import budget
 from nearfield.paper.gradients import with_gradient
-from nearfield.paper.lazy import prepare
+from nearfield.paper.lazy import index_that_pays, prepare
 from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
@@ -42,9 +43,14 @@ class LazyGumbel:
         estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
         draws: overrides the number of draws per row.
         certify: False uses the paper's cutoff, which trusts the index to have found the true top k.
+        always_lazy: draw lazily also where that costs more. Otherwise a row whose draws together would cost more than its full
+            softmax is drawn from that, which is the same law (`info["dense_rows"]`), and where that can be expected of most
+            rows, the index is neither built nor asked. A row for which a single draw would look at a quarter of its keys is
+            drawn from its full softmax in any case.
 
-    All columns share the draws. Cost: the search, plus O(draws * (log k + E[m] * dim)) per row with E[m] <= n/k. Draws have no
-    gradient of their own, so the gradient is that of `gradients.RandomWalk`.
+    All columns share the draws, and a key is scored once for all draws of a row. Cost: the search, plus
+    O(draws * (log k + E[m]) + m * dim) per row with E[m] <= n/k and m < n the keys that its draws look at; never much more than
+    O(n * dim + draws * log n). Draws have no gradient of their own, so the gradient is that of `gradients.RandomWalk`.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 256, 16).unbind(0)
@@ -58,6 +64,7 @@ class LazyGumbel:
     estimator: Literal["median", "mean"] = "median"
     draws: int | None = None
     certify: bool = True
+    always_lazy: bool = False
 
     any_mask = False
 
@@ -106,18 +113,24 @@ class LazyGumbel:
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
-        built = build_index(self.index, rows.keys)
+        if self.always_lazy:
+            built: BuiltIndex | None = build_index(self.index, rows.keys)
+        else:
+            built = index_that_pays(rows, self.index, k, draws, self.certify, call.backend)
+        groups_of_keys = 1 if built is None else built.groups
         kernel = backends.pair_kernels(call.backend, rows.keys.device)
         table = rows.values.flatten(0, 1)
-        certified, evaluated, dense, looked_at, expected = True, 0, 0, 0, 0.0
-        for block in row_blocks((batch, count), 40 * max(draws, k, built.groups)):
+        certified, evaluated, dense, expected, tally, searches = True, 0, 0, 0.0, Tally(), Tally()
+        for block in row_blocks((batch, count), 40 * max(draws, k, groups_of_keys)):
             part = rows.at(block)
-            lazy = prepare(part, built, k, self.certify, call.backend)
+            lazy = prepare(part, built, k, self.certify, call.backend, 0 if self.always_lazy else draws)
             drawn = lazy.draw_each(draws, call.seeds.generator(block.start))
             certified &= lazy.certified
             evaluated += int(drawn.evaluated.sum())
             dense += int(lazy.dense.sum())
-            looked_at += int(torch.where(lazy.dense, part.visible.reshape(-1), part.visible.reshape(-1).clamp(max=k)).sum())
+            tally.add(lazy.keys_scored(drawn), part.visible.flatten())
+            if lazy.scored is not None:
+                searches.add(lazy.scored, part.visible.flatten())
             expected += float(lazy.expected_evaluations().sum())
 
             place = drawn.place.view(-1, size)
@@ -133,8 +146,9 @@ class LazyGumbel:
             lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and not problem.dropout_p:
                 stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
+        searches.warn(built)
         info = {
-            "keys_per_query": (looked_at + evaluated) / max(1, rows.count),
+            **tally.info(),
             "k": k,
             "draws": draws,
             "groups": groups,

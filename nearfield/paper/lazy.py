@@ -13,6 +13,7 @@ printed algorithm in three ways, and stays exact:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
 from nearfield.kernels.reference import exact_logits
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, build_index
 from nearfield.problem import Rows
 from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, uniform
 
@@ -31,6 +32,15 @@ POINTS_AT_A_TIME = 1 << 18
 
 GIVE_UP_SHARE = 0.25
 """A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
+
+POINT_COST, SEARCH_COST = 32.0, 0.6
+"""What a Poisson point and a key that an index scores cost, in units of a key of a row that is drawn from its full softmax."""
+
+PILOTS = 32
+"""At most so many rows are searched to see whether it pays to search the others."""
+
+LEAST_KEYS = 1 << 21
+"""With fewer keys, those of all rows together, looking at them all is faster than asking an index."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,13 @@ class Draws:
     """the perturbed maximum; exp(-peak) is exponential with rate Z, the normaliser of the row"""
     evaluated: Tensor
     """m: how many keys outside the near set were looked at"""
+    distinct: Tensor
+    """`[flat]`, one entry per row: how many different ones all its draws looked at"""
 
 
 @dataclass(frozen=True)
 class RowDraws(Draws):
-    """The same number of draws for every row that sees a key; all tensors are `[seen, draws]`."""
+    """The same number of draws for every row that sees a key; all tensors but `distinct` are `[seen, draws]`."""
 
     place: Tensor
     """where the key drawn is among the keys of all batch entries, laid end to end"""
@@ -69,6 +81,8 @@ class LazyRows:
     """`[flat]`: True for rows that are drawn from their full softmax"""
     backend: str = "auto"
     """the kernels that evaluate keys"""
+    scored: Tensor | None = None
+    """`[flat]`: how many keys the index scored; None: it does not say"""
 
     @cached_property
     def seen(self) -> Tensor:
@@ -93,6 +107,8 @@ class LazyRows:
 
     def expected_evaluations(self) -> Tensor:
         """E[m] = sum over the keys outside S of e^U / (e^U + Z_S), `[flat]`, known before anything is drawn."""
+        if self.near_ids.shape[1] == 0:
+            return self.log_near.new_zeros(len(self.near_ids))
         log_near = self.log_near[:, None]
         bounds = self.cutoffs.bounds.double().flatten(0, 1)
         per_key = torch.sigmoid(bounds - log_near)
@@ -103,35 +119,57 @@ class LazyRows:
         expected = total - near * torch.sigmoid(smallest - self.log_near)
         return expected.clamp(min=0).masked_fill(self.dense, 0.0)
 
+    def keys_scored(self, drawn: Draws) -> Tensor:
+        """How many of its keys a row has scored, by search or by draws, `[flat]`."""
+        visible = self.rows.visible.flatten()
+        searched = visible.clamp(max=self.near_ids.shape[1]) if self.scored is None else self.scored
+        return torch.minimum(visible, torch.where(self.dense, visible, searched + drawn.distinct))
+
+    def points(self) -> Tensor:
+        """How many Poisson points a draw takes about, `[flat]`; some of them are near keys, or the same key again."""
+        return (self.log_envelope.logsumexp(-1) - self.log_near).exp()
+
     def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
         """`draws` draws for every `seen` row."""
         result = self.draw(self.seen.repeat_interleave(draws), generator)
         ids, peak, evaluated = (x.view(-1, draws) for x in (result.ids, result.peak, result.evaluated))
         start = self.seen // self.rows.visible.shape[1] * self.rows.length
-        return RowDraws(ids, peak, evaluated, ids + start[:, None])
+        return RowDraws(ids, peak, evaluated, result.distinct, ids + start[:, None])
 
     def draw(self, segment: Tensor, generator: torch.Generator) -> Draws:
         """One draw for every entry of `segment`, flat row numbers in any order; rows must see at least one key."""
-        points = (self.log_envelope.logsumexp(-1) - self.log_near).exp().masked_fill(self.dense, 0.0)
-        cost = 1 + float(points[segment].mean()) if len(segment) else 1.0
-        parts = [self._draw(part, generator) for part in segment.split(max(1, int(POINTS_AT_A_TIME / cost)))]
-        if not parts:
-            empty = segment.new_empty(0)
-            return Draws(empty, empty.double(), empty)
-        draws = Draws(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "peak", "evaluated")))
-        dense = self.dense[segment].nonzero()[:, 0]
-        if len(dense):
-            draws.ids[dense], draws.peak[dense] = self._draw_densely(segment[dense], generator)
-        return draws
+        count = len(segment)
+        ids, evaluated = torch.empty_like(segment), torch.zeros_like(segment)
+        peak = torch.empty(count, dtype=torch.float64, device=segment.device)
+        distinct = torch.zeros(len(self.dense), dtype=torch.long, device=segment.device)
+        dense = self.dense[segment]
+        lazy, full = dense.logical_not().nonzero()[:, 0], dense.nonzero()[:, 0]
+        for part in self._parts(segment, lazy):
+            ids[part], peak[part], evaluated[part] = self._draw(segment[part], generator, distinct)
+        if len(full):
+            ids[full], peak[full] = self._draw_densely(segment[full], generator)
+        return Draws(ids, peak, evaluated, distinct)
 
-    def _draw(self, segment: Tensor, generator: torch.Generator) -> Draws:
-        device, length = segment.device, self.rows.length
+    def _parts(self, segment: Tensor, lazy: Tensor) -> Iterator[Tensor]:
+        """The draws `lazy` in parts of about `POINTS_AT_A_TIME` points; all draws of a row are in one part."""
+        if len(lazy) == 0:
+            return
+        row, order = segment[lazy].sort(stable=True)
+        spent = (1 + self.points()[row]).cumsum(0)
+        first = torch.searchsorted(row, row)  # where the draws of the same row begin
+        part = (spent[first] / POINTS_AT_A_TIME).long()
+        _, sizes = part.unique_consecutive(return_counts=True)
+        yield from lazy[order].split(sizes.tolist())
+
+    def _draw(self, segment: Tensor, generator: torch.Generator, distinct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, perturbed maxima and numbers of far keys looked at; `distinct` is told how many different ones each row has."""
+        device, stride = segment.device, self.rows.length + 1
         log_near = self.log_near
         near_weights = (self.near_logits - log_near[:, None]).exp()
         peak = log_near[segment] + gumbel(tuple(segment.shape), generator)
         ids = self.near_ids[segment, segmented_categorical(near_weights, segment, generator)]
 
-        log_envelope = self.log_envelope.masked_fill(self.dense[:, None], -torch.inf)
+        log_envelope = self.log_envelope
         log_total = log_envelope.logsumexp(-1)
         count = torch.poisson((log_total[segment] - peak).exp(), generator=generator).long()
         owner = torch.repeat_interleave(torch.arange(len(segment), device=device), count)
@@ -142,19 +180,20 @@ class LazyRows:
 
         fresh = self._is_far(row, key)
         owner, row, group, key = owner[fresh], row[fresh], group[fresh], key[fresh]
-        pair = owner * length + key
-        pair, order = pair.sort()
-        first = torch.ones_like(pair, dtype=torch.bool)
-        first[1:] = pair[1:] != pair[:-1]
-        order = order[first]
+        # By key of a row, and by draw: a key is scored once for all draws of its row, and counts once in a draw.
+        point, order = ((row * stride + key) * len(segment) + owner).sort()
+        order = order[_is_first(point)]
         owner, row, group, key = owner[order], row[order], group[order], key[order]
+        new = _is_first(row * stride + key)
+        logits = self._logits(row[new], key[new])[new.cumsum(0) - 1]
+        distinct += torch.bincount(row[new], minlength=len(distinct))
 
         cutoff = peak[owner] - self.cutoffs.bounds.flatten(0, 1)[row, group].double()
-        perturbed = self._logits(row, key) + conditional_gumbel(cutoff, generator)
+        perturbed = logits + conditional_gumbel(cutoff, generator)
         best = peak.scatter_reduce(0, owner, perturbed, "amax")
         wins = perturbed == best[owner]
         ids[owner[wins]] = key[wins]
-        return Draws(ids, best, torch.bincount(owner, minlength=len(segment)))
+        return ids, best, torch.bincount(owner, minlength=len(segment))
 
     def _key_of(self, row: Tensor, group: Tensor, generator: torch.Generator) -> Tensor:
         """A visible key of the group, drawn uniformly."""
@@ -195,14 +234,56 @@ class LazyRows:
         return ids, peak
 
 
-def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True, backend: str = "auto") -> LazyRows:
+def _is_first(x: Tensor) -> Tensor:
+    """Where a sorted list has a number for the first time."""
+    first = torch.ones_like(x, dtype=torch.bool)
+    first[1:] = x[1:] != x[:-1]
+    return first
+
+
+def index_that_pays(
+    rows: Rows, index: Index, k: int, draws: float, certify: bool = True, backend: str = "auto"
+) -> BuiltIndex | None:
+    """The index of the keys of `rows`, of which each will be drawn from so many times; None if it does not pay to search.
+
+    It does not where there is little to do, and where most of the time would be spent on Poisson points: going by some rows,
+    to search and then to do what is cheaper has to cost less than to draw from full softmaxes.
+    """
+    if int(rows.visible.sum()) < LEAST_KEYS:
+        return None
+    built = build_index(index, rows.keys)
+    count = rows.visible.shape[1]
+    some = torch.arange(0, count, -(-count // PILOTS), device=rows.visible.device)
+    pilots = _search(replace(rows, queries=rows.queries[:, some], visible=rows.visible[:, some]), built, k, certify, backend)
+    dense = pilots.rows.visible.double().flatten()
+    search = dense if pilots.scored is None else pilots.scored
+    spent = SEARCH_COST * search + torch.minimum(_lazy_costs(pilots, draws), dense)
+    return built if float(spent.sum()) < float(dense.sum()) else None
+
+
+def prepare(
+    rows: Rows, built: BuiltIndex | None, k: int, certify: bool = True, backend: str = "auto", draws: float | Tensor = 0
+) -> LazyRows:
     """Find the near keys of every row and the bounds for the others.
 
     Args:
+        built: None: all rows are drawn from their full softmax.
         certify: ask the index for bounds that hold. If False, or if the index knows none, the smallest near score is used, as
             the paper prints it; draws are then exact only where the near set is the true top k.
+        draws: how many draws there will be, of each row or `[flat]`. A row whose draws would cost more lazily than from its full
+            softmax is `dense`; the law is the same. 0: rows are dense only if a single draw would look at more than
+            `GIVE_UP_SHARE` of their keys.
     """
-    logits, ids = built.search(rows.queries, k, rows.causal_offset)
+    if built is None:
+        return _unsearched(rows, backend)
+    lazy = _search(rows, built, k, certify, backend)
+    dense = _lazy_costs(lazy, draws) > lazy.rows.visible.flatten().clamp(min=1)
+    return replace(lazy, dense=dense, certified=lazy.certified or bool(dense.all()))
+
+
+def _search(rows: Rows, built: BuiltIndex, k: int, certify: bool, backend: str) -> LazyRows:
+    """Rows that are all drawn lazily."""
+    logits, ids, scored = built.find(rows.queries, k, rows.causal_offset)
     cutoffs = built.cutoffs(rows.queries, ids, rows.causal_offset) if certify else None
     certified = cutoffs is not None
     if cutoffs is None:
@@ -210,10 +291,23 @@ def prepare(rows: Rows, built: BuiltIndex, k: int, certify: bool = True, backend
     flat_ids, order = ids.masked_fill(ids == PADDING, rows.length).flatten(0, 1).sort(-1)
     near_logits = logits.flatten(0, 1).gather(-1, order).double()
     none_dense = torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device)
-    lazy = LazyRows(rows, flat_ids, near_logits, cutoffs, certified, none_dense, backend)
-    points = lazy.log_envelope.logsumexp(-1) - lazy.log_near
-    dense = points > (rows.visible.double() * GIVE_UP_SHARE).clamp(min=1.0).log().flatten()
-    return replace(lazy, dense=dense)
+    counted = None if scored is None else scored.flatten()
+    return LazyRows(rows, flat_ids, near_logits, cutoffs, certified, none_dense, backend, counted)
+
+
+def _unsearched(rows: Rows, backend: str) -> LazyRows:
+    """Rows that are all drawn from their full softmax."""
+    flat, device = rows.visible.numel(), rows.visible.device
+    none = torch.zeros(flat, 0, dtype=torch.long, device=device)
+    cutoffs = Cutoffs.one_group(torch.full_like(rows.visible, -torch.inf, dtype=torch.float64), rows.visible, rows.length)
+    dense = torch.ones(flat, dtype=torch.bool, device=device)
+    return LazyRows(rows, none, none.double(), cutoffs, True, dense, backend, rows.visible.flatten())
+
+
+def _lazy_costs(lazy: LazyRows, draws: float | Tensor) -> Tensor:
+    """What so many draws cost once the rows are searched, `[flat]`, in keys of a full softmax."""
+    per_point = torch.as_tensor(POINT_COST * draws, dtype=torch.float64, device=lazy.dense.device)
+    return lazy.points() * per_point.clamp(min=1 / GIVE_UP_SHARE)
 
 
 def _printed_cutoffs(rows: Rows, logits: Tensor, ids: Tensor) -> Cutoffs:

@@ -18,10 +18,10 @@ from torch import Tensor
 from nearfield.checks import check_fraction, check_index, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.knn.index.base import PADDING, Index, build_index, default_k
+from nearfield.knn.index.base import PADDING, Index, default_k
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.paper.budgets import budget
-from nearfield.paper.lazy import LazyRows, prepare
+from nearfield.paper.lazy import LazyRows, index_that_pays, prepare
 from nearfield.problem import Rows
 from nearfield.results import Gradients
 from nearfield.sampling import Seeds, categorical, median_of_means, uniform
@@ -66,7 +66,7 @@ class RandomWalk:
 
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
-        return shared_walks(Walker(rows, self.index, self.k), grad_output, self.walks, seeds)
+        return shared_walks(Walker(rows, self.index, self.k, self.walks), grad_output, self.walks, seeds)
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class PrintedWalk:
 
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
-        walker = Walker(rows, self.index, self.k)
         generator = seeds.generator(-3)
         count, dim = rows.visible.shape[1], max(rows.queries.shape[-1], rows.values.shape[-1])
         walks = self.walks or budget(count, self.eps, self.delta, d=dim, theorem="walks").walks or 1
         sizes = budget(count, self.eps, self.delta, d=dim, theorem="median-of-means", form="tight")
         groups, size = sizes.groups or 1, sizes.group_size or 1
+        walker = Walker(rows, self.index, self.k, groups * size)
         row_sums = positive_product(walker, torch.ones_like(grad_output[..., :1]), walks, generator)
         return Gradients(
             query=printed_dq(walker, grad_output, groups, size, generator),
@@ -113,19 +113,20 @@ class PrintedWalk:
 
 
 class Walker:
-    """Takes steps from rows to keys, with an index that is built once."""
+    """Takes steps from rows to keys, with an index that is built once, if it pays for so many `walks` from a row."""
 
-    def __init__(self, rows: Rows, index: Index, k: int | None) -> None:
+    def __init__(self, rows: Rows, index: Index, k: int | None, walks: float) -> None:
         self.rows = rows
         self.k = default_k(k, rows.length)
-        self.built = build_index(index, rows.keys)
+        self.built = index_that_pays(rows, index, self.k, walks)
 
     def blocks(self, walks: int) -> Iterator[slice]:
         """Ranges of rows for which `walks` walks each fit into memory."""
-        return row_blocks(self.rows.visible.shape, 80 * max(walks, self.k, self.built.groups))
+        groups = 1 if self.built is None else self.built.groups
+        return row_blocks(self.rows.visible.shape, 80 * max(walks, self.k, groups))
 
-    def prepare(self, block: slice) -> LazyRows:
-        return prepare(self.rows.at(block), self.built, self.k)
+    def prepare(self, block: slice, draws: int | Tensor) -> LazyRows:
+        return prepare(self.rows.at(block), self.built, self.k, draws=draws)
 
     def step(self, source: Tensor, generator: torch.Generator) -> Tensor:
         """One step from every flat row number of `source` (batch entry * rows + row): the key it reaches, or `PADDING`."""
@@ -141,7 +142,8 @@ class Walker:
             if len(here) == 0:
                 continue
             local = entry[here] * (block.stop - block.start) + row[here] - block.start
-            reached[here] = self.prepare(block).draw(local, generator).ids
+            draws = torch.bincount(local, minlength=len(self.rows.visible) * (block.stop - block.start))
+            reached[here] = self.prepare(block, draws).draw(local, generator).ids
         return reached
 
 
@@ -152,7 +154,7 @@ def shared_walks(walker: Walker, grad_output: Tensor, walks: int, seeds: Seeds) 
     key_table, value_table = rows.keys.flatten(0, 1), rows.values.flatten(0, 1)
     grad = Gradients(torch.zeros_like(rows.queries), torch.zeros_like(key_table), torch.zeros_like(value_table))
     for block in walker.blocks(walks):
-        lazy = walker.prepare(block)
+        lazy = walker.prepare(block, walks)
         place = lazy.draw_each(walks, seeds.generator(-2, block.start)).place
         upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
         query_rows = lazy.rows.queries.flatten(0, 1)[lazy.seen]
@@ -225,7 +227,7 @@ def printed_dq(walker: Walker, grad_output: Tensor, groups: int, size: int, gene
     grad = torch.zeros_like(rows.queries)
     draws = groups * size
     for block in walker.blocks(draws * rows.keys.shape[-1]):
-        lazy = walker.prepare(block)
+        lazy = walker.prepare(block, 3 * draws)
         upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
         first, second, third = (lazy.draw_each(draws, generator).place for _ in range(3))
         with_keys = kernel.pair_scores(upstream, value_table, first)[..., None] * key_table[first]
@@ -316,7 +318,7 @@ def _mean_scores(walker: Walker, grad_output: Tensor, groups: int, size: int, ge
     out = rows.queries.new_zeros(*rows.visible.shape, 1)
     draws = groups * size
     for block in walker.blocks(draws):
-        lazy = walker.prepare(block)
+        lazy = walker.prepare(block, draws)
         place = lazy.draw_each(draws, generator).place
         scores = kernel.pair_scores(grad_output[:, block].flatten(0, 1)[lazy.seen], value_table, place)
         out[:, block] = lazy.spread(median_of_means(scores.view(-1, groups, size, 1)))

@@ -23,7 +23,7 @@ from experiments.page import entry
 from experiments.settings import Settings
 from experiments.shakespeare.draw import draw
 from experiments.shakespeare.evaluate import attention_errors, keys, perplexity, write
-from experiments.shakespeare.methods import CAPTURED, NAMES, method
+from experiments.shakespeare.methods import CAPTURED, NAMES, keys_per_query, method
 from experiments.shakespeare.model import GPT, Rotary
 from experiments.shakespeare.plan import made_with, measure, plan, stale
 from experiments.shakespeare.sizes import ON_GPU, QUICK, Sizes
@@ -167,10 +167,7 @@ def test_attention_of_a_model_with_rotary_positions_sees_distances() -> None:
 
 def test_methods_of_a_context_look_at_about_as_many_keys() -> None:
     inputs = torch.randn(3, 1, 2, 256, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
-    found = {
-        name: nf.estimate(*inputs, is_causal=True, method=method(name, 256)).info["keys_per_query"]
-        for name in ("topk", "tail", "cells")
-    }
+    found = {name: keys_per_query(*inputs, method(name, 256)) for name in ("topk", "tail", "cells")}
     assert max(found.values()) < 1.25 * min(found.values()), found
     assert [sizes.batch * sizes.context for sizes in ON_GPU] == [16384, 16384]
 

@@ -211,7 +211,7 @@ def printed_case(causal: bool, count: int, seed: int = 17) -> tuple[Walker, Tens
     q, k, v, g = inputs(seed, (1, 1, 8, 2), (1, 1, 8, 2), (1, 1, 8, 2), (1, 1, 8, 2))
     exact = nf.gradients.exact(q, k, v, g, is_causal=causal, scale=1.0)
     rows = check(*(x.expand(count, -1, -1, -1) for x in (q, k, v)), is_causal=causal, scale=1.0).rows
-    return Walker(rows, nf.ExactIndex(), 3), g[0].expand(count, -1, -1), exact
+    return Walker(rows, nf.ExactIndex(), 3, 1), g[0].expand(count, -1, -1), exact
 
 
 @pytest.mark.parametrize("causal", [False, True])

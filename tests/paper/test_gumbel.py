@@ -278,7 +278,7 @@ def test_heads_and_batch_entries_draw_apart(method: Any) -> None:
 def test_blocks_of_rows_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nearfield.chunks.BLOCK_BYTES", 1)
     q, k, v = inputs(13, (1, 1, 1, 4), (1, 1, 60, 4), (1, 1, 60, 2))
-    output = nf.attention(q.expand(-1, -1, 8, -1), k, v, method=nf.LazyGumbel(draws=5), generator=seeded(3))[0, 0]
+    output = nf.attention(q.expand(-1, -1, 8, -1), k, v, method=nf.LazyGumbel(draws=75), generator=seeded(3))[0, 0]
     assert len({tuple(row) for row in output.tolist()}) == 8
     method = nf.LazyGumbel(eps=0.2, delta=0.05)
     q = inputs(14, (1, 1, 8, 4))[0]
@@ -319,5 +319,5 @@ def test_audit_of_a_sampled_estimate() -> None:
     est = nf.estimate(q, k, v, is_causal=True, method=nf.LazyGumbel(eps=0.2, delta=0.1), audit=59, generator=seeded(7))
     assert est.audit is not None
     exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    worst = (est.output - exact).norm(dim=-1).max() / v.square().sum(-1).mean().sqrt()
+    worst = ((est.output - exact).norm(dim=-1) / v.square().sum(-1).mean(-1, keepdim=True).sqrt()).max()
     assert est.audit.additive <= float(worst) * 1.001

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ CausalOffset = int | Tensor | None
 
 PADDING = -1
 """The id that fills up a row with fewer than k keys. It names no key, and its score is -inf."""
+
+
+class Found(NamedTuple):
+    """What a search found, and what that took."""
+
+    scores: Tensor
+    """`[batch, rows, k]`"""
+    ids: Tensor
+    """`[batch, rows, k]`"""
+    scored: Tensor | None = None
+    """`[batch, rows]`: how many keys were scored, a key that was scored again counted again; None: the index does not say"""
 
 
 class Searchable(Protocol):
@@ -100,7 +111,8 @@ class BuiltIndex(ABC):
     """An index over one set of keys. It keeps a reference to them and refuses to answer once they have been changed in place.
 
     A subclass defines `_search`, whose answers are not checked. If it also knows how large the inner products of the keys it
-    leaves out can be, it defines `_cutoffs`, and lazy Gumbel draws are exact with it.
+    leaves out can be, it defines `_cutoffs`, and lazy Gumbel draws are exact with it. If it counts the keys that it scores, it
+    returns a `Found`.
 
     Example:
         >>> from nearfield.knn.index import BuiltIndex, Cutoffs, gathered_scores
@@ -119,6 +131,11 @@ class BuiltIndex(ABC):
         >>> nearfield.estimate(q, k, v, method=method).info["certified"]
         True
     """
+
+    scans = False
+    """whether looking at all keys is what it is for"""
+    advice = "Use ExactIndex(), or an index that suits these keys."
+    """what to do where it looks at all keys although it should not"""
 
     def __init__(self, keys: Tensor) -> None:
         if keys.dim() != 3:
@@ -152,10 +169,14 @@ class BuiltIndex(ABC):
             scores and ids, both `[batch, rows, k]`. Where a row has fewer than k visible keys, or an approximate index
             found fewer, the score is -inf and the id is `PADDING`.
         """
+        return self.find(queries, k, causal_offset)[:2]
+
+    def find(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> Found:
+        """`search`, with how many keys were scored for it."""
         self._check(queries)
         check_positive("k", k)
         with full_precision(queries):
-            return self._search(queries.detach().to(self.keys.dtype), k, self.visible(queries, causal_offset))
+            return Found(*self._search(queries.detach().to(self.keys.dtype), k, self.visible(queries, causal_offset)))
 
     def cutoffs(self, queries: Tensor, ids: Tensor, causal_offset: CausalOffset = None) -> Cutoffs | None:
         """Bounds for the keys that `search` left out, or None where this index knows none.
@@ -191,8 +212,8 @@ class BuiltIndex(ABC):
             )
 
     @abstractmethod
-    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """What `search` returns, for checked queries in the dtype of `self.keys`.
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor] | Found:
+        """What `search` or `find` returns, for checked queries in the dtype of `self.keys`.
 
         Row r of batch entry b sees the first `visible[b, r]` keys; `visible` is int64 `[batch, rows]`.
         """

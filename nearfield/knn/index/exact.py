@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearfield.kernels.reference import largest
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, smallest_near_score
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smallest_near_score
 
 KEY_BLOCK = 1 << 15
 """Keys scored at a time."""
@@ -39,12 +39,14 @@ class ExactIndex:
 
 
 class BuiltExact(BuiltIndex):
-    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+    scans = True
+
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
         batch, rows, _ = queries.shape
         scores = queries.new_full((batch, rows, k), -torch.inf)
         ids = torch.full((batch, rows, k), PADDING, device=queries.device)
         if batch == 0 or rows == 0 or self.length == 0:
-            return scores, ids
+            return Found(scores, ids, visible)
         key_block = min(self.length, max(KEY_BLOCK, 4 * k))
         tile_scores, most_rows = _tile_size(queries.device)
         tile_rows = max(1, min(tile_scores // key_block, most_rows, rows))
@@ -54,7 +56,7 @@ class BuiltExact(BuiltIndex):
             for r in range(0, rows, tile_rows):
                 here = (slice(b, b + tile_batch), slice(r, r + tile_rows))
                 self._search_tile(queries[here], visible[here], self.keys[here[0]], scores[here], ids[here], key_block, tile)
-        return scores, ids
+        return Found(scores, ids, visible)
 
     @staticmethod
     def _search_tile(

@@ -14,7 +14,7 @@ from torch import Tensor
 from nearfield.checks import check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import PADDING, gathered_scores, lift_keys, lift_queries
+from nearfield.knn.index.base import PADDING, Found, gathered_scores, lift_keys, lift_queries
 from nearfield.knn.index.prefixes import PrefixBuilt
 
 GATHERED_SCALARS_PER_PASS = 1 << 23
@@ -70,6 +70,7 @@ class BuiltFaiss(PrefixBuilt):
     def __init__(self, keys: Tensor, recipe: FaissIndex) -> None:
         super().__init__(keys, recipe.leaf)
         self.recipe = recipe
+        self.scans = recipe.factory == "Flat"
         points = self.keys.float().cpu()
         points = (lift_keys(points) if recipe.metric == "l2" else points).contiguous()
         with _faiss() as faiss:
@@ -99,11 +100,16 @@ class BuiltFaiss(PrefixBuilt):
     def _build_block(self, keys: Tensor) -> BuiltFaiss:
         return BuiltFaiss(keys, self.recipe)
 
-    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _search_all(self, queries: Tensor, k: int) -> Found:
         asked = queries.float().cpu()
         asked = (lift_queries(asked) if self.recipe.metric == "l2" else asked).contiguous()
-        with _faiss():
-            labels = [index.search(rows.numpy(), k)[1] for index, rows in zip(self._indices, asked, strict=True)]
+        labels, scored = [], []
+        with _faiss() as faiss:
+            for index, rows in zip(self._indices, asked, strict=True):
+                before = _comparisons(faiss)
+                labels.append(index.search(rows.numpy(), k)[1])
+                # Those that compare a query with all keys do not count.
+                scored.append((_comparisons(faiss) - before) / len(rows) or float(index.ntotal))
         ids = torch.from_numpy(numpy.stack(labels)).to(queries.device)
         # The label of Faiss for "not found" happens to be -1 as well; do not rely on it.
         ids = torch.where(ids < 0, PADDING, ids)
@@ -112,7 +118,14 @@ class BuiltFaiss(PrefixBuilt):
             scores[entries, part] = gathered_scores(queries[entries, part], self.keys[entries], ids[entries, part])
         # Faiss ranked by its own scores, which rounding and compression make slightly different.
         scores, at = scores.sort(dim=-1, descending=True, stable=True)
-        return scores, ids.gather(-1, at)
+        # The mean over the rows is all that Faiss tells.
+        count = torch.tensor(scored, device=ids.device).round().long()
+        return Found(scores, ids.gather(-1, at), count[:, None].expand(ids.shape[:2]))
+
+
+def _comparisons(faiss: Any) -> int:
+    """How many keys lists and graphs have compared with queries so far, in this process."""
+    return int(faiss.cvar.indexIVF_stats.ndis) + int(faiss.cvar.hnsw_stats.ndis)
 
 
 def _lists(faiss: Any, index: Any) -> int | None:

@@ -12,7 +12,7 @@ from nearfield.cells.partition.kmeans import lloyd, means
 from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import Cutoffs
+from nearfield.knn.index.base import Cutoffs, Found
 from nearfield.knn.index.candidates import best_of_lists
 from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
 
@@ -71,6 +71,8 @@ class KMeansIndex:
 class BuiltKMeans(PrefixBuilt):
     """Centroids `[batch, cells, dim]`, radii `[batch, cells]`, and keys listed cell by cell."""
 
+    advice = "Use fewer probes, more cells or a smaller k."
+
     bounded = True
 
     def __init__(self, keys: Tensor, recipe: KMeansIndex) -> None:
@@ -104,16 +106,17 @@ class BuiltKMeans(PrefixBuilt):
         # Causal rows add the cells of smaller blocks, about 4 sqrt(length) in all, and leaves.
         return self.cells + 4 * math.isqrt(self.length) + self.length // self.recipe.leaf
 
-    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _search_all(self, queries: Tensor, k: int) -> Found:
         batch, rows, _ = queries.shape
         scores = queries.new_empty(batch, rows, k)
         ids = torch.empty(batch, rows, k, dtype=torch.int64, device=queries.device)
+        scored = ids.new_empty(batch, rows)
         for entries, part in row_chunks(batch, rows, self.cells, ROUTE_SCORES_PER_PASS):
             cells, counts = self._route(queries[entries, part], k, entries)
             shape = counts.shape
             entry = torch.arange(batch, device=queries.device)[entries, None].expand(shape[:2])
             starts = self.starts[entries].gather(1, cells.view(shape[0], -1)).view(shape) + entry[..., None] * self.length
-            best, near, _ = best_of_lists(
+            best, near, found = best_of_lists(
                 queries[entries, part].reshape(-1, queries.shape[-1]),
                 self.keys,
                 entry.reshape(-1),
@@ -123,7 +126,8 @@ class BuiltKMeans(PrefixBuilt):
                 k,
             )
             scores[entries, part], ids[entries, part] = best.view(*shape[:2], k), near.view(*shape[:2], k)
-        return scores, ids
+            scored[entries, part] = found.view(shape[:2])
+        return Found(scores, ids, scored)
 
     def _route(self, queries: Tensor, k: int, entries: slice) -> tuple[Tensor, Tensor]:
         """The cells that each row opens and how many keys they hold, `[batch, rows, slots]`; a count of 0: not opened."""

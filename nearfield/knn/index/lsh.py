@@ -11,7 +11,7 @@ from torch import Tensor
 from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import PADDING, lift_keys
+from nearfield.knn.index.base import PADDING, Found, lift_keys
 from nearfield.knn.index.candidates import best_of_lists
 from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
 
@@ -103,6 +103,11 @@ class ConcentricLSH:
 class BuiltConcentricLSH(PrefixBuilt):
     """Per rung and table, the keys sorted by (bucket, id): `codes` and `order`, both int32 `[rungs, batch, tables, length]`."""
 
+    advice = (
+        "Buckets held too many keys or too few: these keys may have no near neighbours that hashing could tell from the others "
+        "(use ExactIndex() or KMeansIndex()), or other values of width, enough and tables suit them better."
+    )
+
     def __init__(self, keys: Tensor, recipe: ConcentricLSH) -> None:
         super().__init__(keys, recipe.leaf)
         batch, length, dim = self.keys.shape
@@ -144,23 +149,27 @@ class BuiltConcentricLSH(PrefixBuilt):
     def _build_block(self, keys: Tensor) -> BuiltConcentricLSH:
         return BuiltConcentricLSH(keys, self.recipe)
 
-    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _search_all(self, queries: Tensor, k: int) -> Found:
         batch, rows, _ = queries.shape
         scores = queries.new_empty(batch, rows, k)
         ids = torch.empty(batch, rows, k, dtype=torch.int64, device=queries.device)
+        scored = ids.new_empty(batch, rows)
         lookups = self.recipe.tables << self.recipe.flips
         for entries, part in row_chunks(batch, rows, lookups, LOOKUPS_PER_PASS):
             some = queries[entries, part]
             entry = torch.arange(batch, device=queries.device)[entries, None].expand(some.shape[:2])
-            best, near = self._climb(some.reshape(-1, some.shape[-1]), entry.reshape(-1), k)
+            best, near, count = self._climb(some.reshape(-1, some.shape[-1]), entry.reshape(-1), k)
             scores[entries, part], ids[entries, part] = best.view(*some.shape[:2], k), near.view(*some.shape[:2], k)
-        return scores, ids
+            scored[entries, part] = count.view(some.shape[:2])
+        return Found(scores, ids, scored)
 
-    def _climb(self, queries: Tensor, entry: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Winners of the given rows `[rows, dim]`, rung by rung; a row leaves the ladder once it has its answer."""
+    def _climb(self, queries: Tensor, entry: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Winners of the given rows `[rows, dim]`, rung by rung, and how many keys were scored; a row leaves the ladder once it
+        has its answer."""
         recipe, rows, length = self.recipe, queries.shape[0], self.length
         scores = queries.new_full((rows, k), -torch.inf)
         ids = torch.full((rows, k), PADDING, device=queries.device)
+        scored = ids.new_zeros(rows)
         enough = recipe.enough * max(k, math.sqrt(length))
         # With no more keys than that, a row may as well score them all.
         left = torch.arange(rows if length > enough else 0, device=queries.device)
@@ -183,6 +192,7 @@ class BuiltConcentricLSH(PrefixBuilt):
             best, near, found = best_of_lists(
                 queries[here], self.keys, entry[here], order, starts[chosen], counts[chosen], k, table=table
             )
+            scored[here] += found
             done = found >= k
             scores[here[done]], ids[here[done]] = best[done], near[done]
             stays = ~hit
@@ -193,7 +203,8 @@ class BuiltConcentricLSH(PrefixBuilt):
         scores[rest], ids[rest], _ = best_of_lists(
             queries[rest], self.keys, entry[rest], None, first, torch.full_like(first, length), k
         )
-        return scores, ids
+        scored[rest] += length
+        return scores, ids, scored
 
     def _buckets(self, projected: Tensor, entry: Tensor, rung: int) -> tuple[Tensor, Tensor]:
         """Where the buckets of each row start in the order of the rung, and how many keys they hold, `[rows, look-ups]`.

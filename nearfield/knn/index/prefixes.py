@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, smallest_near_score
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smallest_near_score
 from nearfield.knn.index.exact import BuiltExact
 
 LEAF = 1024
@@ -46,7 +46,7 @@ class PrefixBuilt(BuiltIndex):
         self._blocks: dict[tuple[int, int], PrefixBuilt] = {}
 
     @abstractmethod
-    def _search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _search_all(self, queries: Tensor, k: int) -> Found:
         """As `_search`, for rows that see every key; k is at most the number of keys."""
 
     @abstractmethod
@@ -57,31 +57,35 @@ class PrefixBuilt(BuiltIndex):
         """Bounds for rows that see every key, given the smallest score `[batch, rows]` of their near sets."""
         raise NotImplementedError
 
-    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
         batch, rows, _ = queries.shape
         scores = queries.new_full((batch, rows, k), -torch.inf)
         ids = torch.full((batch, rows, k), PADDING, device=queries.device)
+        total: Tensor | None = torch.zeros_like(visible)
         for part in self._parts(visible):
             columns = part.uses.any(0).nonzero()[:, 0]
             kept = min(k, part.stop - part.start)
             if part.complete:
-                best, at = self._block(part).search_all(queries[:, columns], kept)
+                best, at, scored = self._block(part).search_all(queries[:, columns], kept)
             else:
                 exact = BuiltExact(self.keys[:, part.start : part.stop])
-                best, at = exact._search(queries[:, columns], kept, (visible[:, columns] - part.start).clamp(0, exact.length))
+                seen = (visible[:, columns] - part.start).clamp(0, exact.length)
+                best, at, scored = exact._search(queries[:, columns], kept, seen)
             unused = part.uses[:, columns].logical_not()[..., None]
+            if total is not None:
+                total = None if scored is None else total.index_add(1, columns, scored * part.uses[:, columns])
             best = best.masked_fill(unused, -torch.inf)
             at = torch.where(best == -torch.inf, PADDING, at + part.start)
             best, at = torch.cat([scores[:, columns], best], -1), torch.cat([ids[:, columns], at], -1)
             scores[:, columns], keep = best.topk(k)
             ids[:, columns] = at.gather(-1, keep)
-        return scores, ids
+        return Found(scores, ids, total)
 
-    def search_all(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def search_all(self, queries: Tensor, k: int) -> Found:
         """Search without a causal limit; k is at most the number of keys."""
         if queries.shape[0] * queries.shape[1] == 0:
             empty = queries.new_empty(*queries.shape[:2], k)
-            return empty, empty.long()
+            return Found(empty, empty.long(), empty.long().sum(-1))
         return self._search_all(queries, k)
 
     def _cutoffs(self, queries: Tensor, ids: Tensor, visible: Tensor) -> Cutoffs | None:

@@ -1,0 +1,100 @@
+"""Rows are drawn lazily where that is cheaper than to look at all their keys, and no key of a row is looked at twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import seeded
+from torch import Tensor
+
+import nearfield as nf
+from nearfield.knn.index.base import build_index
+from nearfield.paper import lazy
+from nearfield.paper.lazy import index_that_pays, prepare
+from nearfield.problem import Rows, check
+from nearfield.synthetic import make
+
+
+def rows_of(family: str, length: int, rows: int, dim: int = 32) -> Rows:
+    query, key, value = make(family, 1, 1, length, dim, seed=0)
+    return check(query[:, :, :rows], key, value).rows
+
+
+@pytest.mark.usefixtures("real_costs")
+@pytest.mark.parametrize(("length", "eps"), [(512, 0.3), (1024, 0.3), (1024, 0.1)])
+def test_many_draws_of_few_keys_look_at_each_key_once(length: int, eps: float) -> None:
+    query, key, value = torch.randn(3, 1, 1, length, 64, generator=seeded(0)).unbind(0)
+    found = nf.estimate(query[:, :, :64], key, value, method=nf.LazyGumbel(eps=eps, delta=0.1), generator=seeded(1)).info
+    assert found["draws"] > length
+    assert found["keys_per_query"] == length
+    assert found["dense_rows"] == 64
+    assert found["certified"]
+
+
+@pytest.mark.usefixtures("real_costs")
+@pytest.mark.parametrize("index", [nf.ExactIndex(), nf.KMeansIndex(probes=4)], ids=["exact", "k-means"])
+def test_it_pays_to_search_for_few_draws_alone(index: nf.Index) -> None:
+    rows = rows_of("clustered", 16384, 160)
+    assert int(rows.visible.sum()) >= lazy.LEAST_KEYS
+    assert index_that_pays(rows, index, 128, 1) is not None
+    assert index_that_pays(rows, index, 128, 4096) is None
+    assert index_that_pays(rows.at(slice(0, 100)), index, 128, 1) is None, "little to do"
+
+
+@pytest.mark.usefixtures("real_costs")
+def test_each_row_goes_the_cheaper_way() -> None:
+    """Sharp rows look at few keys whatever the number of draws; flat ones at many."""
+    rows = rows_of("clustered", 4096, 8)
+    scale = torch.tensor([8.0, 8.0, 8.0, 8.0, 0.01, 0.01, 0.01, 0.01])[:, None]
+    rows = Rows(rows.queries * scale, rows.keys, rows.values, rows.visible)
+    built = build_index(nf.ExactIndex(), rows.keys)
+    for draws, expected in ((1, [False] * 8), (50, [False] * 4 + [True] * 4)):
+        assert prepare(rows, built, 64, draws=draws).dense.tolist() == expected
+    several = torch.tensor([1, 1, 1, 1, 1, 1, 50, 50])
+    assert prepare(rows, built, 64, draws=several).dense.tolist() == [False] * 6 + [True] * 2
+    assert prepare(rows, None, 64).dense.all()
+
+
+def scored_pairs(rows: Rows, draws: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, int]], lazy.Draws, Tensor]:
+    """Every (row, key) that draws have scored, the draws, and what they are said to have scored."""
+    prepared = prepare(rows, build_index(nf.KMeansIndex(cells=20, probes=2), rows.keys), 20)
+    assert not bool(prepared.dense.any())
+    pairs: list[tuple[int, int]] = []
+    score = lazy.LazyRows._logits
+
+    def counted(self: lazy.LazyRows, row: Tensor, key: Tensor) -> Tensor:
+        pairs.extend(zip(row.tolist(), key.tolist(), strict=True))
+        return score(self, row, key)
+
+    monkeypatch.setattr(lazy.LazyRows, "_logits", counted)
+    drawn = prepared.draw_each(draws, seeded(0))
+    return pairs, drawn, prepared.keys_scored(drawn)
+
+
+@pytest.mark.parametrize("at_a_time", [1 << 18, 500])
+def test_a_key_is_scored_once_for_all_draws_of_a_row(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "POINTS_AT_A_TIME", at_a_time)
+    rows = rows_of("gaussian", 400, 6, dim=3)
+    pairs, drawn, scored = scored_pairs(rows, 300, monkeypatch)
+    assert len(pairs) == len(set(pairs)) == int(drawn.distinct.sum())
+    assert int(drawn.evaluated.sum()) > 2 * len(pairs), "draws look at the same keys"
+    assert drawn.distinct.tolist() == [sum(row == one for one, _ in pairs) for row in range(6)]
+    assert bool((scored <= 400).all())
+    searched = nf.KMeansIndex(cells=20, probes=2).build(rows.keys).find(rows.queries, 20).scored
+    assert searched is not None
+    assert torch.equal(scored, (searched[0] + drawn.distinct).clamp(max=400))
+
+
+@pytest.mark.parametrize("at_a_time", [1 << 18, 500])
+def test_parts_do_not_depend_on_the_order_of_draws(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All draws of a row are in one part, in whatever order they are asked for."""
+    monkeypatch.setattr(lazy, "POINTS_AT_A_TIME", at_a_time)
+    prepared = prepare(
+        rows_of("gaussian", 400, 6, dim=3), build_index(nf.ExactIndex(), rows_of("gaussian", 400, 6, dim=3).keys), 20
+    )
+    segment = torch.randint(6, (2000,), generator=seeded(1))
+    parts = list(prepared._parts(segment, torch.arange(2000)))
+    assert (len(parts) > 1) == (at_a_time == 500)
+    assert sorted(torch.cat(parts).tolist()) == list(range(2000))
+    owners = [set(segment[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == 6
