@@ -98,7 +98,7 @@ class TopK:
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
         )
-        planner.tally.warn(built)
+        planner.searches.warn(built)
         if not call.diagnostics:
             return Outcome(problem.by_head(output))
         near = rows.visible.clamp(max=k)
@@ -129,7 +129,9 @@ class _Planner:
     gathers: bool
     """whether kernels gather rows into memory"""
     tally: Tally = field(default_factory=Tally)
-    """what its searches took so far"""
+    """keys that were looked at so far"""
+    searches: Tally = field(default_factory=Tally)
+    """those of them that the index looked at, if it says"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
@@ -144,6 +146,8 @@ class _Planner:
         near = (ids != PADDING).sum(-1)
         drawn_at_most = (rows.visible - near).clamp(max=self.tail)
         self.tally.add((near if scored is None else scored) + drawn_at_most, rows.visible)
+        if scored is not None:
+            self.searches.add(scored, rows.visible)
         if not self.tail:
             return Plan(ids, logits, keep=self._keep(ids, block))
         left_out = rows.visible - near

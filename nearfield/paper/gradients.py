@@ -130,7 +130,7 @@ def _product(
     columns = x.reshape(*rows.queries.shape[:2], -1).to(rows.queries.dtype)
     random = Seeds(generator, query.device).generator(0)
     with full_precision(query):
-        walker = Walker(rows, index, k, walks * columns.shape[-1] / max(1, rows.count))
+        walker = Walker(rows, index, k, walks * columns.shape[-1] / max(1, rows.visible.shape[1]))
         return function(walker, columns, walks, random).reshape(*key.shape[:-1], -1)
 
 

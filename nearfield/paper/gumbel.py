@@ -42,7 +42,8 @@ class LazyGumbel:
             only for rows whose true top k was found.
         estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
         draws: overrides the number of draws per row.
-        certify: False uses the paper's cutoff, which trusts the index to have found the true top k.
+        certify: False uses the paper's cutoff, which trusts the index to have found the true top k (rows that are drawn from
+            their full softmax need none).
         always_lazy: draw lazily also where that costs more. Otherwise a row whose draws together would cost more than its full
             softmax is drawn from that, which is the same law (`info["dense_rows"]`), and where that can be expected of most
             rows, the index is neither built nor asked. A row for which a single draw would look at a quarter of its keys is

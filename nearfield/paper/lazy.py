@@ -37,7 +37,7 @@ POINT_COST, SEARCH_COST = 32.0, 0.6
 """What a Poisson point and a key that an index scores cost, in units of a key of a row that is drawn from its full softmax."""
 
 PILOTS = 32
-"""At most so many rows are searched to see whether it pays to search the others."""
+"""At most so many rows of a batch entry are searched to see whether it pays to search the others."""
 
 LEAST_KEYS = 1 << 21
 """With fewer keys, those of all rows together, looking at them all is faster than asking an index."""
@@ -54,7 +54,7 @@ class Draws:
     evaluated: Tensor
     """m: how many keys outside the near set were looked at"""
     distinct: Tensor
-    """`[flat]`, one entry per row: how many different ones all its draws looked at"""
+    """`[flat]`, one entry per row: how many different ones all its draws looked at (at most, where these are very many)"""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class LazyRows:
 
     def points(self) -> Tensor:
         """How many Poisson points a draw takes about, `[flat]`; some of them are near keys, or the same key again."""
-        return (self.log_envelope.logsumexp(-1) - self.log_near).exp()
+        found = (self.log_envelope.logsumexp(-1) - self.log_near).exp()
+        return found.masked_fill(self.rows.visible.flatten() == 0, 0.0)
 
     def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
         """`draws` draws for every `seen` row."""
@@ -151,13 +152,14 @@ class LazyRows:
         return Draws(ids, peak, evaluated, distinct)
 
     def _parts(self, segment: Tensor, lazy: Tensor) -> Iterator[Tensor]:
-        """The draws `lazy` in parts of about `POINTS_AT_A_TIME` points; all draws of a row are in one part."""
+        """The draws `lazy` in parts of about `POINTS_AT_A_TIME` points. All draws of a row are in one part, if they fit."""
         if len(lazy) == 0:
             return
         row, order = segment[lazy].sort(stable=True)
-        spent = (1 + self.points()[row]).cumsum(0)
-        first = torch.searchsorted(row, row)  # where the draws of the same row begin
-        part = (spent[first] / POINTS_AT_A_TIME).long()
+        spent = (1 + self.points()[row]).ceil().long().cumsum(0)  # integers: their sums are the same on every device
+        first, last = torch.searchsorted(row, row), torch.searchsorted(row, row, right=True) - 1
+        fits = spent[last] - spent[first] <= POINTS_AT_A_TIME
+        part = torch.where(fits, spent[first], spent) // POINTS_AT_A_TIME
         _, sizes = part.unique_consecutive(return_counts=True)
         yield from lazy[order].split(sizes.tolist())
 
@@ -278,7 +280,7 @@ def prepare(
         return _unsearched(rows, backend)
     lazy = _search(rows, built, k, certify, backend)
     dense = _lazy_costs(lazy, draws) > lazy.rows.visible.flatten().clamp(min=1)
-    return replace(lazy, dense=dense, certified=lazy.certified or bool(dense.all()))
+    return replace(lazy, dense=dense, certified=lazy.certified or bool((dense | (rows.visible.flatten() == 0)).all()))
 
 
 def _search(rows: Rows, built: BuiltIndex, k: int, certify: bool, backend: str) -> LazyRows:

@@ -115,6 +115,21 @@ def test_draws_that_look_at_everything_are_not_the_fault_of_an_index(monkeypatch
         nf.attention(query, key, value, method=nf.LazyGumbel(draws=1, index=nf.KMeansIndex(cells=4, probes=4), always_lazy=True))
 
 
+def test_the_tail_is_not_the_fault_of_an_index() -> None:
+    query, key, value = torch.randn(3, 1, 1, 2048, 16, generator=seeded(0)).unbind(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        info = nf.estimate(query[:, :, :9], key, value, method=nf.TopK(8, 2040, nf.KMeansIndex(probes=1))).info
+    assert info["full_scans"] == 1
+
+
+@pytest.mark.parametrize("factory", ["SQ8", "PCA8,Flat", "NSG16"])
+def test_what_faiss_does_not_count_is_not_told(factory: str) -> None:
+    pytest.importorskip("faiss")
+    key = torch.randn(1, 2048, 16, generator=seeded(0))
+    assert nf.FaissIndex(factory).build(key).find(key[:, :9], 4).scored is None
+
+
 def test_an_own_index_need_not_count() -> None:
     class Newest(nf.BuiltIndex):
         def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def scored_pairs(rows: Rows, draws: int, monkeypatch: pytest.MonkeyPatch) -> tup
     return pairs, drawn, prepared.keys_scored(drawn)
 
 
-@pytest.mark.parametrize("at_a_time", [1 << 18, 500])
+@pytest.mark.parametrize("at_a_time", [1 << 18, 1 << 14])
 def test_a_key_is_scored_once_for_all_draws_of_a_row(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy, "POINTS_AT_A_TIME", at_a_time)
     rows = rows_of("gaussian", 400, 6, dim=3)
@@ -85,7 +85,7 @@ def test_a_key_is_scored_once_for_all_draws_of_a_row(at_a_time: int, monkeypatch
     assert torch.equal(scored, (searched[0] + drawn.distinct).clamp(max=400))
 
 
-@pytest.mark.parametrize("at_a_time", [1 << 18, 500])
+@pytest.mark.parametrize("at_a_time", [1 << 18, 1 << 14])
 def test_parts_do_not_depend_on_the_order_of_draws(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All draws of a row are in one part, in whatever order they are asked for."""
     monkeypatch.setattr(lazy, "POINTS_AT_A_TIME", at_a_time)
@@ -94,7 +94,30 @@ def test_parts_do_not_depend_on_the_order_of_draws(at_a_time: int, monkeypatch: 
     )
     segment = torch.randint(6, (2000,), generator=seeded(1))
     parts = list(prepared._parts(segment, torch.arange(2000)))
-    assert (len(parts) > 1) == (at_a_time == 500)
+    assert (len(parts) > 1) == (at_a_time == 1 << 14)
     assert sorted(torch.cat(parts).tolist()) == list(range(2000))
     owners = [set(segment[part].tolist()) for part in parts]
     assert sum(map(len, owners)) == 6
+
+
+def test_a_row_of_very_many_points_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "POINTS_AT_A_TIME", 300)
+    rows = rows_of("gaussian", 400, 6, dim=3)
+    prepared = prepare(rows, build_index(nf.ExactIndex(), rows.keys), 20)
+    segment = torch.randint(6, (2000,), generator=seeded(1))
+    parts = list(prepared._parts(segment, torch.arange(2000)))
+    assert sorted(torch.cat(parts).tolist()) == list(range(2000))
+    points = 1 + prepared.points()
+    assert max(float(points[segment[part]].sum()) for part in parts) < 2 * 300
+    assert bool((prepared.keys_scored(prepared.draw(segment, seeded(2))) <= 400).all())
+
+
+@pytest.mark.usefixtures("real_costs")
+def test_rows_that_see_nothing_do_not_decide() -> None:
+    rows = rows_of("clustered", 16384, 160)
+    visible = rows.visible.clone()
+    visible[:, :3] = 0
+    rows = Rows(rows.queries, rows.keys, rows.values, visible)
+    built = index_that_pays(rows, nf.ExactIndex(), 128, 1)
+    assert built is not None
+    assert prepare(rows, built, 128, draws=1).points()[:3].tolist() == [0, 0, 0]

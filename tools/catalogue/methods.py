@@ -71,9 +71,23 @@ MUTANTS = (
     Mutant(
         "lazy Gumbel: draws of a row in several parts",
         "LazyRows._parts",
-        "part = (spent[first] / POINTS_AT_A_TIME).long()",
-        "part = (spent / POINTS_AT_A_TIME).long()",
+        "part = torch.where(fits, spent[first], spent) // POINTS_AT_A_TIME",
+        "part = spent // POINTS_AT_A_TIME",
         ("test_lazy_costs.py",),
+    ),
+    Mutant(
+        "lazy Gumbel: a row that sees nothing decides",
+        "LazyRows.points",
+        "found.masked_fill(self.rows.visible.flatten() == 0, 0.0)",
+        "found",
+        ("test_lazy_costs.py",),
+    ),
+    Mutant(
+        "the drawn tail is the fault of the index",
+        "TopK.run",
+        "planner.searches.warn(built)",
+        "planner.tally.warn(built)",
+        ("test_tally.py",),
     ),
     Mutant(
         "lazy Gumbel: the cost of one draw for all of them",
@@ -92,8 +106,8 @@ MUTANTS = (
     Mutant(
         "full scans of an index are not told",
         "Tally.warn",
-        "self.scans <= MOST_SCANS * self.long_rows",
-        "True",
+        "(share := self._scans()) <= MOST_SCANS",
+        "(share := self._scans()) <= 1",
         ("test_tally.py",),
     ),
     Mutant(

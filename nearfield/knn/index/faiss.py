@@ -103,13 +103,14 @@ class BuiltFaiss(PrefixBuilt):
     def _search_all(self, queries: Tensor, k: int) -> Found:
         asked = queries.float().cpu()
         asked = (lift_queries(asked) if self.recipe.metric == "l2" else asked).contiguous()
-        labels, scored = [], []
+        labels: list[Any] = []
+        scored: list[float] = []
         with _faiss() as faiss:
             for index, rows in zip(self._indices, asked, strict=True):
                 before = _comparisons(faiss)
                 labels.append(index.search(rows.numpy(), k)[1])
-                # Those that compare a query with all keys do not count.
-                scored.append((_comparisons(faiss) - before) / len(rows) or float(index.ntotal))
+                compared = (_comparisons(faiss) - before) / len(rows)
+                scored.append(float(index.ntotal) if _is_flat(faiss, index) else compared)
         ids = torch.from_numpy(numpy.stack(labels)).to(queries.device)
         # The label of Faiss for "not found" happens to be -1 as well; do not rely on it.
         ids = torch.where(ids < 0, PADDING, ids)
@@ -118,14 +119,19 @@ class BuiltFaiss(PrefixBuilt):
             scores[entries, part] = gathered_scores(queries[entries, part], self.keys[entries], ids[entries, part])
         # Faiss ranked by its own scores, which rounding and compression make slightly different.
         scores, at = scores.sort(dim=-1, descending=True, stable=True)
-        # The mean over the rows is all that Faiss tells.
-        count = torch.tensor(scored, device=ids.device).round().long()
-        return Found(scores, ids.gather(-1, at), count[:, None].expand(ids.shape[:2]))
+        # The mean over the rows is all that Faiss tells, and that of lists and graphs of one kind only.
+        count = torch.tensor(scored, device=ids.device).round().long().clamp(max=self.length)
+        told = count[:, None].expand(ids.shape[:2]) if min(scored) > 0 else None
+        return Found(scores, ids.gather(-1, at), told)
 
 
 def _comparisons(faiss: Any) -> int:
-    """How many keys lists and graphs have compared with queries so far, in this process."""
+    """How many keys lists (IVF) and graphs (HNSW) have compared with queries so far, in this process: other threads count too."""
     return int(faiss.cvar.indexIVF_stats.ndis) + int(faiss.cvar.hnsw_stats.ndis)
+
+
+def _is_flat(faiss: Any, index: Any) -> bool:
+    return type(faiss.downcast_index(index)).__name__.startswith("IndexFlat")
 
 
 def _lists(faiss: Any, index: Any) -> int | None:

@@ -192,7 +192,7 @@ class BuiltConcentricLSH(PrefixBuilt):
             best, near, found = best_of_lists(
                 queries[here], self.keys, entry[here], order, starts[chosen], counts[chosen], k, table=table
             )
-            scored[here] += found
+            scored[here] += counts[chosen].sum(-1)
             done = found >= k
             scores[here[done]], ids[here[done]] = best[done], near[done]
             stays = ~hit

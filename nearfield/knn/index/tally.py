@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,37 +16,40 @@ MOST_SCANS = 0.1
 """Share of the other rows that may, before there is a warning."""
 
 
-@dataclass
 class Tally:
-    """Counts of keys and rows."""
+    """How many keys rows have looked at, and for how many of the rows that see more than `LEAST_SEEN` keys those were all."""
 
-    scored: float = 0.0
-    """keys that were looked at, for all rows together"""
-    rows: int = 0
-    long_rows: int = 0
-    """those that see more than `LEAST_SEEN` keys"""
-    scans: int = 0
-    """those of them that looked at all they see"""
+    def __init__(self) -> None:
+        self.rows = 0
+        self._counts: Tensor | None = None
+        """keys, rows that see many of them, and those of these rows that looked at all; on the device until they are asked for"""
 
     def add(self, scored: Tensor, visible: Tensor) -> None:
         """Rows that scored so many of the keys they see; both tensors of the same shape."""
         long = visible > LEAST_SEEN
-        counts = torch.stack([torch.minimum(scored, visible).sum(), long.sum(), (long & (scored >= visible)).sum()]).tolist()
-        self.scored += counts[0]
+        counts = torch.stack([torch.minimum(scored, visible).sum(), long.sum(), (long & (scored >= visible)).sum()])
         self.rows += visible.numel()
-        self.long_rows += int(counts[1])
-        self.scans += int(counts[2])
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def info(self) -> dict[str, float]:
-        return {"keys_per_query": self.scored / max(1, self.rows), "full_scans": self.scans / max(1, self.long_rows)}
+        keys, _, _ = self._read()
+        return {"keys_per_query": keys / max(1, self.rows), "full_scans": self._scans()}
 
     def warn(self, built: BuiltIndex | None) -> None:
         """Says so if an index that should not has looked at everything for many rows."""
-        if built is None or built.scans or self.scans <= MOST_SCANS * self.long_rows:
+        if built is None or built.scans or (share := self._scans()) <= MOST_SCANS:
             return
         warnings.warn(
-            f"{type(built).__name__} looked at all keys for {self.scans / self.long_rows:.0%} of the queries, which costs more "
-            f"than ExactIndex(). {built.advice}",
+            f"{type(built).__name__} looked at all keys for {share:.0%} of the queries: ExactIndex() does that at less cost. "
+            f"{built.advice}",
             UserWarning,
             stacklevel=2,
         )
+
+    def _read(self) -> tuple[int, int, int]:
+        keys, long, scans = (0, 0, 0) if self._counts is None else map(int, self._counts.tolist())
+        return keys, long, scans
+
+    def _scans(self) -> float:
+        _, long, scans = self._read()
+        return scans / max(1, long)
