@@ -344,8 +344,8 @@ MUTANTS = (
     Mutant(
         "own index: not asked for products",
         "_product",
-        "Walker(rows, index, k)",
-        "Walker(rows, ExactIndex(), k)",
+        "Walker(rows, index, k,",
+        "Walker(rows, ExactIndex(), k,",
         ("test_gradients_with_an_own_index",),
     ),
     Mutant(
