@@ -94,7 +94,9 @@ class TopK:
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
         built = build_index(self.index, rows.keys)
-        planner = _Planner(rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(backend))
+        planner = _Planner(
+            rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(backend), Tally(built), Tally(built)
+        )
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
         )
@@ -128,9 +130,9 @@ class _Planner:
     call: Call
     gathers: bool
     """whether kernels gather rows into memory"""
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally
     """keys that were looked at so far"""
-    searches: Tally = field(default_factory=Tally)
+    searches: Tally
     """those of them that the index looked at, if it says"""
 
     def blocks(self) -> Iterable[slice]:

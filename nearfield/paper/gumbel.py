@@ -121,7 +121,7 @@ class LazyGumbel:
         groups_of_keys = 1 if built is None else built.groups
         kernel = backends.pair_kernels(call.backend, rows.keys.device)
         table = rows.values.flatten(0, 1)
-        certified, evaluated, dense, expected, tally, searches = True, 0, 0, 0.0, Tally(), Tally()
+        certified, evaluated, dense, expected, tally, searches = True, 0, 0, 0.0, Tally(built), Tally(built)
         for block in row_blocks((batch, count), 40 * max(draws, k, groups_of_keys)):
             part = rows.at(block)
             lazy = prepare(part, built, k, self.certify, call.backend, 0 if self.always_lazy else draws)

@@ -134,6 +134,8 @@ class BuiltIndex(ABC):
 
     scans = False
     """whether looking at all keys is what it is for"""
+    least_seen = 1024
+    """rows that see no more keys than that may as well look at all of them"""
     advice = "Use ExactIndex(), or an index that suits these keys."
     """what to do where it looks at all keys although it should not"""
 

@@ -43,6 +43,7 @@ class PrefixBuilt(BuiltIndex):
     def __init__(self, keys: Tensor, leaf: int = LEAF) -> None:
         super().__init__(keys)
         self._leaf = leaf
+        self.least_seen = max(self.least_seen, leaf)
         self._blocks: dict[tuple[int, int], PrefixBuilt] = {}
 
     @abstractmethod

@@ -9,24 +9,22 @@ from torch import Tensor
 
 from nearfield.knn.index.base import BuiltIndex
 
-LEAST_SEEN = 1024
-"""Rows that see no more keys than that may as well look at all of them."""
-
 MOST_SCANS = 0.1
-"""Share of the other rows that may, before there is a warning."""
+"""Share of the rows that may look at all keys, of those that see more than `least_seen`, before there is a warning."""
 
 
 class Tally:
-    """How many keys rows have looked at, and for how many of the rows that see more than `LEAST_SEEN` keys those were all."""
+    """How many keys rows have looked at, and for how many of those that see more than `least_seen` these were all."""
 
-    def __init__(self) -> None:
+    def __init__(self, built: BuiltIndex | None) -> None:
+        self.least_seen = (BuiltIndex if built is None else built).least_seen
         self.rows = 0
         self._counts: Tensor | None = None
         """keys, rows that see many of them, and those of these rows that looked at all; on the device until they are asked for"""
 
     def add(self, scored: Tensor, visible: Tensor) -> None:
         """Rows that scored so many of the keys they see; both tensors of the same shape."""
-        long = visible > LEAST_SEEN
+        long = visible > self.least_seen
         counts = torch.stack([torch.minimum(scored, visible).sum(), long.sum(), (long & (scored >= visible)).sum()])
         self.rows += visible.numel()
         self._counts = counts if self._counts is None else self._counts + counts
