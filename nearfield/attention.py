@@ -70,15 +70,14 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
-    is_usual = method is None and gradient is None and generator is None and backend == "auto"
-    if is_usual and attn_mask is None and dropout_p == 0.0 and not check_finite:
+    is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
+    if is_plain and method is None and backend == "auto":
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output
     signature = None
     method = Auto() if method is None else method
     # Only these: a method of one's own may do more than the cells that it calls.
-    is_plain = attn_mask is None and gradient is None and generator is None and not dropout_p and not check_finite
     if is_plain and type(method) in (Cells, Auto):
         signature = ready.signature(query, key, value, backend, is_causal, scale, enable_gqa, method, crossover.edition())
         make = None if signature is None else ready.known(signature)
@@ -137,8 +136,19 @@ def estimate(
         lse=_spoil(problem, outcome.lse),
         stderr=None if outcome.stderr is None else _spoil(problem, outcome.stderr),
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
-        info={"method": repr(method), "backend": backends.without_triton(backend, query.device), **outcome.info},
+        info={
+            "method": repr(method),
+            "backend": backends.without_triton(backend, query.device),
+            **_keys_used(outcome),
+            **outcome.info,
+        },
     )
+
+
+def _keys_used(outcome: Outcome) -> dict[str, float]:
+    """How many keys count one by one in a row: those that were looked at, unless the method says that it chose among them."""
+    looked_at = outcome.info.get("keys_per_query")
+    return {} if looked_at is None else {"keys_used": looked_at}
 
 
 FEW, SHORT = 16, 2048

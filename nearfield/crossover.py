@@ -67,7 +67,8 @@ def length(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     One number for both: a call has to mean the same whether or not gradients are recorded. Otherwise a model would compute
     something else in evaluation than in training, and checkpointing would differentiate another function than it ran.
     """
-    return _limit(device, dtype, causal) if device.type == "cuda" else _find(device, dtype, causal)
+    # Asking the driver for the name of a card takes longer than attention does at short lengths.
+    return _remembered(device, dtype, causal) if device.type == "cuda" else _find(device, dtype, causal)
 
 
 def _find(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
@@ -75,10 +76,7 @@ def _find(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
     return max(found.get(kind(causal, training), math.inf) for training in (False, True))
 
 
-@functools.cache
-def _limit(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
-    """As `_find`. Asking the driver for the name of a card takes longer than attention does at short lengths."""
-    return _find(device, dtype, causal)
+_remembered = functools.cache(_find)
 
 
 def known(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -144,4 +142,4 @@ def keep(device: torch.device, dtype: torch.dtype, lengths: dict[str, float]) ->
 def forget() -> None:
     """What the files say is looked up again."""
     _lengths.cache_clear()
-    _limit.cache_clear()
+    _remembered.cache_clear()

@@ -49,6 +49,13 @@ def nothing_is_remembered() -> None:
 
 
 @pytest.fixture
+def lazy_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are drawn lazily, by the index they are given, also where there are so few keys that it costs more."""
+    for cost in ("POINT_COST", "SEARCH_COST", "LEAST_KEYS"):
+        monkeypatch.setattr(f"nearfield.paper.lazy.{cost}", 0)
+
+
+@pytest.fixture
 def poisoned() -> Iterator[None]:
     """Fresh memory holds NaN, so that whatever a kernel leaves unwritten shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)

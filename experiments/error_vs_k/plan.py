@@ -91,7 +91,7 @@ def measure(n: int, spread: float, seed: int) -> Rows:
 
 
 def _keys(estimate: nf.Estimate) -> float:
-    return float(estimate.info.get("keys_used", estimate.info["keys_per_query"]))
+    return float(estimate.info["keys_used"])
 
 
 def errors(output: Tensor, exact: Tensor, value: Tensor) -> dict[str, float]:

@@ -53,5 +53,4 @@ def keys_per_query(query: Tensor, key: Tensor, value: Tensor, chosen: Method | N
     """Keys that a row looks at one by one, on average."""
     if chosen is None:
         return (key.shape[2] + 1) / 2
-    info = nf.estimate(query, key, value, is_causal=True, method=chosen).info
-    return float(info.get("keys_used", info["keys_per_query"]))
+    return float(nf.estimate(query, key, value, is_causal=True, method=chosen).info["keys_used"])

@@ -92,7 +92,7 @@ def run(*, out: Path, length: int = 4096, family: str = "clustered", seed: int =
             for k in sizes:
                 progress.update(task, description=f"{name}, k = {k}", advance=1)
                 result = _estimate(build(k), inputs, seed)
-                points.append((_keys(result), _errors(result, reference.output, inputs)[0].mean().item()))
+                points.append((result.info["keys_used"], _errors(result, reference.output, inputs)[0].mean().item()))
             curves.append(Curve(name, [keys for keys, _ in points], [error for _, error in points]))
     ridges = [Ridge(o.name, o.additive, o.audit.additive, o.keys) for o in outcomes]
     save_plot(ridges, curves, all_keys, title, out, outcomes[0].audit)
@@ -117,11 +117,6 @@ def _cells(k: int) -> Method:
     return nf.Cells(cell_size=8, probes=max(1, k // 8), segment=256)
 
 
-def _keys(result: nf.Estimate) -> float:
-    """How many keys a row attends to one by one. An index may have looked at more of them to find these."""
-    return float(result.info.get("keys_used", result.info["keys_per_query"]))
-
-
 def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -> MethodResult:
     with warnings.catch_warnings():
         # So few keys do not keep an index from looking at all of them for some rows. The table is about errors.
@@ -129,7 +124,7 @@ def _measure(name: str, method: Method, inputs: QKV, exact: Tensor, seed: int) -
         seconds = _seconds(method, inputs, seed)
         result = _estimate(method, inputs, seed, AUDITED)
     assert result.audit is not None
-    return MethodResult(name, seconds, _keys(result), *_errors(result, exact, inputs), result.audit)
+    return MethodResult(name, seconds, result.info["keys_used"], *_errors(result, exact, inputs), result.audit)
 
 
 def _estimate(method: Method, inputs: QKV, seed: int, audit: int = 0) -> nf.Estimate:

@@ -18,6 +18,8 @@ from nearfield.knn.index.base import build_index
 from nearfield.paper.lazy import prepare
 from nearfield.problem import Rows
 
+pytestmark = pytest.mark.usefixtures("lazy_draws")
+
 PLAIN = {"own": OwnIndex(), "subclassed": Subclassed(BuiltWithoutBounds), "bounded": Subclassed(BuiltWithBounds)}
 
 
@@ -41,13 +43,6 @@ def test_topk_with_an_own_index(tail: int, causal: bool, name: str) -> None:
 
     for mine, true in zip(run(PLAIN[name]), run(ExactIndex()), strict=True):
         assert torch.equal(mine, true)
-
-
-@pytest.fixture(autouse=True)
-def asked_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lazy draws would not ask an index of so few keys."""
-    for cost in ("POINT_COST", "SEARCH_COST", "LEAST_KEYS"):
-        monkeypatch.setattr(f"nearfield.paper.lazy.{cost}", 0)
 
 
 @pytest.mark.parametrize("causal", [False, True])

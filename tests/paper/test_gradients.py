@@ -16,6 +16,8 @@ from nearfield.paper.walks import Walker, positive_product, printed_dk, printed_
 from nearfield.problem import check
 from nearfield.results import Gradients
 
+pytestmark = pytest.mark.usefixtures("lazy_draws")
+
 INDICES = {"exact": nf.ExactIndex(), "k-means": nf.KMeansIndex(cells=3, probes=1)}
 
 

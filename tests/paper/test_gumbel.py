@@ -18,6 +18,8 @@ from torch import Tensor
 
 import nearfield as nf
 
+pytestmark = pytest.mark.usefixtures("lazy_draws")
+
 INDICES = {"exact": nf.ExactIndex(), "k-means": nf.KMeansIndex(cells=6, probes=1)}
 
 

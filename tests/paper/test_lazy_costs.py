@@ -20,7 +20,6 @@ def rows_of(family: str, length: int, rows: int, dim: int = 32) -> Rows:
     return check(query[:, :, :rows], key, value).rows
 
 
-@pytest.mark.usefixtures("real_costs")
 @pytest.mark.parametrize(("length", "eps"), [(512, 0.3), (1024, 0.3), (1024, 0.1)])
 def test_many_draws_of_few_keys_look_at_each_key_once(length: int, eps: float) -> None:
     query, key, value = torch.randn(3, 1, 1, length, 64, generator=seeded(0)).unbind(0)
@@ -31,7 +30,6 @@ def test_many_draws_of_few_keys_look_at_each_key_once(length: int, eps: float) -
     assert found["certified"]
 
 
-@pytest.mark.usefixtures("real_costs")
 @pytest.mark.parametrize("index", [nf.ExactIndex(), nf.KMeansIndex(probes=4)], ids=["exact", "k-means"])
 def test_it_pays_to_search_for_few_draws_alone(index: nf.Index) -> None:
     rows = rows_of("clustered", 16384, 160)
@@ -41,7 +39,6 @@ def test_it_pays_to_search_for_few_draws_alone(index: nf.Index) -> None:
     assert index_that_pays(rows.at(slice(0, 100)), index, 128, 1) is None, "little to do"
 
 
-@pytest.mark.usefixtures("real_costs")
 def test_each_row_goes_the_cheaper_way() -> None:
     """Sharp rows look at few keys whatever the number of draws; flat ones at many."""
     rows = rows_of("clustered", 4096, 8)
@@ -112,7 +109,6 @@ def test_a_row_of_very_many_points_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
     assert bool((prepared.keys_scored(prepared.draw(segment, seeded(2))) <= 400).all())
 
 
-@pytest.mark.usefixtures("real_costs")
 def test_rows_that_see_nothing_do_not_decide() -> None:
     rows = rows_of("clustered", 16384, 160)
     visible = rows.visible.clone()
