@@ -121,7 +121,7 @@ def model(quick: bool, text: Path | None = None) -> dict[str, Any]:
         raise ValueError(f"the text has {len(data):,} bytes, and {2 * length:,} are needed; give a longer one with --text")
     leaves = with_grad(clustered(length, HEAD_DIM, HEADS))
     upstream = torch.randn_like(leaves[0])
-    backend, _ = fastest({name: functools.partial(gradients, leaves, upstream, name) for name in backends()})
+    backend, _ = fastest({name: functools.partial(gradients, leaves, upstream, True, name) for name in backends()})
     del leaves, upstream
     ways: dict[str, Attend] = {
         "sdpa": lambda query, key, value: exactly(backend, query, key, value),

@@ -60,7 +60,7 @@ def parts(quick: bool) -> dict[str, Any]:
         inputs = clustered(n, dim)
         call: Call = functools.partial(attend, inputs, what != "no mask", SHARED if "shared" in what else DEFAULT)
         if what == "causal, training":
-            call = functools.partial(gradients, with_grad(inputs), torch.randn_like(inputs[0]), DEFAULT)
+            call = functools.partial(gradients, with_grad(inputs), torch.randn_like(inputs[0]), True, DEFAULT)
         call()
         row: dict[str, Any] = {"dim": dim, "what": what}
         row["event_ms"] = statistics.median(elapsed(call) for _ in range(TIMED))

@@ -482,6 +482,27 @@ def test_calibrate_measures_what_it_is_asked_for(
         assert crossover.length(CPU, getattr(torch, name), True) == calibrate.LENGTHS[0]
 
 
+@pytest.mark.parametrize("begin", calibrate.LENGTHS)
+@pytest.mark.parametrize("crossing", [*calibrate.LENGTHS, math.inf])
+def test_a_length_is_found_from_wherever_the_search_begins(begin: int, crossing: float) -> None:
+    """Up or down, and no length twice. What was seen when time was up is not contradicted."""
+    search, seen = calibrate.Search(begin), []
+    while (length := search.next()) is not None:
+        assert length not in seen
+        seen.append(length)
+        search.faster[length] = length >= crossing
+        assert search.first(begin) == min((x for x in seen if x >= crossing), default=math.inf)
+    assert search.first(math.inf) == crossing
+    assert len(seen) <= 1 + abs(calibrate.LENGTHS.index(begin) - [*calibrate.LENGTHS, math.inf].index(crossing)) + 1
+
+
+def test_the_search_begins_where_something_is_known() -> None:
+    card = torch.device("cuda", 0)
+    assert calibrate.Search.on(card, 65536).begin == 65536
+    assert calibrate.Search.on(card, math.inf).begin == calibrate.Search.on(card, 5000.0).begin == calibrate.FIRST
+    assert calibrate.Search.on(CPU, 65536).begin == calibrate.LENGTHS[0]
+
+
 class Clock:
     """Seconds pass when somebody says so."""
 
@@ -490,6 +511,19 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_dtypes_that_are_alike_are_measured_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def took(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
+        seen.append(dtype)
+        return 2.0, 1.0
+
+    monkeypatch.setattr(calibrate, "_seconds", took)
+    found = calibrate.calibrate(CPU, torch.bfloat16, alike=[torch.float16])
+    assert set(seen) == {torch.bfloat16}
+    assert crossover.known(CPU, torch.float16) == crossover.known(CPU, torch.bfloat16) == found
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0, 1e6])
@@ -506,15 +540,16 @@ def test_lengths_are_measured_in_time_and_others_stay(seconds: float, monkeypatc
         return exact, cells
 
     monkeypatch.setattr(calibrate, "_seconds", took)
-    crossover.keep(CPU, torch.float64, {"forward": 70.0, "training": 80.0, "training, causal": 90.0})
+    crossover.keep(CPU, torch.float64, {"forward": 70.0, "training": 2e6, "training, causal": 90.0})
     found = calibrate.calibrate(CPU, torch.float64, deadline=deadline)
     assert clock.now <= seconds
     if not seconds:
         assert not seen
-        assert found == {"forward": 70, "forward, causal": math.inf, "training": 80, "training, causal": 90}
+        assert found == {"forward": 70, "forward, causal": math.inf, "training": 2e6, "training, causal": 90}
     elif seconds == 100.0:
         assert found["forward"] == calibrate.LENGTHS[0]
-        assert found["training"] == 80
+        assert found["training"] == 2e6
+        assert found["training, causal"] == math.inf, "they were slower there"
         assert {length for kind, length in seen if kind == "forward, causal"} == set(calibrate.LENGTHS[:3])
     else:
         assert list(found.values()) == [calibrate.LENGTHS[0], *[math.inf] * 3]

@@ -1,6 +1,6 @@
 """`nearfield bench`: time cells against exact attention, and find the length from which they are faster on this machine.
 
-On a GPU, block sizes of the kernels come first, see `app.blocks`.
+On a GPU, block sizes of the kernels come first, see `app.blocks`, unless those of this very card are shipped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,8 +43,15 @@ MARGIN = 1.05
 MINUTES = 3.0
 """What calibrating may take on a GPU."""
 
-SHARE_OF_BLOCKS = 0.6
+SHARE_OF_BLOCKS = 0.4
 """How much of the time is for block sizes. The lengths are measured with what was found."""
+
+HALVES = (torch.bfloat16, torch.float16)
+"""On a GPU both take the same time: one of them is measured, for both."""
+
+FIRST = 16_384
+"""Where the search for a length begins on a GPU that none is known of. Every length takes kernels of its own, which have to be
+compiled, so few should be looked at."""
 
 GROWTH = 4
 """How much longer exact attention takes at the next length."""
@@ -58,8 +66,12 @@ def usual_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return (*both, torch.float16) if device.type == "cuda" else both
 
 
-def calibrate_all(device: torch.device, dtypes: Sequence[torch.dtype], minutes: float = MINUTES) -> None:
-    """The crossover lengths of all dtypes. On a GPU, block sizes of the kernels first, and all of it in so many minutes."""
+def calibrate_all(device: torch.device, dtypes: Sequence[torch.dtype], minutes: float = MINUTES, blocks: bool = False) -> None:
+    """The crossover lengths of all dtypes. On a GPU, block sizes of the kernels first, and all of it in so many minutes.
+
+    Args:
+        blocks: look for block sizes also on a card whose own are shipped.
+    """
     if device.type != "cuda":
         for dtype in dtypes:
             calibrate(device, dtype)
@@ -73,10 +85,14 @@ def calibrate_all(device: torch.device, dtypes: Sequence[torch.dtype], minutes: 
         return
     from nearfield.app.blocks import report
     from nearfield.app.blocks.compilers import Compilers, workers_here
+    from nearfield.cells.triton.tuning import is_measured
 
     with Compilers(device, workers_here()) as compilers:
         if cards.imposed_class():
             said = f"{cards.SWITCH} is set: block sizes stay those of class {cards.imposed_class()}"
+            wide_console(WIDTH).print(said, highlight=False)
+        elif not blocks and is_measured(device):
+            said = f"block sizes of {torch.cuda.get_device_name(device)} are shipped; --blocks looks for better ones"
             wide_console(WIDTH).print(said, highlight=False)
         else:
             report.find_blocks(wide_console(WIDTH), device, dtypes, compilers, deadline.part(SHARE_OF_BLOCKS))
@@ -84,55 +100,91 @@ def calibrate_all(device: torch.device, dtypes: Sequence[torch.dtype], minutes: 
 
 
 def _all_lengths(device: torch.device, dtypes: Sequence[torch.dtype], deadline: Deadline, compilers: Compilers | None) -> None:
-    for number, dtype in enumerate(dtypes):
+    halves = [dtype for dtype in dtypes if dtype in HALVES]
+    left = [dtype for dtype in dtypes if dtype not in halves[1:]]
+    for number, dtype in enumerate(left):
         prepare = None
         if compilers is not None and unsupported(torch.empty(0, DIM, dtype=dtype)) is None:
             prepare = functools.partial(_compile_cells, compilers, device, dtype)
-        calibrate(device, dtype, deadline=deadline.part(1 / (len(dtypes) - number)), prepare=prepare)
+        alike = halves[1:] if dtype in halves else ()
+        calibrate(device, dtype, alike=alike, deadline=deadline.part(1 / (len(left) - number)), prepare=prepare)
 
 
 def calibrate(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     rounds: int = 3,
+    alike: Sequence[torch.dtype] = (),
     deadline: Deadline | None = None,
     prepare: Prepare | None = None,
 ) -> dict[str, float]:
-    """The crossover length of every kind of call. Prints a table, and saves the lengths for `Auto`.
+    """The crossover length of every kind of call. Prints a table, and saves the lengths for `Auto`, also for dtypes `alike`.
 
-    A kind that there is no time for keeps the length that it had.
+    A kind that there is no time for keeps the length that it had, or the shortest at which cells were seen to be faster.
     """
     console = wide_console(WIDTH)
     table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=_title(device, dtype))
+    known = crossover.known(device, dtype)
     lengths: dict[str, float] = {}
     late = []
     with Progress(console=console) as progress:
         bar = progress.add_task("", total=len(crossover.KINDS) * len(LENGTHS))
         for number, kind in enumerate(crossover.KINDS):
-            lengths[kind], expected = math.inf, 0.0
+            search = Search.on(device, known.get(kind, math.inf))
             own = None if deadline is None else deadline.part(1 / (len(crossover.KINDS) - number))
-            for place, length in enumerate(LENGTHS):
-                left = "" if own is None or deadline is None else f", {deadline.left:.0f} s left"
-                progress.update(bar, description=f"{kind}, {length:,} keys{left}", completed=number * len(LENGTHS) + place)
+            expected = 0.0
+            while (length := search.next()) is not None:
+                left = "" if deadline is None else f", {deadline.left:.0f} s left"
+                done = number * len(LENGTHS) + len(search.faster)
+                progress.update(bar, description=f"{kind}, {length:,} keys{left}", completed=done)
                 if own is not None and (expected >= own.left or (prepare is not None and not prepare(length, kind, own))):
                     late.append(kind)
                     break
                 exact, cells = _seconds(length, device, dtype, kind, rounds)
                 expected = GROWTH * (rounds + _warm_up(device)) * (exact + cells)
                 table.add_row(kind, f"{length:,}", f"{exact:.3g}", f"{cells:.3g}", f"{exact / cells:.2f}")
-                if exact > MARGIN * cells:
-                    lengths[kind] = length
-                    break
+                search.faster[length] = exact > MARGIN * cells
+            lengths[kind] = search.first(known.get(kind, math.inf) if kind in late else math.inf)
         progress.update(bar, completed=len(crossover.KINDS) * len(LENGTHS))
     _inputs.cache_clear()
-    known = crossover.known(device, dtype)
-    lengths |= {kind: known.get(kind, math.inf) for kind in late}
     console.print(table)
     if late:
-        console.print(f"no time for longer inputs, and no new length: {'; '.join(late)} (--minutes gives more)", highlight=False)
-    path = crossover.keep(device, dtype, lengths)
-    console.print(f"saved to {path}", highlight=False, soft_wrap=True)
+        console.print(f"no time to go on, lengths may be too large: {'; '.join(late)} (--minutes gives more)", highlight=False)
+    for one in (dtype, *alike):
+        path = crossover.keep(device, one, lengths)
+    also = f", for {' and '.join(map(crossover.dtype_name, alike))} too" if alike else ""
+    console.print(f"saved to {path}{also}", highlight=False, soft_wrap=True)
     return lengths
+
+
+@dataclass
+class Search:
+    """The shortest length at which cells are faster: from a first one down while they are, or up until they are."""
+
+    begin: int
+    faster: dict[int, bool] = field(default_factory=dict)
+
+    @staticmethod
+    def on(device: torch.device, known: float) -> Search:
+        """On a CPU from the shortest on, which takes no time; on a GPU from what is known."""
+        if device.type != "cuda":
+            return Search(LENGTHS[0])
+        return Search(int(known) if known in LENGTHS else FIRST)
+
+    def next(self) -> int | None:
+        """The length to look at; None: it is found, or there is none."""
+        place = LENGTHS.index(self.begin)
+        down = self.faster.get(self.begin, False)
+        order = LENGTHS[place::-1] if down else LENGTHS[place:]
+        ahead = [length for length in order if length not in self.faster]
+        found = any(self.faster[length] != down for length in order if length in self.faster)
+        return ahead[0] if ahead and not found else None
+
+    def first(self, otherwise: float) -> float:
+        """The shortest at which they were faster; else what is known, unless they were slower there."""
+        slower = max((length for length, faster in self.faster.items() if not faster), default=0)
+        shortest = min((length for length, faster in self.faster.items() if faster), default=otherwise)
+        return shortest if shortest > slower else math.inf
 
 
 def _compile_cells(

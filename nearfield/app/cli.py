@@ -78,6 +78,9 @@ def bench(
     ),
     length: int = typer.Option(16384, min=1, help="Queries and keys, without --calibrate."),
     minutes: float = typer.Option(3.0, min=0.1, help="With --calibrate on CUDA: how long it may take."),
+    blocks: bool = typer.Option(
+        False, "--blocks", help="With --calibrate on CUDA: find block sizes also for a card that they are shipped for."
+    ),
 ) -> None:
     """Time cells against exact attention on this machine.
 
@@ -89,7 +92,7 @@ def bench(
     place = _device(device)
     chosen = dtypes or measurement.usual_dtypes(place)
     if calibrate:
-        measurement.calibrate_all(place, chosen, minutes)
+        measurement.calibrate_all(place, chosen, minutes, blocks)
         return
     for one in chosen:
         measurement.compare(place, length, one)

@@ -430,8 +430,8 @@ class Sequence:
             self.done.append("blocks")
             self.left.append(deadline.left)
 
-        def lengths(device: torch.device, dtype: torch.dtype, deadline: Deadline, prepare: Any) -> None:
-            self.done.append((dtype, prepare is not None))
+        def lengths(device: torch.device, dtype: torch.dtype, alike: Any, deadline: Deadline, prepare: Any) -> None:
+            self.done.append((dtype, *alike, prepare is not None))
             self.left.append(deadline.left)
 
         monkeypatch.setattr(compilers, "Compilers", Processes)
@@ -442,10 +442,25 @@ class Sequence:
 @pytest.mark.usefixtures("a_card")
 def test_block_sizes_come_first_and_leave_time_for_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Sequence(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another card")
     calibrate.calibrate_all(torch.device("cuda"), [torch.float64, torch.float32, torch.bfloat16], minutes=2.0)
     assert seen.done == ["blocks", (torch.bfloat16, True), (torch.float32, True), (torch.float64, False)]
-    assert 40 < seen.left[0] < 100
+    assert 40 < seen.left[0] < 60
     assert [round(left) for left in seen.left[1:]] == [40, 60, 120], "what one leaves is for the others"
+
+
+@pytest.mark.usefixtures("a_card")
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_card_whose_block_sizes_are_shipped_has_lengths_only(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless they are asked for. Of the short dtypes one is measured, for both."""
+    seen = Sequence(monkeypatch)
+    calibrate.calibrate_all(CARD, [torch.float32, torch.float16, torch.bfloat16], minutes=1.0, blocks=blocks)
+    assert seen.done[blocks:] == [(torch.float16, torch.bfloat16, True), (torch.float32, True)]
+    assert ("blocks" in seen.done) == blocks
+    assert ("--blocks" in capsys.readouterr().out) != blocks
+    assert [round(left) for left in seen.left[blocks:]] == [30, 60]
 
 
 @pytest.mark.usefixtures("a_card")
@@ -471,7 +486,7 @@ def test_the_command_says_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch) 
     for options, minutes in (((), calibrate.MINUTES), (("--minutes", "0.5"), 0.5)):
         result = CliRunner().invoke(app, ["bench", "--calibrate", "--dtype", "float32", *options])
         assert result.exit_code == 0, result.output
-        assert seen.pop() == (torch.device("cpu"), [torch.float32], minutes)
+        assert seen.pop() == (torch.device("cpu"), [torch.float32], minutes, False)
     assert CliRunner().invoke(app, ["bench", "--calibrate", "--minutes", "0"]).exit_code == 2
     assert calibrate.MINUTES == 3.0
 
@@ -496,7 +511,9 @@ def test_what_cells_launch_is_compiled_before_they_are_timed(kind: str, monkeypa
 @pytest.mark.long
 def test_a_card_is_calibrated_in_time(own_cache: Path) -> None:
     begun = time.monotonic()
-    result = CliRunner().invoke(app, ["bench", "--calibrate", "--device", "cuda", "--dtype", "bfloat16", "--minutes", "0.5"])
+    result = CliRunner().invoke(
+        app, ["bench", "--calibrate", "--device", "cuda", "--dtype", "bfloat16", "--minutes", "0.5", "--blocks"]
+    )
     assert result.exit_code == 0, result.output
     assert time.monotonic() - begun < 45
     assert (own_cache / "crossover.json").exists()

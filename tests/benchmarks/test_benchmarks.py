@@ -56,6 +56,18 @@ def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., 
         assert word in shown
 
 
+@pytest.mark.long
+def test_sections_of_the_gpu_benchmark_that_train_run_without_one(
+    load: Callable[[str], Any], run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("gpu_parts"), "TIMED", 1)
+    for name, value in {"TIMED_MS": 1.0, "LAYERS": 1}.items():
+        monkeypatch.setattr(load("gpu_model"), name, value)
+    shown = run("bench_gpu", "--quick", "--only", "training", "parts", "model")
+    for word in ("forward and backward; ", "causal, training", "loss, mean of the last"):
+        assert word in shown, word
+
+
 def test_the_benchmark_on_real_inputs_runs_on_saved_ones(run: Callable[..., str], tmp_path: Path) -> None:
     for layer in range(2):
         query, key, value = make("local", 1, 2, 2048, 16, kv_heads=1, seed=layer)

@@ -86,6 +86,11 @@ def shipped_for(device: torch.device, imposed: str = "") -> dict[str, Any]:
     return known[MEASURED_CLASSES[of]] if of in MEASURED_CLASSES else _tables("derived.json")["classes"][of]
 
 
+def is_measured(device: torch.device) -> bool:
+    """Whether the block sizes that are shipped for a card were measured on one of its name."""
+    return torch.cuda.get_device_name(device) in _tables("tuning.json")["cards"]
+
+
 @functools.cache
 def _tables(file: str) -> dict[str, dict[str, Any]]:
     return json.loads(resources.files("nearfield.cells.triton").joinpath(file).read_text())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield import _compat
+from nearfield.cells.sizes import MANY_KEYS, MemoryPolicy
 from nearfield.cells.triton.limits import WIDE_FLOAT32_BYTES, unsupported, unsupported_step
 
 pytest.importorskip("triton")
@@ -27,6 +28,7 @@ from nearfield.cells.triton import memory as triton_memory
 from nearfield.cells.triton import tuning
 from nearfield.kernels import cards, launch, replay
 from nearfield.kernels.launch import Kernel
+from nearfield.problem import check
 
 SMALL = {
     "plain": Case(entries=2, length=20, keys=24, cell_size=6, probes=2),
@@ -114,6 +116,14 @@ def test_a_forward_pass_that_is_trained_may_use_the_memory_of_the_backward_pass(
             backend="triton",
         )
     assert set(asked) == {share}
+
+
+@pytest.mark.parametrize(("length", "share"), [(MANY_KEYS - 1, 0.48), (MANY_KEYS, 0.3)])
+def test_many_keys_take_less_memory_each(length: int, share: float) -> None:
+    query = torch.empty(1, 1, 1, 1).expand(1, 1, 4, 1)
+    key = query[:, :, :1].expand(1, 1, length, 1)
+    assert MemoryPolicy.of(check(query, key, key)) == MemoryPolicy(share)
+    assert MemoryPolicy.of(check(query.detach().requires_grad_(), key, key)).beyond == 1.0
 
 
 @pytest.mark.parametrize(("given", "made"), [(None, 2), (0, 0), (1, 1), (5, 5)])
