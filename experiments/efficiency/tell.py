@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from experiments.efficiency.growth import FIXED, Fit, extrapolated, fitted
 from experiments.efficiency.methods import DIM, HEADS, KNN, METHODS, NAMES, output_megabytes
 from experiments.efficiency.paper import HANDLED, MARKS, Mark
 from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
+from experiments.growth import FIXED, Fit, extrapolated, fitted
 from experiments.words import faster, listed, megabytes, middle, percent, seconds, sentence, times
 
 SUBQUADRATIC = 1.75

@@ -20,13 +20,14 @@ import nearfield as nf
 from experiments import isolate, runner
 from experiments.efficiency import EXPERIMENT, methods, plan, tell
 from experiments.efficiency.draw import draw, label
-from experiments.efficiency.growth import extrapolated, fitted
 from experiments.efficiency.methods import METHODS, NAMES, dtype_on, mean_error, output_megabytes, prepare
-from experiments.efficiency.plan import LENGTHS, hopeless, made_with, measured, stale
+from experiments.efficiency.plan import LENGTHS, made_with, measured
 from experiments.efficiency.tell import compared, exponents, faster_than_naive, faster_than_sdpa, memory, million, stops
 from experiments.experiment import Row, Rows
+from experiments.growth import extrapolated, fitted
 from experiments.isolate import Rounds
 from experiments.settings import Settings
+from experiments.timing import hopeless, stale
 
 QUIET = Console(quiet=True)
 SIZES = (10_000, 20_000, 50_000, 100_000)
@@ -237,7 +238,7 @@ def test_the_limit_that_is_passed_further_is_named(limits: tuple[float, float], 
     """16 GB and 10 s are expected."""
     rows = [ran("naive", True, n, 10 * (n / 40_000) ** 2, 16 * 1024 * (n / 40_000) ** 2) for n in (10_000, 20_000)]
     settings = Settings(memory_limit=limits[0], time_limit=limits[1])
-    found = hopeless(settings, 40_000, rows, torch.float32)
+    found = hopeless(settings, 40_000, rows, output_megabytes(1, torch.float32))
     assert (found or {}).get("status") == status
     if found is not None:
         assert found["predicted"] == pytest.approx(10.0 if status == "time" else 16 * 1024, rel=0.05)
