@@ -34,6 +34,8 @@ from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
 from nearfield.kernels import cards, exact_rows, pairs_triton
+from nearfield.knn.index.cells import CellIndex
+from nearfield.knn.index.cells_triton import KernelCells
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
@@ -191,6 +193,17 @@ def chosen_keys(dim: int, dtype: torch.dtype) -> None:
     pairs_triton.scatter_(torch.zeros(9, dim), weights, rows, ids.view(8, 5) % 9)
 
 
+def search(dim: int, dtype: torch.dtype) -> None:
+    """The search of an index by cells, for few and for many keys of a row's own segment."""
+    keys = torch.randn(2, 4096, dim).to(dtype)
+    visible = (torch.arange(4096) + 1).repeat(2, 1)
+    for segment in (512, 4096):
+        sizes = CellIndex(cell_size=32, probes=6, segment=segment).sizes(4096, 64, True, True)
+        cells = KernelCells(keys, sizes, None, 0)
+        cells.tables.starts.zero_()
+        cells.find(keys, 64, visible, sizes)
+
+
 def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) -> list[Compiled]:
     """Every kernel, in all its versions, for cards of class `name`; if `quick`, a mask for rows and none for blocks, and
     nothing for rows that are computed again."""
@@ -200,6 +213,7 @@ def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) ->
             passes(dim, dtype, **version)
         step(dim, dtype)
         chosen_keys(dim, dtype)
+        search(dim, dtype)
     return list(compiler.seen.values())
 
 

@@ -1,0 +1,201 @@
+"""The cells of `Cells` as an index: spans of k-means cells for causal rows too, without a table of all scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.far_field import moments, open_best
+from nearfield.cells.moments import CellTable, tabulate
+from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.sizes import CellSizes, default_cell_size, default_segment, span_levels
+from nearfield.cells.spans import Spans, closed_keys
+from nearfield.cells.torch.head import assign
+from nearfield.cells.triton.limits import unsupported
+from nearfield.checks import check_integer, check_positive
+from nearfield.chunks import row_chunks
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.base import BuiltIndex, CausalOffset, Found
+from nearfield.knn.index.candidates import best_of_lists
+
+OVER, OVER_CAUSAL = 4, 8
+"""A row opens cells with so many times as many keys as it wants. A causal row sees several spans, each with cells of its own for
+the same keys."""
+
+LEAST_PROBES = 8
+
+SCORES_PER_PASS = 1 << 21
+"""Entries of one block of the (row, cell) score table in torch."""
+
+
+@dataclass(frozen=True)
+class CellIndex:
+    """The cells of `nearfield.Cells` as an index: for every row the best k keys of the cells with the largest scores.
+
+    A causal row sees the past as spans of closed segments, each with k-means cells made of its own keys alone, and the keys of
+    its own segment one by one. So nothing it finds depends on a later key, and all rows share what is built: a search costs
+    about as much with a mask as without. A row scores its cells as `Cells` does (q.mu_c + 3 sqrt(u_c)), then every key of those
+    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made.
+
+    It knows no bound on the keys that it leaves out, so `cutoffs` is None.
+
+    Args:
+        cell_size: keys per cell; None: by the length, as `Cells`.
+        probes: cells that a row opens; None: as many as hold four times k keys (with a causal mask eight times), at least 8.
+        segment: causal: keys per segment; None: by the length, as `Cells`.
+        iterations: of k-means; None: those of `Cells`.
+        seed: of k-means. The same seed gives the same index; the global generator is not used.
+
+    Cost, with c keys per cell: build O(length^2 / c dim) for k-means, times log2(length / segment) with a mask; search
+    O(rows (length / c + probes c + segment) dim): length^1.5 with the defaults. Memory O(length dim) and a block of rows.
+
+    >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
+    >>> scores, ids = CellIndex().build(keys).search(keys[:, :5], k=3)
+    >>> ids[0, :, 0].tolist()
+    [0, 1, 2, 3, 4]
+    """
+
+    cell_size: int | None = None
+    probes: int | None = None
+    segment: int | None = None
+    iterations: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive("cell_size", self.cell_size, optional=True)
+        check_positive("probes", self.probes, optional=True)
+        check_positive("segment", self.segment, optional=True)
+        check_positive("iterations", self.iterations, optional=True, least=0)
+        check_integer("seed", self.seed)
+
+    def build(self, keys: Tensor) -> BuiltCells:
+        with full_precision(keys):
+            return BuiltCells(keys, self)
+
+    def sizes(self, length: int, k: int, causal: bool, on_gpu: bool) -> CellSizes:
+        """The sizes of a search for k of `length` keys."""
+        size = self.cell_size or default_cell_size(length, causal, on_gpu)
+        segment = (self.segment or default_segment(length, on_gpu)) if causal else 0
+        over = OVER_CAUSAL if causal else OVER
+        probes = self.probes or max(LEAST_PROBES, math.ceil(over * k / size))
+        levels = span_levels(length, segment) if causal else 1
+        return CellSizes(
+            group=1, segment=segment, window=0, sinks=0, cell_size=size, probes=probes, samples=0, span_levels=levels
+        )
+
+
+class BuiltCells(BuiltIndex):
+    """What is built for rows that see all keys, and for others, when it is first asked for."""
+
+    advice = "Use a smaller k or fewer probes."
+
+    def __init__(self, keys: Tensor, recipe: CellIndex) -> None:
+        super().__init__(keys)
+        self.recipe = recipe
+        self._made: dict[bool, object] = {}
+        if self._uses_triton:
+            # The kernels read half precision as it is.
+            self.keys = self._source
+
+    @cached_property
+    def _uses_triton(self) -> bool:
+        device = self._source.device
+        return backends.runs_triton(device) and unsupported(self._source, probes=self.recipe.probes or 0) is None
+
+    def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
+        scores, ids, _ = self.find(queries, k, causal_offset)
+        if not self._uses_triton:
+            return scores, ids
+        # The kernels leave them in the order of their cells.
+        scores, place = scores.sort(stable=True, descending=True)
+        return scores, ids.gather(-1, place)
+
+    def find(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> Found:
+        """See `BuiltIndex`; where the Triton kernels run, in any order."""
+        self._check(queries)
+        check_positive("k", k)
+        visible = self.visible(queries, causal_offset)
+        causal = bool((visible < self.length).any())
+        sizes = self.recipe.sizes(self.length, min(k, max(1, self.length)), causal, self._uses_triton)
+        with full_precision(queries):
+            if self._uses_triton:
+                return self._by_kernels(queries.detach(), k, visible, sizes)
+            return self._search(queries.detach().to(self.keys.dtype), k, visible)
+
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
+        """In torch, entry by entry."""
+        causal = bool((visible < self.length).any())
+        sizes = self.recipe.sizes(self.length, min(k, max(1, self.length)), causal, False)
+        if causal not in self._made:
+            self._made[causal] = [_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys]
+        made = self._made[causal]
+        assert isinstance(made, list)
+        found = [cells.find(queries[i], k, visible[i], sizes) for i, cells in enumerate(made)]
+        return Found(*(torch.stack(x) for x in zip(*found, strict=True))) if found else _nothing(queries, k)
+
+    def _by_kernels(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
+        from nearfield.knn.index.cells_triton import KernelCells
+
+        # How cells are made does not depend on how many are opened.
+        causal = sizes.segment > 0
+        if causal not in self._made:
+            self._made[causal] = KernelCells(self.keys, sizes, self.recipe.iterations, self.recipe.seed)
+        made = self._made[causal]
+        assert isinstance(made, KernelCells)
+        return made.find(queries, k, visible, sizes)
+
+
+def _nothing(queries: Tensor, k: int) -> Found:
+    empty = queries.new_empty(*queries.shape[:2], k)
+    return Found(empty, empty.long(), empty.long().sum(-1))
+
+
+@dataclass(frozen=True)
+class _EntryCells:
+    """The cells of the keys of one batch entry, in torch."""
+
+    keys: Tensor
+    table: CellTable
+    spans: Spans
+
+    @staticmethod
+    def of(keys: Tensor, sizes: CellSizes, recipe: CellIndex) -> _EntryCells:
+        length = len(keys)
+        everything = torch.full((1,), length, device=keys.device)
+        cell_of = assign(keys, everything, sizes, KMeans(recipe.iterations, recipe.seed))
+        closed = int(closed_keys(everything, sizes).max()) if length else 0
+        segment = sizes.segment or max(1, closed)
+        spans = Spans(closed // segment, sizes.span_levels)
+        edges = spans.edges(sizes.cells_in(segment))
+        if not sizes.segment and len(edges) > 1:
+            edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
+        # No values are needed: a single column of zeros stands for them.
+        return _EntryCells(keys, tabulate(keys, keys.new_zeros(length, 1), cell_of, edges), spans)
+
+    def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
+        """The best k keys of rows `[rows, dim]` that see the first `visible` `[rows]` keys."""
+        device, rows = queries.device, len(queries)
+        closed = closed_keys(visible, sizes)
+        opened = torch.full((rows, sizes.probes), -1, dtype=torch.int64, device=device)
+        for edge in closed.unique().tolist():
+            segments = edge // sizes.segment if sizes.segment else int(edge > 0)
+            if not segments:
+                continue
+            seen = self.table.seen([span.number for span in self.spans.seen(segments)])
+            own = (closed == edge).nonzero()[:, 0]
+            for _, part in row_chunks(1, len(own), len(seen), SCORES_PER_PASS):
+                some = own[part]
+                best = open_best(*moments(queries[some], seen), sizes.probes)
+                opened[some, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
+        # Lists of keys: the cells that a row has opened, and behind them all keys in their order, for those of its own segment.
+        order = torch.cat([self.table.order, torch.arange(len(self.keys), device=device)])
+        starts, counts = self.table.starts[opened.clamp(min=0)], self.table.starts.diff()[opened.clamp(min=0)]
+        starts = torch.cat([starts, (len(self.table.order) + closed)[:, None]], 1)
+        counts = torch.cat([counts.masked_fill(opened < 0, 0), (visible - closed)[:, None]], 1)
+        entry = torch.zeros(rows, dtype=torch.int64, device=device)
+        return best_of_lists(queries, self.keys[None], entry, order, starts, counts, k)

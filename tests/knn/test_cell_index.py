@@ -1,0 +1,128 @@
+"""Cells as an index: what a row scores, that it keeps the best of that, and that nothing depends on later keys."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from by_hand import seeded
+from torch import Tensor
+
+import nearfield as nf
+from nearfield.cells.sizes import CellSizes
+from nearfield.cells.spans import closed_keys
+from nearfield.knn.index.cells import CellIndex
+from nearfield.synthetic import make
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def recall(found: Tensor, best: Tensor) -> float:
+    hits = (found[..., :, None] == best[..., None, :]).any(-2) & (best >= 0)
+    return float(hits.sum() / (best >= 0).sum())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("family", "least"), [("clustered", 0.97), ("gaussian", 0.5)])
+def test_it_finds_the_near_set_where_there_is_one(family: str, least: float, causal: bool) -> None:
+    query, key, _ = (x[0] for x in make(family, 1, 2, 3000, 16))
+    offset = 0 if causal else None
+    scores, ids = CellIndex().build(key).search(query, 32, offset)
+    best_scores, best = nf.ExactIndex().build(key).search(query, 32, offset)
+    assert recall(ids, best) > least
+    assert bool((scores[..., 1:] <= scores[..., :-1]).all()), "largest first"
+    assert bool((scores <= best_scores + 1e-4).all())
+
+
+def test_opening_every_cell_is_an_exact_search() -> None:
+    query, key = torch.randn(2, 2, 500, 8, generator=seeded(0)).unbind(0)
+    for offset in (None, 0):
+        built = CellIndex(cell_size=16, probes=500, segment=64).build(key)
+        exact = nf.ExactIndex().build(key).search(query, 20, offset)
+        for mine, other in zip(built.search(query, 20, offset), exact, strict=True):
+            torch.testing.assert_close(mine, other)
+        assert torch.equal(torch.as_tensor(built.find(query, 20, offset).scored), built.visible(query, offset))
+
+
+def test_later_keys_change_nothing_for_a_causal_row() -> None:
+    query, key = torch.randn(2, 1, 400, 8, generator=seeded(1)).unbind(0)
+    other = key.clone()
+    other[:, 300:] = 10 * torch.randn(1, 100, 8, generator=seeded(2))
+    recipe = CellIndex(cell_size=8, probes=3, segment=32)
+    before, after = (recipe.build(x).search(query, 7, 0)[1][:, :300] for x in (key, other))
+    assert torch.equal(before, after)
+
+
+def test_it_scores_fewer_keys_than_there_are_and_says_how_many() -> None:
+    query, key, value = make("clustered", 1, 2, 4000, 16)
+    for causal in (False, True):
+        est = nf.estimate(query, key, value, is_causal=causal, method=nf.TopK(20, index=CellIndex()))
+        assert 20 <= est.info["keys_per_query"] < 1000
+        assert est.info["full_scans"] == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("k", "size", "probes"), [(10, 16, 8), (1000, 512, None)])
+def test_cells_hold_several_times_the_keys_that_are_wanted(k: int, size: int, probes: int | None, causal: bool) -> None:
+    sizes = CellIndex(cell_size=size, probes=probes).sizes(10**6, k, causal, True)
+    assert sizes.probes == (probes or math.ceil((8 if causal else 4) * k / size))
+    assert (sizes.segment > 0) == causal
+
+
+@pytest.mark.parametrize("name", ["cell_size", "probes", "segment", "iterations", "seed"])
+def test_bad_sizes_are_refused(name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=name):
+        CellIndex(**{name: 1.5})  # type: ignore[arg-type]
+
+
+# The kernels: on a card, or one row at a time in Triton's interpreter.
+
+interpreted = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or Triton's interpreter"
+)
+
+
+def expected(query: Tensor, key: Tensor, cells: Any, opened: Tensor, closed: int, seen: int) -> Tensor:
+    """The keys that a row of the first entry scores: those of its opened cells, and its own."""
+    starts, order = cells.tables.starts.tolist(), cells.tables.order
+    own = [torch.arange(closed, seen, device=key.device)]
+    own += [order[starts[cell] : starts[cell + 1]].long() for cell in opened.tolist() if cell >= 0]
+    return torch.cat(own)
+
+
+@interpreted
+@pytest.mark.parametrize(("k", "most"), [(5, 8192), (5, 16), (60, 8192)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece and in several, more of them than there are and fewer."""
+    pytest.importorskip("triton")
+    from nearfield.cells.triton.layout import as_read
+    from nearfield.cells.triton.route import route
+    from nearfield.knn.index import cells_triton
+    from nearfield.knn.index.cells_triton import KernelCells
+
+    monkeypatch.setattr(cells_triton, "MOST_SELECTED", most)
+    monkeypatch.setattr(cells_triton, "SCORES_BYTES", 4 * 64 * 16)
+    _, key, _ = (x[0].to(DEVICE) for x in make("clustered", 1, 2, 160, 16))
+    query = torch.randn(2, 12, 16, generator=seeded(0)).to(DEVICE)
+    sizes: CellSizes = CellIndex(cell_size=8, probes=3, segment=32).sizes(160, k, causal, True)
+    visible = torch.arange(12, device=DEVICE).mul(14).clamp(max=160) if causal else torch.full((12,), 160, device=DEVICE)
+    visible = visible.expand(2, -1)
+    cells = KernelCells(key, sizes, None, 0)
+    scores, ids, scored = cells.find(query, k, visible, sizes)
+    assert scored is not None
+    opened = torch.full((2, 12, sizes.probes), -1, dtype=torch.int32, device=DEVICE)
+    route(query, as_read(visible), cells.tables, cells.layout, sizes, 1.0, opened)
+    closed = closed_keys(visible, sizes)
+    for row in range(12):
+        mine = expected(query, key, cells, opened[0, row], int(closed[0, row]), int(visible[0, row]))
+        products = key[0, mine] @ query[0, row]
+        assert int(scored[0, row]) == len(mine)
+        found = ids[0, row][ids[0, row] >= 0]
+        assert len(found) == min(k, len(mine))
+        assert set(found.tolist()) == set(mine[products.topk(len(found)).indices].tolist())
+        torch.testing.assert_close(scores[0, row][: len(found)], key[0, found] @ query[0, row], rtol=2e-3, atol=2e-3)
+        assert bool((scores[0, row][len(found) :] == -math.inf).all())
