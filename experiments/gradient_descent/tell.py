@@ -8,10 +8,10 @@ from experiments.experiment import Finding, Rows, Section, Verdict, judged
 from experiments.gradient_descent.estimators import DELTA, EPS, FEW_WALKS, WALKS
 from experiments.gradient_descent.losses import LOSSES
 from experiments.gradient_descent.names import INPUTS, LABELS
-from experiments.gradient_descent.printed_law import draws_per_gradient, sizes
 from experiments.gradient_descent.say import between, off, reached
 from experiments.gradient_descent.select import errors_of, gaps, is_lost, of_kind, pairs, progress, typical
 from experiments.gradient_descent.tables import error_table, large_table, progress_table, time_table
+from experiments.printed_law import draws_per_gradient, sizes
 from experiments.words import listed, number, percent, seconds, sentence, times
 
 CLOSE = 0.05

@@ -15,13 +15,13 @@ from torch import Tensor
 
 import nearfield as nf
 from experiments.experiment import Row
-from experiments.gradient_descent.printed_law import Sizes, printed_gradients
+from experiments.printed_law import Sizes, printed_gradients
 
 EPS, DELTA = 0.1, 0.1
 HARD = 16
-"""Rows and keys of the inputs on which the corrected promises are hardest to keep."""
+"""Rows and keys of the inputs on which the corrected promises are hard to keep."""
 HEAVY = (1 - math.sqrt(0.5)) / 2
-"""The weight of a key at which the sample covariance of its indicator has the largest variance."""
+"""The weight of a key at which the sample variance of its indicator varies most."""
 LENGTHS = (16, 64, 256)
 DIM = 4
 FORMS = ("printed", "corrected")

@@ -23,10 +23,10 @@ from experiments.gradient_descent.estimators import DELTA, EPS, WALKS, Dice, Wit
 from experiments.gradient_descent.losses import LOSSES
 from experiments.gradient_descent.names import COLORS
 from experiments.gradient_descent.plan import QUICK, one_gradient, units
-from experiments.gradient_descent.printed_law import sizes
 from experiments.gradient_descent.select import gaps, progress
 from experiments.gradient_descent.tell import adequate, appendix, convex, cost, errors, longer, non_convex, tell, with_keys, worse
 from experiments.gradient_descent.times import in_turn, times
+from experiments.printed_law import sizes
 from experiments.store import plain
 from nearfield.paper.gradients import PrintedWalk
 from nearfield.problem import check

@@ -192,7 +192,7 @@ def test_medians_of_means_are_biased() -> None:
 
 
 def heavy_key(rows: int, replicates: int) -> Inputs:
-    """The largest variance of a sample covariance: a key of weight 0.146, which alone has a value, in all rows."""
+    """A large variance of sample covariances: a key of weight 0.146, which alone has a value, in all rows."""
     share = (1 - math.sqrt(0.5)) / 2
     key, value = torch.zeros(2, 2, 1, dtype=torch.float64)
     key[0], value[0] = math.log(share / (1 - share)), 1.0
