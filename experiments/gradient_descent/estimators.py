@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nearfield as nf
-from experiments.gradient_descent.printed_law import Sizes, printed_gradients, sizes
+from experiments.printed_law import Sizes, printed_gradients, sizes
 from nearfield.paper.gradients import Gradients, RandomWalk
 
 EPS, DELTA = 0.05, 0.1

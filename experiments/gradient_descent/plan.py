@@ -13,8 +13,8 @@ from experiments.experiment import Row, Rows, Unit
 from experiments.gradient_descent.descend import DIM, HOPELESS, descend, point_of, start
 from experiments.gradient_descent.estimators import DELTA, EPS, WALKS, Dice, large, small, timed
 from experiments.gradient_descent.losses import LOSSES
-from experiments.gradient_descent.printed_law import draws_per_gradient, sizes
 from experiments.gradient_descent.times import times
+from experiments.printed_law import draws_per_gradient, sizes
 from experiments.settings import Settings
 from nearfield.paper.gradients import Gradients, estimate_product
 

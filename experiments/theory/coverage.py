@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nearfield as nf
 from experiments.experiment import Row
-from experiments.theory import walks
+from experiments.theory import gradients, walks
 
 EPS, DELTA = 0.3, 0.1
 QUERIES, KEYS = 2, 64
@@ -136,6 +136,12 @@ PRINTED = {
     "printed-signed": Promise(printed_signed, DELTA, "kNN attention as printed, signed V"),
     "printed-positive": Promise(printed_positive, DELTA, "kNN attention as printed, V >= 0"),
 }
+GRADIENTS = {
+    "dq-printed": Promise(lambda share, seed: gradients.broken("dq", "printed", share, seed), DELTA, "D^{Q}, printed"),
+    "dq": Promise(lambda share, seed: gradients.broken("dq", "corrected", share, seed), DELTA, "D^{Q}, corrected"),
+    "dk-printed": Promise(lambda share, seed: gradients.broken("dk", "printed", share, seed), DELTA, "D^{K}, printed"),
+    "dk": Promise(lambda share, seed: gradients.broken("dk", "corrected", share, seed), DELTA, "D^{K}, corrected"),
+}
 PROMISES = {
     **ADDITIVE,
     **PRINTED,
@@ -144,9 +150,10 @@ PROMISES = {
         lambda share, seed: walks.broken("printed", EPS, DELTA, share, seed), 1 / walks.HARD, "walks, printed"
     ),
     "walks": Promise(lambda share, seed: walks.broken("corrected", EPS, DELTA, share, seed), DELTA, "walks, corrected"),
+    **GRADIENTS,
 }
 SIZES = (EPS, DELTA, QUERIES, KEYS, LONG, AUDITED, SMALL, walks.HARD, walks.FORMS)
-"""What the trials depend on."""
+"""What the trials depend on; those of D^Q and D^K depend on `gradients.SIZES`."""
 
 
 def failures(name: str, share: float, seeds: int, seed: int) -> Row:

@@ -1,8 +1,10 @@
-"""Four panels: lazy draws, coverage, sizes, approximate indices."""
+"""Four panels: lazy draws, coverage, sizes, approximate indices; then the bounds on gradients, and a real index."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,6 +12,7 @@ from matplotlib.figure import Figure
 from experiments.experiment import Rows
 from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, band, panels, say, short, styled
 from experiments.theory.coverage import DELTA, PROMISES
+from experiments.theory.gradients import SYMBOLS
 from experiments.words import middle
 
 SPREADS = (INK, SAGE, CORAL)
@@ -25,6 +28,13 @@ LINES = {
     "audit": (OCHRE, "-", "o"),
 }
 """Colour, line and marker of each promise; printed ones are dashed."""
+GRADIENTS = {
+    "dq-printed": (CORAL, "--", "o"),
+    "dq": (CORAL, "-", "o"),
+    "dk-printed": (INK, "--", "o"),
+    "dk": (INK, "-", "o"),
+}
+"""Those of D^Q and D^K, which have a figure of their own."""
 
 
 @styled
@@ -34,7 +44,11 @@ def draw(rows: Rows) -> dict[str, Figure]:
     coverage(axes[0, 1], [row for row in rows if row["kind"] == "coverage"])
     sizes(axes[1, 0], [row for row in rows if row["kind"] == "sizes"])
     missed(axes[1, 1], [row for row in rows if row["kind"] == "missed"])
-    return {"theory": figure, "theory-index": lists([row for row in rows if row["kind"] == "kmeans"])}
+    return {
+        "theory": figure,
+        "theory-gradients": gradients(rows),
+        "theory-index": lists([row for row in rows if row["kind"] == "kmeans"]),
+    }
 
 
 def lazy(axis: Any, rows: Rows) -> None:
@@ -58,15 +72,23 @@ def lazy(axis: Any, rows: Rows) -> None:
 
 
 def coverage(axis: Any, rows: Rows) -> None:
-    for name, (color, line, marker) in LINES.items():
+    shares = failures(axis, rows, LINES)
+    axis.plot([shares[0], 1], [DELTA, DELTA], ":", color=QUIET, label="allowed (audit 0.05,\nprinted walks 1/n)")
+    axis.set_xlim(shares[0] / 1.3, shares[0] ** -0.65)  # with room for the legend
+    axis.legend(loc="center right", fontsize=7.5, handlelength=3)
+    axis.set_title("How often the promises break")
+
+
+def failures(axis: Any, rows: Rows, lines: Mapping[str, tuple[str, str, str]]) -> list[float]:
+    """Failure rates of some promises against the share of the draws. Returns the shares."""
+    for name, (color, line, marker) in lines.items():
         mine = sorted((row for row in rows if row["promise"] == name), key=lambda row: row["share"])
         rates = [row["broken"] / row["seeds"] for row in mine]
         error = [math.sqrt(max(rate * (1 - rate), 0) / row["seeds"]) for rate, row in zip(rates, mine, strict=True)]
         x = [row["share"] for row in mine]
-        axis.plot(x, rates, color=color, linestyle=line, marker=marker, label=PROMISES[name].label.replace(">=", "≥"))
+        axis.plot(x, rates, color=color, linestyle=line, marker=marker, label=_marked(PROMISES[name].label))
         axis.errorbar(x, rates, yerr=error, fmt="none", ecolor=color, capsize=2)
     trials, shares = rows[0]["seeds"], sorted({row["share"] for row in rows})
-    axis.plot([shares[0], 1], [DELTA, DELTA], ":", color=QUIET, label="allowed (audit 0.05,\nprinted walks 1/n)")
     axis.set(
         xscale="log",
         xlabel="share of the draws (or rows) that the theorem asks for",
@@ -75,9 +97,36 @@ def coverage(axis: Any, rows: Rows) -> None:
     axis.set_xticks(shares, ["1" if share == 1 else f"1/{round(1 / share)}" for share in shares])
     axis.minorticks_off()
     axis.set_ylim(-0.03, 1.03)
-    axis.set_xlim(shares[0] / 1.3, shares[0] ** -0.65)  # with room for the legend
-    axis.legend(loc="center right", fontsize=7.5, handlelength=3)
-    axis.set_title("How often the promises break")
+    return shares
+
+
+def _marked(label: str) -> str:
+    return re.sub(r"\w\^\{\w\}", lambda found: f"${found[0]}$", label.replace(">=", "≥"))
+
+
+def gradients(rows: Rows) -> Figure:
+    """The bounds on D^Q and D^K: how often they break, and what errors and the zero vector are next to them."""
+    figure, axes = panels(1, 3, 13.5, 3.9)
+    shares = failures(axes[0, 0], [row for row in rows if row["kind"] == "coverage"], GRADIENTS)
+    axes[0, 0].plot([shares[0], 1], [DELTA, DELTA], ":", color=QUIET, label="allowed")
+    axes[0, 0].legend()
+    axes[0, 0].set_title("How often the bounds break")
+    for axis, (which, symbol) in zip(axes[0, 1:], SYMBOLS.items(), strict=True):
+        mine = [row for row in rows if row["kind"] == "gradients" and row["gradient"] == which]
+        for form, line in (("printed", "--"), ("corrected", "-")):
+            here = sorted((row for row in mine if row["form"] == form), key=lambda row: row["n"])
+            lengths = [row["n"] for row in here]
+            axis.plot(lengths, [row["error"] for row in here], line, marker="o", color=PLUM, label=f"estimate, {form}")
+            axis.plot(lengths, [row["zero"] for row in here], line, marker="s", color=OCHRE, label=f"zero vector, {form}")
+        axis.axhline(1, color=QUIET, linewidth=1)
+        axis.set(xscale="log", yscale="log", xlabel="n", ylabel="largest error / bound (above 1: broken)")
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high * 12)  # with room for the legend
+        axis.legend(loc="upper right", ncols=2)
+        axis.set_title(f"${symbol}$, Gaussian inputs, ε = {mine[0]['eps']:g}")
+    return figure
 
 
 def sizes(axis: Any, rows: Rows) -> None:

@@ -82,18 +82,19 @@ def budget(
     | `mean` | corrected | (the paper has only the median) |
     | `lazy-gumbel` | printed, corrected | lemma:large-gumbel-bound |
     | `walks` | printed, corrected, dkw, signed | alg:mcmc_alg |
-    | `dq` | printed, corrected | thm:dq_approximation |
-    | `dk` | printed, corrected | thm:dk_approximation |
+    | `dq` | printed, tight, corrected | thm:dq_approximation |
+    | `dk` | printed, tight, corrected | thm:dk_approximation |
 
     Args:
-        n: keys that a query sees.
+        n: keys that a query sees. The promises for gradients (`walks`, `dq`, `dk`) hold for all entries at once: count the rows
+            (`dq`), the keys (`walks`) or the more of both (`dk`) of all heads of all batch entries.
         eps, delta: error (its unit is in `Budget.promise`) and failure probability, both in (0, 1).
         d: columns of the values, for the union bounds.
         k: number of near keys to solve the rest for (`tail` and `lazy-gumbel` only).
         draws: how many draws the buffer must serve in all (`lazy-gumbel` only); None: every draw of every row of the tight
             median of means.
-        spread: size of one draw in the unit of eps: its standard deviation (`median-of-means`, and printed `dq` and
-            `dk`) or its range (`mean`).
+        spread: size of one draw in the unit of eps: its standard deviation (`median-of-means`, and printed and tight
+            `dq` and `dk`) or its range (`mean`).
 
     >>> budget(131072, 0.05, 0.01).k
     23123
@@ -236,43 +237,26 @@ def _walks(ask: _Question) -> Budget:
 def _dq(ask: _Question) -> Budget:
     """thm:dq_approximation. D^Q_ij = Cov_{D_i}(D^P_i, K_j).
 
-    printed: E1, E2 and E3 each have their own median of means at (eps, delta/3), for every one of n d entries, with the
-    constant C = 4 * 8; `draws` counts all three, for one entry.
-    corrected: the sample covariance of one set of N draws per row, shared by the columns. With t = (ln(2/delta') / (2N))^(1/2),
-    delta' = delta / (n(2d+1)), Hoeffding for the means of D^P, of K_j and of their centred product (whose range is at most the
-    product of the ranges) gives an error of at most (t + t^2) N/(N-1) + 1/(4(N-1)) in units of the two ranges.
+    E1, E2 and E3 each have their own median of means, for every one of n d entries: a union over 3 n d estimates. `draws` counts
+    all three, for one entry.
+    printed: at (eps, delta/3) with the constant C = 4 * 8. tight: the tight groups; `PrintedWalk` takes these.
+    corrected: the sample covariance of one set of draws per row, shared by the columns (`RandomWalk`); sized by `_covariances`.
     """
     k = _sqrt_ceil(ask.n)
+    if ask.form == "corrected":
+        draws = _covariances(ask)
+        sizes = {"draws": draws, "groups": 1, "group_size": draws}
+        promise = "|D^Q^ - D^Q| <= eps range(D^P_i) range(K_:j) for all n d entries"
+        return Budget("dq", ask.form, k=k, **sizes, promise=promise, label="thm:dq_approximation")
+    estimates = 3 * ask.n * ask.d
     if ask.form == "printed":
-        log_union = math.log(2 * 3 * ask.n * ask.d / ask.delta)
-        groups, size = _groups(log_union, ask.eps / ask.spread)
-        return Budget(
-            "dq",
-            ask.form,
-            k=k,
-            draws=3 * groups * size,
-            groups=groups,
-            group_size=size,
-            promise="|D^Q^ - D^Q| <= eps (1 + eps + |E2| + |E3|) for all n d entries, eps in units of sd(D^P K), sd(K), sd(D^P)",
-            label="thm:dq_approximation",
-        )
-    log_union = math.log(2 * ask.n * (2 * ask.d + 1) / ask.delta)
-
-    def enough(draws: int) -> bool:
-        deviation = math.sqrt(log_union / (2 * draws))
-        return draws > 1 and (deviation + deviation**2) * draws / (draws - 1) + 0.25 / (draws - 1) <= ask.eps
-
-    draws = _smallest(enough)
-    return Budget(
-        "dq",
-        ask.form,
-        k=k,
-        draws=draws,
-        groups=1,
-        group_size=draws,
-        promise="|D^Q^ - D^Q| <= eps range(D^P_i) range(K_:j) for all n d entries",
-        label="thm:dq_approximation",
-    )
+        groups, size = _groups(math.log(2 * estimates / ask.delta), ask.eps / ask.spread)
+        promise = "|D^Q^ - D^Q| <= eps (1 + eps + |E2| + |E3|) for all n d entries, eps in units of sd(D^P K), sd(K), sd(D^P)"
+    else:
+        groups, size = _groups(math.log(estimates / ask.delta), ask.eps / ask.spread, tight=True)
+        promise = "|D^Q^ - D^Q| <= eps (sd(D^P K) + |E2| sd(D^P) + |E3| sd(K) + eps sd(D^P) sd(K)) for all n d entries"
+    sizes = {"draws": 3 * groups * size, "groups": groups, "group_size": size}
+    return Budget("dq", ask.form, k=k, **sizes, promise=promise, label="thm:dq_approximation")
 
 
 def _dk(ask: _Question) -> Budget:
@@ -280,31 +264,38 @@ def _dk(ask: _Question) -> Budget:
 
     printed: `walks` = 2 lg(n) / eps^2 for *each* of n d entries of A, as many again for each column of B and for s; `draws` by
     median of means for each entry of X^.
-    corrected: `walks` from each row k, shared by all columns: a walk k -> i adds (D^P_ki - <D^O_k, O_k>) Q_kj / walks to every
-    entry of row i. A term of entry (i, j) is either 0 or at most c_kj / walks, c_kj = |Q_kj| max_i |D^P_ki - <D^O_k, O_k>|, so
-    Hoeffding bounds the error by eps (sum_k c_kj^2)^(1/2), about sqrt(n) times less than the printed eps n M.
+    tight: the same estimator, sized so that all it estimates is right at once: A, B and X^ with n d entries each, and s with n,
+    a union over n (3d+1) estimates. Hoeffding for the walks, tight groups for X^; `PrintedWalk` takes these.
+    corrected: `walks` from each row k, shared by all columns, and centred at their own mean (`RandomWalk`): a sum over rows of
+    Q_kj times a sample covariance of D^P_k with the indicator of key i; sized by `_covariances`.
     """
+    k = _sqrt_ceil(ask.n)
+    if ask.form == "corrected":
+        promise = "|D^K^ - D^K| <= eps (sum_k Q_kj^2 range(D^P_k)^2)^(1/2) for all n d entries; the walks are for each row"
+        return Budget("dk", ask.form, k=k, walks=_covariances(ask), promise=promise, label="thm:dk_approximation")
     if ask.form == "printed":
+        walks = _printed_walks(ask)
         groups, size = _groups(math.log(2 * ask.n * ask.d / ask.delta), ask.eps / ask.spread)
-        return Budget(
-            "dk",
-            ask.form,
-            k=_sqrt_ceil(ask.n),
-            draws=groups * size,
-            groups=groups,
-            group_size=size,
-            walks=_printed_walks(ask),
-            promise="|D^K^ - D^K| = O(eps n (M + M^X)) for all n d entries; the walks are for each entry",
-            label="thm:dk_approximation",
+        promise = "|D^K^ - D^K| = O(eps n (M + M^X)) for all n d entries; the walks are for each entry"
+    else:
+        estimates = ask.n * (3 * ask.d + 1)
+        walks = _ceil(math.log(2 * estimates / ask.delta) / (2 * ask.eps**2))
+        groups, size = _groups(math.log(estimates / ask.delta), ask.eps / ask.spread, tight=True)
+        promise = (
+            "|D^K^ - D^K| <= eps (sum_k (Y_kj + X^_kj + 2 M + 2 M^X_j) + sum_k P_ki |Q_kj| sd(D^P_k)) for all n d entries; the "
+            "walks are for each entry"
         )
-    return Budget(
-        "dk",
-        ask.form,
-        k=_sqrt_ceil(ask.n),
-        walks=_ceil(math.log(2 * ask.n * ask.d / ask.delta) / (2 * ask.eps**2)),
-        promise="|D^K^ - D^K| <= eps (sum_k c_kj^2)^(1/2) for all n d entries; the walks are for each row",
-        label="thm:dk_approximation",
-    )
+    sizes = {"draws": groups * size, "groups": groups, "group_size": size, "walks": walks}
+    return Budget("dk", ask.form, k=k, **sizes, promise=promise, label="thm:dk_approximation")
+
+
+def _covariances(ask: _Question) -> int:
+    """Draws per row, at least 2, so that n d weighted sums of sample covariances are right: ln(2nd/delta) / (2 eps^2).
+
+    Another draw in place of one of N changes the sample covariance by range range' / N at most (docs/guarantees.md), so
+    McDiarmid's inequality bounds sum_k a_k (C^_k - C_k) by eps (sum_k (a_k range_k range'_k)^2)^(1/2).
+    """
+    return max(2, _ceil(math.log(2 * ask.n * ask.d / ask.delta) / (2 * ask.eps**2)))
 
 
 FORMS: dict[str, tuple[str, ...]] = {
@@ -313,8 +304,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "lazy-gumbel": ("printed", "corrected"),
     "tail": ("printed", "corrected"),
     "walks": ("printed", "corrected", "dkw", "signed"),
-    "dq": ("printed", "corrected"),
-    "dk": ("printed", "corrected"),
+    "dq": ("printed", "tight", "corrected"),
+    "dk": ("printed", "tight", "corrected"),
 }
 """The forms of each theorem."""
 

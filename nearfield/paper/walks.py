@@ -20,7 +20,7 @@ from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
 from nearfield.knn.index.base import PADDING, Index, default_k
 from nearfield.knn.index.exact import ExactIndex
-from nearfield.paper.budgets import budget
+from nearfield.paper.budgets import Budget, budget
 from nearfield.paper.lazy import LazyRows, index_that_pays, prepare
 from nearfield.problem import Rows
 from nearfield.results import Gradients
@@ -42,7 +42,8 @@ class RandomWalk:
         D^K_{j_t} += (g_t - g) Q_i / (walks - 1)
 
     All three are exactly unbiased: with P_i the softmax of row i, the last two are sample covariances of D^P_i with K and
-    with the indicator of a key. The error falls as 1/sqrt(walks).
+    with the indicator of a key. The error falls as 1/sqrt(walks); `budget` with `theorem="dq"` or `"dk"` says how many walks
+    promise which error, and `docs/guarantees.md` proves it.
 
     Args:
         walks: draws per row, at least 2.
@@ -73,9 +74,11 @@ class RandomWalk:
 class PrintedWalk:
     """The paper's Monte-Carlo gradients, with the walks and draws that the corrected theorems ask for at (eps, delta).
 
-    D^V: EstimateProduct per column. D^Q: three medians of means per row. D^K: walks per entry, and EstimateProduct. The error
-    of the walks is eps times an l1 norm over all rows, at realistic sizes far more than the gradient itself. Use `RandomWalk`
-    to train.
+    D^V: EstimateProduct per column. D^Q: three medians of means per row. D^K: walks per entry, and EstimateProduct. Sizes are
+    those of `budget` (`dq` and `dk` in their tight form, `walks`), which also says what is promised: of each of the three, that
+    all entries in all heads are right at once with probability 1 - delta. Medians of means are biased, so D^Q and D^K are.
+    The error of the walks is eps times an l1 norm over all rows, at realistic sizes far more than the gradient itself. Use
+    `RandomWalk` to train.
 
     Args:
         eps, delta: the parameters of the theorems.
@@ -99,16 +102,25 @@ class PrintedWalk:
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
         generator = seeds.generator(-3)
-        count, dim = rows.visible.shape[1], max(rows.queries.shape[-1], rows.values.shape[-1])
-        walks = self.walks or budget(count, self.eps, self.delta, d=dim, theorem="walks").walks or 1
-        sizes = budget(count, self.eps, self.delta, d=dim, theorem="median-of-means", form="tight")
-        groups, size = sizes.groups or 1, sizes.group_size or 1
-        walker = Walker(rows, self.index, self.k, groups * size)
-        row_sums = positive_product(walker, torch.ones_like(grad_output[..., :1]), walks, generator)
+        for_query, for_key, for_value = self.sizes(rows)
+        walker = Walker(rows, self.index, self.k, (for_query.draws or 1) + (for_key.draws or 1))
+        key_walks, value_walks = self.walks or for_key.walks or 1, self.walks or for_value.walks or 1
+        row_sums = positive_product(walker, torch.ones_like(grad_output[..., :1]), max(key_walks, value_walks), generator)
+        groups, size = for_key.groups or 1, for_key.group_size or 1
         return Gradients(
-            query=printed_dq(walker, grad_output, groups, size, generator),
-            key=printed_dk(walker, grad_output, walks, groups, size, row_sums, generator),
-            value=shifted_product(walker, grad_output, walks, generator, row_sums),
+            query=printed_dq(walker, grad_output, for_query.groups or 1, for_query.group_size or 1, generator),
+            key=printed_dk(walker, grad_output, key_walks, groups, size, row_sums, generator),
+            value=shifted_product(walker, grad_output, value_walks, generator, row_sums),
+        )
+
+    def sizes(self, rows: Rows) -> tuple[Budget, Budget, Budget]:
+        """What the theorems on D^Q, D^K and D^V ask for, so that all entries of a gradient, in all heads, are right at once."""
+        dim, value_dim = rows.keys.shape[-1], rows.values.shape[-1]
+        keys = rows.keys.shape[0] * rows.length
+        return (
+            budget(rows.count, self.eps, self.delta, d=dim, theorem="dq", form="tight"),
+            budget(max(rows.count, keys), self.eps, self.delta, d=dim, theorem="dk", form="tight"),
+            budget(keys, self.eps, self.delta, d=value_dim, theorem="walks", form="corrected"),
         )
 
 

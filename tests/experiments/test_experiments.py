@@ -26,9 +26,9 @@ from experiments.digest import digest
 from experiments.efficiency.plan import extrapolated, measured
 from experiments.error_vs_k.tell import minimal
 from experiments.experiment import Experiment, Rows, Section, Unit, Verdict
-from experiments.gradient_descent.printed_law import printed_gradients, sizes
 from experiments.page import STYLE, VERDICTS, figure, table, text
 from experiments.page import finding as page_of
+from experiments.printed_law import printed_gradients, sizes
 from experiments.settings import HERE, RESULTS, Settings, place
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key

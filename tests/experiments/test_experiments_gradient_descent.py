@@ -23,11 +23,13 @@ from experiments.gradient_descent.estimators import DELTA, EPS, WALKS, Dice, Wit
 from experiments.gradient_descent.losses import LOSSES
 from experiments.gradient_descent.names import COLORS
 from experiments.gradient_descent.plan import QUICK, one_gradient, units
-from experiments.gradient_descent.printed_law import sizes
 from experiments.gradient_descent.select import gaps, progress
 from experiments.gradient_descent.tell import adequate, appendix, convex, cost, errors, longer, non_convex, tell, with_keys, worse
 from experiments.gradient_descent.times import in_turn, times
+from experiments.printed_law import sizes
 from experiments.store import plain
+from nearfield.paper.gradients import PrintedWalk
+from nearfield.problem import check
 
 INPUTS = ("query", "key", "value")
 
@@ -50,6 +52,12 @@ def test_what_is_called_printed_has_the_printed_size() -> None:
     asked = sizes(100, 3, EPS, DELTA)
     assert asked.walks == math.ceil(2 * math.log2(100) / EPS**2) == 5316
     assert small(100, 3)["printed"].asked == small(100, 3)["printed-qv"].asked == asked  # type: ignore[attr-defined]
+    # Medians of means as `PrintedWalk` has them: 3 N d and N (3d + 1) estimates, ln 9000 and ln 10000 times 2.3133, made odd.
+    assert (asked.groups, asked.key_groups, asked.group_size) == (23, 23, 3344)
+    few = sizes(2, 1, 0.5, 0.9)
+    taken = PrintedWalk(0.5, 0.9).sizes(check(*torch.randn(3, 1, 1, 2, 1)).rows)
+    assert (few.groups, few.key_groups, few.group_size) == (taken[0].groups, taken[1].groups, taken[0].group_size)
+    assert few.groups != few.key_groups
     found = one_gradient(QUICK, 0)
     assert {row["estimator"]: row["draws"] for row in found}["walks"] == WALKS * QUICK.count
 
@@ -161,7 +169,8 @@ def test_descents_that_diverge_are_counted() -> None:
 
     right, lost = [2.0, 1.5, 1.0], [2.0, 3e3]
     assert found(right).verdict == "beyond"
-    assert "5 of 5 descents diverge" in found(right).evidence
+    assert "; 0 of 5 reach it, 5 diverge" in found(right).evidence
+    assert "; 5 of 5 reach it." in found(right).evidence
     assert "left out" not in found(right).evidence
     assert "left out (5 of 10)" in found(right, lost).evidence
 

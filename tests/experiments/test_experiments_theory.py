@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib")
 from experiments.chance import at_least
 from experiments.experiment import Row, Rows
 from experiments.settings import Settings
+from experiments.theory import gradients as bounds
 from experiments.theory import indices, lazy, walks
 from experiments.theory.coverage import DELTA, PROMISES, failures
 from experiments.theory.plan import SHARES, plan
@@ -30,6 +31,7 @@ from experiments.theory.tell import (
     kept,
     one_missed,
     promises,
+    query_or_key,
     size_table,
     teeth,
 )
@@ -127,6 +129,46 @@ def test_whether_zero_meets_the_bound_is_told(zero_broken: int, met: int) -> Non
     assert found.why.startswith("A bound that zero meets") == (met > 50)
 
 
+def graded(broken: int = 0, zero: int = 0, zero_corrected: int = 0) -> Rows:
+    about = {"kind": "gradients", "n": 50, "eps": 0.1, "draws": 9, "seeds": 100, "error": 0.1, "zero": 0.01, "relative": 7.0}
+    return [
+        {
+            **about,
+            "gradient": which,
+            "form": form,
+            "broken": broken if form == "printed" else 0,
+            "zero_broken": zero if form == "printed" else zero_corrected,
+            "allowed": 0.1,
+        }
+        for which in bounds.SYMBOLS
+        for form in bounds.FORMS
+    ]
+
+
+@pytest.mark.parametrize("which", bounds.SYMBOLS)
+@pytest.mark.parametrize(
+    ("usual", "hard", "verdict"),
+    [(0, 0, "confirmed"), (20, 20, "confirmed"), (21, 0, "partly"), (0, 21, "partly"), (21, 21, "refuted")],
+)
+def test_the_verdict_on_dq_and_dk_follows_the_trials(which: str, usual: int, hard: int, verdict: str) -> None:
+    found = query_or_key(graded(usual), covered(**{f"{which}_printed": hard, which: 100}), which)
+    assert found.verdict == verdict
+    assert f"{hard} of 100 times and 100 of 100 times" in found.evidence
+    assert "10x (printed)" in found.evidence
+    assert bounds.SYMBOLS[which] in found.claim
+
+
+@pytest.mark.parametrize(
+    ("zero", "zero_corrected", "words"),
+    [(0, 100, "2 eps n M"), (0, 0, "zero meets that one too"), (100, 0, "1x the draws"), (100, 100, "")],
+)
+def test_what_zero_meets_of_the_bounds_on_dk_is_told(zero: int, zero_corrected: int, words: str) -> None:
+    found = query_or_key(graded(0, zero, zero_corrected), covered(), "dk")
+    assert f"meets them {100 - zero} and {100 - zero_corrected} of 100 times" in found.evidence
+    assert words in found.why
+    assert bool(found.why) == bool(words)
+
+
 @pytest.mark.parametrize(("far", "verdict"), [(0.02, "confirmed"), (0.03, "confirmed"), (0.031, "partly"), (0.8, "partly")])
 def test_the_verdict_on_a_missed_key_follows_the_distance(far: float, verdict: str) -> None:
     rows = [
@@ -167,7 +209,7 @@ def test_the_printed_promise_breaks_where_values_cancel_and_not_where_its_proof_
     assert rate("printed-positive", share=1 / 64) > DELTA
 
 
-@pytest.mark.parametrize("name", ["tail", "tail-printed", "walks", "walks-printed"])
+@pytest.mark.parametrize("name", ["tail", "tail-printed", "walks", "walks-printed", "dq", "dq-printed", "dk", "dk-printed"])
 def test_promises_are_kept_with_all_draws(name: str) -> None:
     assert rate(name) <= PROMISES[name].allowed
 
@@ -190,6 +232,24 @@ def test_bounds_on_walks_are_those_of_the_paper_and_of_hoeffding() -> None:
     assert walks.bound(x, 0.1, "corrected") == pytest.approx(0.1 * 6)
     assert walks.count(64, 0.3, 0.1, "printed") == math.ceil(2 * 6 / 0.09)
     assert walks.count(64, 0.3, 0.1, "corrected") == math.ceil(2 * math.log(2 * 64 / 0.1) / 0.09)
+
+
+def test_bounds_on_dq_and_dk_by_hand() -> None:
+    """Two rows and two keys of equal weight, D^P = (1, 0) in both rows, K = (2, 0)."""
+    query = torch.tensor([[0.0], [0.0]], dtype=torch.float64)
+    inputs = bounds.Inputs(query, torch.tensor([[2.0], [0.0]]).double(), torch.tensor([[1.0], [0.0]]).double(), query + 1)
+    eps = bounds.EPS
+    # sd(D^P K) = 1, sd(K) = 1, sd(D^P) = 1/2, E2 = 1, E3 = 1/2
+    printed = eps * (1 + 1 * 0.5 + 0.5 * 1 + eps * 0.5)
+    torch.testing.assert_close(bounds.bound(inputs, "dq", "printed"), torch.full((2, 1), printed).double())
+    torch.testing.assert_close(bounds.bound(inputs, "dq", "corrected"), torch.full((2, 1), eps * 2).double())
+    # Q = 1 in both rows would change the weights; the bounds on D^K are checked with equal keys.
+    inputs = bounds.Inputs(query + 1, query, inputs.value, query + 1)
+    torch.testing.assert_close(bounds.bound(inputs, "dk", "corrected"), torch.full((1, 1), eps * math.sqrt(2)).double())
+    # X = 1/2 and up to eps/2 off, Y = (1, 0) by key, M = 1, M^X = 0.
+    off = eps / 2
+    found = [eps * (y + 2 * 2 * 1 + 2 * (0.5 + off)) + off for y in (2, 0)]
+    torch.testing.assert_close(bounds.bound(inputs, "dk", "printed"), torch.tensor(found)[:, None].double())
 
 
 @pytest.mark.parametrize("form", walks.FORMS)
@@ -221,6 +281,8 @@ def test_keys_are_unique_and_other_sizes_have_another_digest(monkeypatch: pytest
     changes: list[tuple[str, str, Any, str]] = [
         ("coverage", "SIZES", (), "median"),
         ("walks", "DIM", 8, "walks, n="),
+        ("gradients", "DIM", 8, "D^Q and D^K"),
+        ("gradients", "SIZES", (), "dk-printed"),
         ("lazy", "DIM", 8, "lazy draws"),
         ("indices", "SIZES", (), "k-means"),
         ("indices", "SIZES", (), "missed key"),
@@ -236,3 +298,5 @@ def test_keys_are_unique_and_other_sizes_have_another_digest(monkeypatch: pytest
 def test_trials_are_the_same_again() -> None:
     assert failures("printed-signed", 1 / 16, 10, 1) == failures("printed-signed", 1 / 16, 10, 1)
     assert walks.usual(64, "printed", 2, 1) == walks.usual(64, "printed", 2, 1)
+    for form in bounds.FORMS:
+        assert bounds.usual(16, "dk", form, 1, 1) == bounds.usual(16, "dk", form, 1, 1)

@@ -24,21 +24,23 @@ Array = np.ndarray
 class Sizes(NamedTuple):
     walks: int
     groups: int
+    """of the three medians of means of D^Q"""
+    key_groups: int
+    """of the one of D^K"""
     group_size: int
 
 
 def sizes(count: int, dim: int, eps: float, delta: float) -> Sizes:
     """Walks as printed, 2 lg N / eps^2. For medians of means the paper leaves a constant open: here as `PrintedWalk` has it."""
     walks = nf.budget(count, eps, delta, d=dim, theorem="walks", form="printed").walks
-    medians = nf.budget(count, eps, delta, d=dim, theorem="median-of-means", form="tight")
-    return Sizes(walks or 1, medians.groups or 1, medians.group_size or 1)
+    for_query, for_key = (nf.budget(count, eps, delta, d=dim, theorem=theorem, form="tight") for theorem in ("dq", "dk"))
+    return Sizes(walks or 1, for_query.groups or 1, for_key.groups or 1, for_query.group_size or 1)
 
 
 def draws_per_gradient(count: int, dim: int, asked: Sizes, with_key: bool) -> int:
     """Draws from a softmax that one gradient costs when every walk is taken."""
-    medians = count * asked.groups * asked.group_size
-    columns = asked.walks * (dim + 1)
-    return 3 * medians + columns + (medians + asked.walks * (count * dim + dim) if with_key else 0)
+    draws = count * 3 * asked.groups * asked.group_size + asked.walks * (dim + 1)
+    return draws + (count * asked.key_groups * asked.group_size + asked.walks * (count * dim + dim) if with_key else 0)
 
 
 def printed_gradients(
@@ -52,23 +54,23 @@ def printed_gradients(
     scores = above @ values.T  # D^P
     row_sums = _ends(weights, np.ones((len(queries), 1)), asked.walks, random)
 
-    e1 = _median_of_means(weights, scores[:, :, None] * keys, asked, random)
-    e2 = _median_of_means(weights, keys[None], asked, random)
-    e3 = _median_of_means(weights, scores[:, :, None], asked, random)
+    groups, size = asked.groups, asked.group_size
+    e1 = _median_of_means(weights, scores[:, :, None] * keys, groups, size, random)
+    e2 = _median_of_means(weights, keys[None], groups, size, random)
+    e3 = _median_of_means(weights, scores[:, :, None], groups, size, random)
     grad_value = _shifted(weights, above, asked.walks, row_sums, random)
     grad_key = np.zeros_like(keys)
     if with_key:
-        mean_scores = _median_of_means(weights, scores[:, :, None], asked, random)
+        mean_scores = _median_of_means(weights, scores[:, :, None], asked.key_groups, size, random)
         positive = _entry_by_entry(weights, queries, scores, above, values, asked.walks, row_sums, random)
         grad_key = positive - _shifted(weights, queries * mean_scores, asked.walks, row_sums, random)
     found = ((e1 - e2 * e3) * scale, grad_key, grad_value)
     return Gradients(*(torch.from_numpy(x).to(query.dtype)[None, None] for x in found))
 
 
-def _median_of_means(weights: Array, terms: Array, asked: Sizes, random: np.random.Generator) -> Array:
+def _median_of_means(weights: Array, terms: Array, groups: int, size: int, random: np.random.Generator) -> Array:
     """Of terms `[rows or 1, keys, columns]` under every row's softmax."""
-    size = np.full((len(weights), asked.groups), asked.group_size)
-    counts = random.multinomial(size, weights[:, None]) / asked.group_size
+    counts = random.multinomial(np.full((len(weights), groups), size), weights[:, None]) / size
     return np.median(counts @ terms, axis=1)
 
 
