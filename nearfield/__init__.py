@@ -14,6 +14,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
 from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn.needed import needed_k
 from nearfield.knn.topk import TopK
 from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
@@ -51,6 +52,7 @@ __all__ = [
     "budget",
     "estimate",
     "gradients",
+    "needed_k",
     "nn",
 ]
 
