@@ -53,7 +53,7 @@ def collision_probability(ratio: float) -> float:
     1 - 2 Phi(-s) - sqrt(2/pi)/s (1 - e^{-s^2/2}) with s = ratio.
 
     >>> round(collision_probability(4.0), 3)
-    0.8
+    0.801
     """
     beyond = math.erfc(ratio / math.sqrt(2))  # 2 Phi(-s)
     return 1 - beyond - math.sqrt(2 / math.pi) / ratio * -math.expm1(-ratio * ratio / 2)
