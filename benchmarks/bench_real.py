@@ -250,28 +250,13 @@ def main() -> None:
         if options.captured is None and not (options.model / "config.json").exists():
             print(f"skipped: no model in {options.model} (`make smollm2` fetches one)")
             return
-        results = {"source": _source(options), **measure(_layers(options), options.rows)}
+        results = {"source": real.source(options), **measure(real.layers(options), options.rows)}
         report(results)
         if options.quick:
             return
         print("written:", write("real", results))
     FIGURES.mkdir(parents=True, exist_ok=True)
     real_plot.plot(read("real"), FIGURES)
-
-
-def _source(options: argparse.Namespace) -> str:
-    if options.captured is not None:
-        return f"captured: {options.captured.name}"
-    return f"{options.model.name}, {options.text.name if options.text else 'docstrings of the standard library'}"
-
-
-def _layers(options: argparse.Namespace) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-    wanted = range(2) if options.quick else None
-    if options.captured is not None:
-        return list(real.saved(options.captured, wanted))
-    with real.text_file(options.text) as text:
-        found = real.capture(options.model, text, options.tokens, wanted)
-    return [(layer, *tensors) for layer, tensors in enumerate(found)]
 
 
 if __name__ == "__main__":

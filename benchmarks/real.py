@@ -128,6 +128,23 @@ def saved_layers(folder: Path) -> int:
     return count
 
 
+def source(options: argparse.Namespace) -> str:
+    """Where `layers` takes its inputs from, in words."""
+    if options.captured is not None:
+        return f"captured: {options.captured.name}"
+    return f"{options.model.name}, {options.text.name if options.text else 'docstrings of the standard library'}"
+
+
+def layers(options: argparse.Namespace) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """(layer, query, key, value) for the options captured, model, text, tokens and quick (two layers) of a benchmark."""
+    wanted = range(2) if options.quick else None
+    if options.captured is not None:
+        return list(saved(options.captured, wanted))
+    with text_file(options.text) as text:
+        found = capture(options.model, text, options.tokens, wanted)
+    return [(layer, *tensors) for layer, tensors in enumerate(found)]
+
+
 @contextmanager
 def text_file(given: Path | None) -> Iterator[Path]:
     """The given text, or else a temporary file with the docstrings of Python's standard library."""

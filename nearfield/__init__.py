@@ -14,6 +14,8 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
 from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn.index.lsh_theory import LSHBudget, lsh_budget
+from nearfield.knn.needed import needed_k
 from nearfield.knn.topk import TopK
 from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
@@ -40,6 +42,7 @@ __all__ = [
     "Index",
     "KMeans",
     "KMeansIndex",
+    "LSHBudget",
     "LazyGumbel",
     "Method",
     "Outcome",
@@ -51,6 +54,8 @@ __all__ = [
     "budget",
     "estimate",
     "gradients",
+    "lsh_budget",
+    "needed_k",
     "nn",
 ]
 

@@ -411,7 +411,7 @@ def test_estimate_says_how_it_was_made() -> None:
     # Rows see 1..10 keys, the index looks at all of them, and at most 5 are used.
     assert est.info["keys_per_query"] == pytest.approx(5.5)
     assert est.info["keys_used"] == pytest.approx((1 + 2 + 3 + 4 + 6 * 5) / 10)
-    assert est.info["method"] == "TopK(k=2, tail=3, index=ExactIndex())"
+    assert est.info["method"] == "TopK(k=2, tail=3, index=ExactIndex(), eps=None, delta=None, joint=False)"
     assert est.info["backend"] == "cpu"
     assert nf.estimate(q, k, v, backend="reference").info["backend"] == "reference"
     assert torch.equal(est.output, nf.attention(q, k, v, is_causal=True, method=nf.TopK(k=2, tail=3), generator=seeded(0)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield.app import wide_console
+from nearfield.knn.index.lsh_theory import LSHBudget, lsh_budget
 from nearfield.paper.budgets import Budget, every_budget
 
 try:
@@ -40,10 +41,13 @@ def plan(
     eps: float = typer.Option(0.05, help="Error, in the unit that each promise states."),
     delta: float = typer.Option(0.01, help="Probability of failure."),
     d: int = typer.Option(64, help="Dimension of the values."),
+    near: float = typer.Option(0.9, help="Hashing: cosine of a key that must be found (after the reduction of MIPS to kNN)."),
+    far: float = typer.Option(0.5, help="Hashing: cosine of a key that need not be looked at."),
 ) -> None:
     """Print the sizes that the theorems of the paper ask for, as printed and as corrected."""
     with _one_line_errors():
         budgets = every_budget(n, eps, delta, d)
+        hashing = lsh_budget(n, near, far)
     console = wide_console(110)
     console.print(_size_table(budgets, n, f"Sizes for n = {n:,}, eps = {eps:g}, delta = {delta:g}, d = {d}"))
     console.print(
@@ -51,6 +55,7 @@ def plan(
         "[yellow]Yellow[/]: at least as much work as reading all n keys.\n"
     )
     console.print(_promise_table(budgets))
+    console.print(_hashing(hashing, near, far))
 
 
 @app.command()
@@ -267,6 +272,18 @@ def _size_table(budgets: list[Budget], n: int, title: str) -> Table:
         style = "yellow" if wasteful else None
         table.add_row(name, sizes.form, *map(_count, counts), style=style, end_section=last)
     return table
+
+
+def _hashing(sizes: LSHBudget, near: float, far: float) -> str:
+    work = f"{sizes.projections:,} projections per query"
+    if sizes.projections >= sizes.n:
+        work = f"[yellow]{work}[/]"
+    return (
+        f"\n[bold]Concentric LSH for cosines {near:g} (near) and {far:g} (far)[/]: rho = {sizes.rho:.2f}, "
+        f"{sizes.hashes} hashes in each of {sizes.tables:,} tables at {sizes.rungs} radii, {work}, "
+        f"{sizes.bytes_per_key:,} bytes per key. "
+        f"With these {sizes.promise} ({sizes.label})."
+    )
 
 
 def _promise_table(budgets: list[Budget]) -> Table:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_index, check_positive, refuse_double_backward
+from nearfield.checks import check_fraction, check_index, check_positive, refuse_double_backward
 from nearfield.chunks import row_blocks
 from nearfield.exact import Exact
 from nearfield.kernels import backends
@@ -23,6 +23,7 @@ from nearfield.kernels.reference import weighted_softmax
 from nearfield.knn.index.base import PADDING, BuiltIndex, Index, build_index, default_k, flat_ids, gathered_scores
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
+from nearfield.knn.tail import RowsMet, TailPromise, tail_factor
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
 from nearfield.sampling import dropout_factors, skip, without_replacement
@@ -59,12 +60,23 @@ class TopK:
 
     `tail=0` leaves the other keys out, as classic kNN attention does; its exact error is p_far (O_near - O_far). With
     k * tail >= 2 (1 + 2 eps/3) (n-k) eps^-2 ln(4/delta) an entry is within eps/(1-eps) max|v - O| with probability
-    1 - delta (`nearfield.budget`, theorem "tail"; the paper asks for more).
+    1 - delta (`nearfield.budget`, theorem "tail"; the paper asks for more). With `eps` and `delta` the sizes follow from that.
 
     Args:
-        k: near keys per row; None: ceil(sqrt(Lk)).
-        tail: drawn keys per row.
+        k: near keys per row; None: ceil(sqrt(Lk)), or what `eps` and `delta` ask for.
+        tail: drawn keys per row; None: 0, or what `eps` and `delta` ask for.
         index: finds the near keys; a built-in index or your own (`nearfield.Index`).
+        eps, delta: the promise above, for rows that see all keys (a row that sees fewer needs less). If neither k nor tail is
+            given, both are the same: only their product counts, so this reads the fewest keys, and the searches of indices that
+            can vouch for their answers do not depend on k. If one is given it stays, and the other follows. If both are given
+            and do not keep the promise, the call raises ValueError. Where the promise asks for all keys, attention is exact.
+        joint: False: the promise holds for each entry by itself, each with probability 1 - delta. True: for all entries of the
+            call at once, which is the condition with 2 delta / (rows (value_dim + 1)) for delta.
+
+    With `eps` and `delta`, `estimate` says in `info` which k and tail were chosen, what was promised (`promise`, before dropout),
+    and for which share of the rows the condition is known to hold by what was seen (`promise_met`): with k replaced by Z_S e^-U,
+    where Z_S is the sum of e^score of the near keys and U the index's upper bound for the scores of the others. `ExactIndex`
+    finds the true top k and meets it everywhere. With an index that knows no bounds, only rows that read all their keys meet it.
 
     Cost: the search of the index, plus O(rows * (k + tail) * dim). Memory is bounded: rows are taken in blocks, and the
     backward pass plans each block again. A plan is stored only if it is the only one and no larger than the inputs. Gradients
@@ -73,41 +85,70 @@ class TopK:
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind(0)
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=TopK(k=32, tail=32))
+        >>> info = nearfield.estimate(q, k, v, method=TopK(eps=0.4, delta=0.1)).info
+        >>> info["k"], info["tail"], info["promise_met"]
+        (215, 215, 1.0)
     """
 
     k: int | None = None
-    tail: int = 0
+    tail: int | None = None
     index: Index = field(default_factory=ExactIndex)
+    eps: float | None = None
+    delta: float | None = None
+    joint: bool = False
 
     any_mask = False
 
     def __post_init__(self) -> None:
         check_positive("k", self.k, optional=True)
-        check_positive("tail", self.tail, least=0)
+        check_positive("tail", self.tail, optional=True, least=0)
         check_index("index", self.index)
+        if (self.eps is None) != (self.delta is None):
+            raise ValueError(f"eps and delta make one promise: give both or neither, got eps={self.eps!r}, delta={self.delta!r}")
+        if self.eps is None:
+            if self.joint:
+                raise ValueError("joint=True needs a promise; give eps and delta, or leave joint out")
+            return
+        check_fraction("eps", self.eps)
+        check_fraction("delta", self.delta)
+        if self.tail == 0:
+            raise ValueError(f"tail=0 leaves keys out and promises nothing; leave it out, or eps={self.eps!r} and delta")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.rows
-        k = default_k(self.k, rows.length)
+        promise = None if self.eps is None or self.delta is None else TailPromise(self.eps, self.delta, self.joint)
+        k, tail = self._sizes(rows, promise)
         if k == rows.length:
             exact = Exact().run(problem, call)
-            return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
+            promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
+            return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
         built = build_index(self.index, rows.keys)
+        met = None
+        if promise is not None and call.diagnostics:
+            met = RowsMet(tail_factor(promise.eps, promise.entry_delta(rows.count, rows.values.shape[-1])))
         planner = _Planner(
-            rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(backend), Tally(built), Tally(built)
+            rows.detach(), built, k, tail, problem.dropout_p, call, _gathers(backend), Tally(built), Tally(built), met
         )
         output, lse, error = weighted_attention(
-            rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
+            rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and tail > 0
         )
         planner.searches.warn(built)
         if not call.diagnostics:
             return Outcome(problem.by_head(output))
         near = rows.visible.clamp(max=k)
-        used = near + (rows.visible - near).clamp(max=self.tail)
-        info = {"keys_used": float(used.double().mean()), "k": k, "tail": self.tail, "backend": backend, **planner.tally.info()}
-        stderr = problem.by_head(error) if self.tail else None
+        used = near + (rows.visible - near).clamp(max=tail)
+        info = {"keys_used": float(used.double().mean()), "k": k, "tail": tail, "backend": backend, **planner.tally.info()}
+        if promise is not None and met is not None:
+            info |= {"promise": promise.says(share := met.share()), "promise_met": share}
+        stderr = problem.by_head(error) if tail else None
         return Outcome(problem.by_head(output), problem.by_head(lse), stderr, info)
+
+    def _sizes(self, rows: Rows, promise: TailPromise | None) -> tuple[int, int]:
+        """Near and drawn keys per row."""
+        if promise is None:
+            return default_k(self.k, rows.length), self.tail or 0
+        return promise.sizes(rows.length, rows.count, rows.values.shape[-1], self.k, self.tail)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         return False
@@ -134,6 +175,8 @@ class _Planner:
     """keys that were looked at so far"""
     searches: Tally
     """those of them that the index looked at, if it says"""
+    met: RowsMet | None = None
+    """rows whose promise is known to hold; None: none was made, or nobody asks"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
@@ -150,6 +193,9 @@ class _Planner:
         self.tally.add((near if scored is None else scored) + drawn_at_most, rows.visible)
         if scored is not None:
             self.searches.add(scored, rows.visible)
+        if self.met is not None and self.met.open:
+            bound = self.built.upper_bound(rows.queries, ids, rows.causal_offset)
+            self.met.add(logits, bound, rows.visible - near, self.tail)
         if not self.tail:
             return Plan(ids, logits, keep=self._keep(ids, block))
         left_out = rows.visible - near

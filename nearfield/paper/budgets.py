@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nearfield.checks import check_fraction, check_positive
+from nearfield.knn.tail import TailPromise, tail_sizes
 
 GROUP_FAILURE = 1 / 8.36
 """How often one group of the tight median of means may miss (Chebyshev). This value minimises the total number of draws."""
@@ -77,7 +78,7 @@ def budget(
 
     | theorem | forms | paper |
     |---|---|---|
-    | `tail` | printed, corrected | thm:simpler_expectation |
+    | `tail` | printed, corrected, joint | thm:simpler_expectation |
     | `median-of-means` | printed, corrected, tight | thm:approx-attn |
     | `mean` | corrected | (the paper has only the median) |
     | `lazy-gumbel` | printed, corrected | lemma:large-gumbel-bound |
@@ -174,39 +175,21 @@ def _lazy_gumbel(ask: _Question) -> Budget:
     return Budget("lazy-gumbel", ask.form, k=k, ell=ell, buffer=slots, promise=promise, label="lemma:large-gumbel-bound")
 
 
-def tail_condition(n: int, eps: float, delta: float, k: int, ell: int, form: str = "corrected") -> bool:
-    """Whether k near keys and ell sampled ones meet the conditions of thm:simpler_expectation.
-
-    printed: k^2 ell >= 8 n^2 eps^-2 ln(4/delta) and k ell >= 2 n eps^-2 ln(2/delta).
-    corrected: k ell >= 2 (1 + 2 eps/3) (n-k) eps^-2 ln(4/delta), by Bernstein on w(V - O); the k^2 ell condition is not needed.
-    """
-    if form == "printed":
-        squared = 8 * n * n * math.log(4 / delta) / eps**2
-        return k * k * ell >= squared and k * ell >= 2 * n * math.log(2 / delta) / eps**2
-    return k * ell >= 2 * (1 + 2 * eps / 3) * max(0, n - k) * math.log(4 / delta) / eps**2
-
-
 def _tail(ask: _Question) -> Budget:
     """thm:simpler_expectation: the smallest k = ell that meets the conditions (n^(2/3) printed, n^(1/2) corrected).
 
-    The conditions only get easier with k and with ell, so bisection finds the smallest sizes. Sampling is without replacement,
-    so at most the remaining n - k keys can be sampled, and taking them all is exact.
+    Sampling is without replacement, so at most the remaining n - k keys can be sampled, and taking them all is exact.
+    joint: the corrected condition for all n d entries of n rows at once, with 2 delta / (n (d+1)) for delta (`TailPromise`).
     """
-
-    def enough(k: int, ell: int) -> bool:
-        return tail_condition(ask.n, ask.eps, ask.delta, k, ell, ask.form)
-
-    near = ask.k
-    if near is None:
-        k = ell = _smallest(lambda size: enough(size, size))
-    else:
-        k, ell = near, _smallest(lambda size: enough(near, size))
+    joint = ask.form == "joint"
+    delta = TailPromise(ask.eps, ask.delta, joint).entry_delta(ask.n, ask.d)
+    k, ell = tail_sizes(ask.n, ask.eps, delta, ask.k, form=ask.form)
     if k + ell >= ask.n:
         promise = f"exact: it asks for {k:,} near and {ell:,} sampled keys, and there are only {ask.n:,}"
     elif ask.form == "printed":
         promise = "|O^ - O| = O(eps) for each entry, if |V| <= C"
     else:
-        promise = "|O^ - O| <= eps/(1-eps) max_k |V_kj - O_ij| for each entry"
+        promise = f"|O^ - O| <= eps/(1-eps) max_k |V_kj - O_ij| for {'all n d entries' if joint else 'each entry'}"
     k = min(k, ask.n)
     return Budget("tail", ask.form, k=k, ell=min(ell, ask.n - k), promise=promise, label="thm:simpler_expectation")
 
@@ -302,7 +285,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "median-of-means": ("printed", "corrected", "tight"),
     "mean": ("corrected",),
     "lazy-gumbel": ("printed", "corrected"),
-    "tail": ("printed", "corrected"),
+    "tail": ("printed", "corrected", "joint"),
     "walks": ("printed", "corrected", "dkw", "signed"),
     "dq": ("printed", "tight", "corrected"),
     "dk": ("printed", "tight", "corrected"),
@@ -339,18 +322,3 @@ def _sqrt_ceil(n: int) -> int:
 def _ceil(x: float) -> int:
     """The ceiling, except that a quotient which rounding put just above an integer counts as that integer."""
     return math.ceil(x * (1 - 4e-16))
-
-
-def _smallest(enough: Callable[[int], bool]) -> int:
-    """The smallest positive size that is enough, for a condition that stays true once it is true."""
-    high = 1
-    while not enough(high):
-        high *= 2
-    low = high // 2 + 1
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high

@@ -36,7 +36,7 @@ class LazyGumbel:
 
     Args:
         eps, delta: the promise above.
-        k: near keys per row; None: ceil(sqrt(Lk)).
+        k: near keys per row; None: ceil(sqrt(Lk)), as `budget(theorem="lazy-gumbel")` says. It decides the cost, not the promise.
         index: finds them; a built-in index or your own (`nearfield.Index`). Draws are exact for an index that bounds the keys
             it leaves out (`ExactIndex`, `KMeansIndex`). With any other, `info["certified"]` is False: draws are then exact
             only for rows whose true top k was found.

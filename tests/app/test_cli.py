@@ -30,6 +30,16 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_plan_says_what_hashing_takes() -> None:
+    code, printed = invoke("plan", "--n", "8192", "--near", "0.9", "--far", "0.5")
+    assert code == 0
+    words = " ".join(printed.split())
+    assert "10 hashes in each of 843 tables at 2 radii, 8,430 projections per query, 13,488 bytes per key" in words
+    code, printed = invoke("plan", "--near", "0.5", "--far", "0.9")
+    assert code == 2
+    assert "s2 must be smaller than s1" in printed.replace("\n", " ")
+
+
 def test_plan_prints_every_theorem_printed_and_corrected() -> None:
     code, printed = invoke("plan", "--n", "131072", "--eps", "0.05", "--delta", "0.01")
     assert code == 0

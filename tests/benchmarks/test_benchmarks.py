@@ -78,6 +78,34 @@ def test_the_benchmark_on_real_inputs_runs_on_saved_ones(run: Callable[..., str]
     assert "routed per group" in shown
 
 
+def test_the_benchmark_of_needed_keys_runs_on_saved_inputs(
+    load: Callable[[str], Any], run: Callable[..., str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    for layer in range(2):
+        query, key, value = make("local", 1, 2, 300, 16, kv_heads=1, seed=layer)
+        torch.save({"q": query, "k": key, "v": value}, tmp_path / f"layer_{layer:02}.pt")
+    shown = run("bench_needed", "--captured", str(tmp_path), "--rows", "4", "--quick")
+    assert "k that rows need, n = 300, tail = 18" in shown
+    bench = load("bench_needed")
+    results = bench.measure(list(load("real").saved(tmp_path)), rows=4)
+    query, key, _ = (torch.load(tmp_path / "layer_01.pt")[name] for name in "qkv")
+    whole = nf.needed_k(query, key, 0.3, bench.DELTA, tail=18, is_causal=True, enable_gqa=True)
+    assert results["promises"][1]["needed"][1] == whole[0][:, 74::75].tolist()
+    bench.plot(results, tmp_path)
+    assert (tmp_path / "needed.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_the_benchmark_of_hashing_by_theory_runs(
+    load: Callable[[str], Any], run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load("bench_lsh"), "DRAWS", 100)
+    shown = run("bench_lsh", "--quick")
+    for word in ("sizes for 1 - 1/n^2", "near keys", "Algorithm 5", "LSH, sizes of the theory"):
+        assert word in shown, word
+
+
 def test_real_inputs_are_asked_for_where_there_are_none(
     load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

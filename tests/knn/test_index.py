@@ -27,6 +27,7 @@ KINDS: dict[str, Any] = {
     "kmeans-one-probe": KMeansIndex(cells=40, probes=1, iterations=2, sample=50, leaf=20),
     "lsh": ConcentricLSH(leaf=32),
     "lsh-small": ConcentricLSH(rungs=3, tables=3, enough=1.0, flips=1, shells=2, leaf=20),
+    "lsh-theory": ConcentricLSH.from_theory(200, 0.9, 0.2, delta=0.3, leaf=20),
     "faiss-flat": FaissIndex("Flat", leaf=32),
     "faiss-lifted": FaissIndex("Flat", metric="l2", leaf=50),
     "faiss-ivf": FaissIndex("IVF4,Flat", nprobe=2, leaf=64),
@@ -233,7 +234,13 @@ def test_search_arguments_are_checked(kind: str) -> None:
     + [(KMeansIndex, "iterations", -1), (KMeansIndex, "seed", 0.5), (KMeansIndex, "probes", None), (KMeansIndex, "leaf", 0)]
     + [(ConcentricLSH, name, value) for name in ("rungs", "tables", "shells") for value in (0, 1.5, True)]
     + [(ConcentricLSH, name, value) for name in ("width", "enough") for value in (0, -1.0, math.inf, math.nan, "4")]
-    + [(ConcentricLSH, "flips", -1), (ConcentricLSH, "flips", 9), (ConcentricLSH, "tables", 256), (ConcentricLSH, "seed", None)]
+    + [
+        (ConcentricLSH, "flips", -1),
+        (ConcentricLSH, "flips", 9),
+        (ConcentricLSH, "tables", 1 << 15),
+        (ConcentricLSH, "hashes", 0),
+        (ConcentricLSH, "seed", None),
+    ]
     + [(FaissIndex, "factory", ""), (FaissIndex, "factory", 3), (FaissIndex, "metric", "cosine")]
     + [(FaissIndex, "leaf", 0), (FaissIndex, "nprobe", 0), (FaissIndex, "nprobe", 1.5)],
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from nearfield.audit import audit_quantile, audit_rows
-from nearfield.paper.budgets import FORMS, GROUP_FAILURE, Budget, budget, every_budget, tail_condition
+from nearfield.knn.tail import tail_condition
+from nearfield.paper.budgets import FORMS, GROUP_FAILURE, Budget, budget, every_budget
 
 PAIRS = [(theorem, form) for theorem, forms in FORMS.items() for form in forms]
 SIZES = ("k", "ell", "draws", "groups", "group_size", "walks", "buffer")
@@ -120,9 +121,15 @@ def test_a_sample_covariance_needs_two_draws() -> None:
     assert budget(1, 0.9, 0.9, d=1, theorem="dk").walks == 2
 
 
+def of_one_entry(n: int, delta: float, form: str) -> float:
+    """The delta of one entry, for n rows of nine columns: Bernstein for 9 n numerators and n denominators, in two directions."""
+    return delta * 4 / (2 * 10 * n) if form == "joint" else delta
+
+
 @given(lengths, fractions, fractions, st.sampled_from(FORMS["tail"]))
 def test_tail_conditions_hold_and_fail_one_below(n: int, eps: float, delta: float, form: str) -> None:
-    sizes = budget(n, eps, delta, form=form)
+    sizes = budget(n, eps, delta, d=9, form=form)
+    delta = of_one_entry(n, delta, form)
     assert 1 <= sizes.k <= n
     assert 0 <= sizes.ell <= n - sizes.k
     if sizes.takes_everything(n):
@@ -135,7 +142,8 @@ def test_tail_conditions_hold_and_fail_one_below(n: int, eps: float, delta: floa
 
 @given(lengths, fractions, fractions, st.sampled_from(FORMS["tail"]), st.integers(1, 10**6))
 def test_tail_solves_for_ell(n: int, eps: float, delta: float, form: str, k: int) -> None:
-    sizes = budget(n, eps, delta, form=form, k=k)
+    sizes = budget(n, eps, delta, d=9, form=form, k=k)
+    delta = of_one_entry(n, delta, form)
     assert sizes.k == min(k, n)
     if not sizes.takes_everything(n):
         assert tail_condition(n, eps, delta, sizes.k, sizes.ell, form)
@@ -307,7 +315,7 @@ def test_audit_quantile_inverts(rows: int, confidence: float) -> None:
         ({"delta": 1.5}, r"delta must .* got 1\.5"),
         ({"delta": -0.1}, r"delta must .* got -0\.1"),
         ({"theorem": "nope"}, r"theorem must be one of median-of-means, mean, .* got 'nope'"),
-        ({"form": "nope"}, r"form must be one of printed, corrected for theorem 'tail'; got 'nope'"),
+        ({"form": "nope"}, r"form must be one of printed, corrected, joint for theorem 'tail'; got 'nope'"),
         ({"theorem": "mean", "form": "printed"}, r"form must be one of corrected for theorem 'mean'; got 'printed'"),
         ({"k": 0}, r"k must be .* got 0"),
         ({"k": 3, "theorem": "walks"}, r"k cannot be given for theorem 'walks', .* got k=3"),

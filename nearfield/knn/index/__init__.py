@@ -1,7 +1,8 @@
 """Indices: which k keys have the largest inner product with a query?
 
 `base` has the contracts, for built-in indices and for your own. `exact` scores every key, `kmeans` and `lsh` score candidates,
-`faiss` wraps Faiss. `candidates` finds the best of listed keys; `prefixes` makes an index that learns from its keys causal.
+`faiss` wraps Faiss. `lsh_theory` has the sizes that hashing needs for a promise. `candidates` finds the best of listed keys;
+`prefixes` makes an index that learns from its keys causal.
 """
 
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, Searchable, gathered_scores

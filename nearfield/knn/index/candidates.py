@@ -43,8 +43,8 @@ def best_of_lists(
         starts, counts: int64 `[rows, slots]`, the ranges of `order` that are a row's candidates; count 0 for an unused slot.
             Ranges with the same start must belong to the same batch entry.
         k: how many winners per row.
-        table: `[slots]`, numbers below 256: the hash table of each slot. A key may then be in one list of every table, and still
-            counts once. None: no key is in two lists.
+        table: `[slots]`, of a small integer dtype: the hash table of each slot. A key may then be in one list of every table,
+            and still counts once. None: no key is in two lists.
 
     Returns:
         scores and ids `[rows, k]`, largest first, padded with -inf and `PADDING`, and the number of distinct candidates `[rows]`.
@@ -162,13 +162,13 @@ class _Pass:
     def drop_duplicates(self, table: Tensor) -> Tensor:
         """Mask all but one copy of each key of a row; returns the number of distinct keys per row."""
         device, rows, length = self.queries.device, self.queries.shape[0], self.keys.shape[1]
-        table_of_run = torch.zeros(rows * self.width, dtype=torch.uint8, device=device)
-        table_of_run[self.place] = table.to(device=device, dtype=torch.uint8)[self.slot]
+        table_of_run = torch.zeros(rows * self.width, dtype=table.dtype, device=device)
+        table_of_run[self.place] = table[self.slot]
         steps = torch.arange(self.run, device=device)
         distinct = torch.zeros(rows, dtype=torch.int64, device=device)
-        step = min(rows, max(1, MARKS_PER_PASS // (length + 1)))
+        step = min(rows, max(1, MARKS_PER_PASS // ((length + 1) * table.element_size())))
         # Not initialised: an entry is read only after this pass wrote it, so the cost depends on candidates, not on `length`.
-        marks = torch.empty(step, length + 1, dtype=torch.uint8, device=device)
+        marks = torch.empty(step, length + 1, dtype=table.dtype, device=device)
         for first in range(0, rows, step):
             last = min(rows, first + step)
             runs = slice(first * self.width, last * self.width)

@@ -13,7 +13,11 @@ from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Found, lift_keys
 from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.lsh_theory import lsh_budget, radius
 from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
+
+MOST_TABLES = (1 << 15) - 1
+"""The number of a table is kept in 16 bits."""
 
 LOOKUPS_PER_PASS = 1 << 20
 """Bucket look-ups of one pass over some rows (8 MB for each of about ten int64 tables of them)."""
@@ -30,8 +34,9 @@ class ConcentricLSH:
         h(x) = floor((a.x + b) / w),   a ~ N(0, I),  b ~ U[0, w),  w = width * r,
 
     which two points at distance w / s share with probability p(s) = 1 - 2 Phi(-s) - sqrt(2/pi)/s (1 - e^{-s^2/2}). There are
-    m = ceil(log2(n)) hashes: of the keys so far away that p = 1/2 a bucket then holds n 2^-m <= 1, while a near key stays in
-    the bucket of the query with probability p^m = n^-rho, rho = log2(1/p) < 1; tables and flips (below) repeat the attempt.
+    by default m = ceil(log2(n)) hashes: of the keys so far away that p = 1/2 a bucket then holds n 2^-m <= 1, while a near key
+    stays in the bucket of the query with probability p^m = n^-rho, rho = log2(1/p) < 1; tables and flips (below) repeat the
+    attempt.
 
     A query climbs the ladder and stops at the first radius at which its buckets hold at least `enough * max(k, sqrt(n))`
     candidates, counted over tables, duplicates included. It scores them exactly and keeps the top k. If fewer than min(k, n)
@@ -52,13 +57,17 @@ class ConcentricLSH:
 
     Args:
         rungs: radii of the ladder.
-        tables: hash tables per radius, at most 255.
+        tables: hash tables per radius, at most 32,767.
         width: w / r.
         enough: how many candidates end the climb, in units of max(k, sqrt(n)).
         flips: hashes perturbed per table (multi-probe).
         shells: parts into which keys are split by norm.
         seed: seed of the hashes and of the sample; the global generator is not used.
         leaf: keys of the smallest block of a causal search.
+        hashes: per table; None: ceil(log2(n)).
+        nearest, farthest: first and last radius on the unit sphere; None: measured on the keys.
+
+    `ConcentricLSH.from_theory` gives all of them the values that a promise asks for.
 
     Cost: build O(n log n tables (dim + rungs)), and 8 bytes per key, table and rung (480 per key by default). Search takes
     tables * 2^flips look-ups of O(log n) on each rung, plus O(dim) per candidate. Causal search takes log2(n / leaf) times as
@@ -78,6 +87,46 @@ class ConcentricLSH:
     shells: int = 16
     seed: int = 0
     leaf: int = LEAF
+    hashes: int | None = None
+    nearest: float | None = None
+    farthest: float | None = None
+
+    @classmethod
+    def from_theory(
+        cls, n: int, s1: float, s2: float, *, delta: float | None = None, every: int = 1, seed: int = 0, leaf: int = LEAF
+    ) -> ConcentricLSH:
+        """The index with the sizes of `lsh_budget(n, s1, s2, delta=delta, every=every)`, and one of the departures above.
+
+        A key k with cosine q.k / (||q|| R) >= s1 is among the candidates of q with probability 1 - delta (None: 1 - 1/n^2, the
+        paper's), where k is a key minus the mean of all keys (centring is the departure that stays) and R the largest norm of
+        these. A query stops at the first radius with max(k, sqrt(n)) candidates.
+
+        The promise is dear: `docs/guarantees.md` says from which n on it costs less than to score all keys.
+
+        >>> ConcentricLSH.from_theory(4096, 0.95, 0.3, delta=0.1).tables
+        22
+        """
+        sizes = lsh_budget(n, s1, s2, delta=delta, every=every)
+        assert sizes.width is not None
+        near, step = radius("s1", s1), radius("s2", s2) / radius("s1", s1)
+        if sizes.tables > MOST_TABLES:
+            raise ValueError(
+                f"these promises ask for {sizes.tables:,} tables, and there can be {MOST_TABLES:,}; "
+                "raise delta, or the distance between s1 and s2"
+            )
+        return cls(
+            rungs=sizes.rungs,
+            tables=sizes.tables,
+            width=sizes.width,
+            enough=1.0,
+            flips=0,
+            shells=1,
+            seed=seed,
+            leaf=leaf,
+            hashes=sizes.hashes,
+            nearest=near,
+            farthest=near * step ** (sizes.rungs - 1),
+        )
 
     def __post_init__(self) -> None:
         check_positive("rungs", self.rungs)
@@ -86,8 +135,13 @@ class ConcentricLSH:
         check_positive("shells", self.shells)
         check_positive("leaf", self.leaf)
         check_integer("seed", self.seed)
-        if self.tables > 255:
-            raise ValueError(f"tables must be at most 255, got {self.tables!r}")
+        check_positive("hashes", self.hashes, optional=True)
+        if self.tables > MOST_TABLES:
+            raise ValueError(f"tables must be at most {MOST_TABLES}, got {self.tables!r}")
+        if (self.nearest is None) != (self.farthest is None):
+            raise ValueError(f"give both radii or neither, got nearest={self.nearest!r}, farthest={self.farthest!r}")
+        if self.nearest is not None and self.farthest is not None and not 0 < self.nearest <= self.farthest < math.inf:
+            raise ValueError(f"0 < nearest <= farthest must hold, got nearest={self.nearest!r}, farthest={self.farthest!r}")
         if self.flips > 8:
             raise ValueError(f"flips must be at most 8 (256 buckets per table), got {self.flips!r}")
         for name in ("width", "enough"):
@@ -113,7 +167,7 @@ class BuiltConcentricLSH(PrefixBuilt):
         batch, length, dim = self.keys.shape
         device, dtype = self.keys.device, self.keys.dtype
         self.recipe = recipe
-        self.hashes = max(1, math.ceil(math.log2(max(2, length))))
+        self.hashes = recipe.hashes or max(1, math.ceil(math.log2(max(2, length))))
         generator = torch.Generator("cpu").manual_seed(recipe.seed)
         shape = (recipe.tables, self.hashes)
         self.directions = torch.randn(dim + 1, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
@@ -130,7 +184,11 @@ class BuiltConcentricLSH(PrefixBuilt):
         longest = torch.zeros(batch, recipe.shells, dtype=dtype, device=device).scatter_reduce(1, shell, norms, "amax")
         limit = longest.gather(1, shell)
         scale = torch.where(limit > 0, limit, 1.0)[..., None]
-        self.widths = recipe.width * _ladder(centred / scale, recipe.rungs, generator)
+        if recipe.nearest is None or recipe.farthest is None:
+            nearest, farthest = _measured_radii(centred / scale, generator)
+        else:
+            nearest, farthest = (torch.full_like(norms[:, 0], x) for x in (recipe.nearest, recipe.farthest))
+        self.widths = recipe.width * _ladder(nearest, farthest, recipe.rungs)
         """`[rungs, batch]`"""
         lifted = lift_keys(centred, limit) / scale
         # One entry and table at a time: the hashes of a table take 8 log2(n) bytes per key before they become a code.
@@ -176,7 +234,9 @@ class BuiltConcentricLSH(PrefixBuilt):
         exhaustive = torch.arange(0 if length > enough else rows, device=queries.device)
         unit = torch.nn.functional.normalize(queries, dim=-1)
         projected = torch.einsum("rd,dth->rth", unit, self.directions[:-1])
-        table = torch.arange(recipe.tables, device=queries.device).repeat_interleave(1 << min(recipe.flips, self.hashes))
+        small = torch.uint8 if recipe.tables <= 256 else torch.int16
+        table = torch.arange(recipe.tables, dtype=small, device=queries.device)
+        table = table.repeat_interleave(1 << min(recipe.flips, self.hashes))
         for rung in range(recipe.rungs):
             if left.numel() == 0:
                 break
@@ -236,7 +296,7 @@ class BuiltConcentricLSH(PrefixBuilt):
         seat = (entry - low) * most + torch.arange(rows, device=device) - (per_entry.cumsum(0) - per_entry)[entry - low]
         padded = torch.zeros((high - low) * most, tables, lookups, dtype=code.dtype, device=device)
         padded[seat] = code
-        wanted = padded.view(high - low, most, tables, lookups).transpose(1, 2).reshape(high - low, tables, -1)
+        wanted = padded.view(high - low, most, tables, lookups).transpose(1, 2).reshape(high - low, tables, -1).contiguous()
         base = torch.arange(low * tables, high * tables, device=device).view(-1, tables, 1) * self.length
 
         def flat(found: Tensor) -> Tensor:
@@ -246,8 +306,14 @@ class BuiltConcentricLSH(PrefixBuilt):
         return flat(torch.searchsorted(codes, wanted)), flat(torch.searchsorted(codes, wanted, right=True))
 
 
-def _ladder(scaled: Tensor, rungs: int, generator: torch.Generator) -> Tensor:
-    """Radii `[rungs, batch]`, a geometric sequence from the distance of sqrt(n)/2 neighbours to the median distance.
+def _ladder(nearest: Tensor, farthest: Tensor, rungs: int) -> Tensor:
+    """Radii `[rungs, batch]`, a geometric sequence between two `[batch]`."""
+    steps = torch.linspace(0, 1, rungs, dtype=nearest.dtype, device=nearest.device)[:, None]
+    return nearest * (farthest / nearest) ** steps
+
+
+def _measured_radii(scaled: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The distance of sqrt(n)/2 neighbours and the median distance, each `[batch]`.
 
     Both are medians over sampled keys. Distances are those of the lifted problem, with sampled keys as queries:
     ||q' - k'||^2 = 2 - 2 q.k / (||q|| R), for keys `scaled` by 1 / R.
@@ -264,6 +330,4 @@ def _ladder(scaled: Tensor, rungs: int, generator: torch.Generator) -> Tensor:
     nearest, farthest = typical[:, near], typical[:, typical.shape[1] // 2]
     # Identical keys set no scale; any width will do.
     farthest = torch.where(farthest > 0, farthest, 1.0)
-    nearest = torch.minimum(torch.maximum(nearest, 1e-3 * farthest), farthest)
-    steps = torch.linspace(0, 1, rungs, dtype=scaled.dtype, device=scaled.device)[:, None]
-    return nearest * (farthest / nearest) ** steps
+    return torch.minimum(torch.maximum(nearest, 1e-3 * farthest), farthest), farthest
