@@ -25,7 +25,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
-from nearfield.sampling import dropout_factors, skip, without_replacement
+from nearfield.sampling import Dropout, pair_dropout, skip, without_replacement
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class TopK:
     index: Index = field(default_factory=ExactIndex)
 
     any_mask = False
+    drops_pairs = True
 
     def __post_init__(self) -> None:
         check_positive("k", self.k, optional=True)
@@ -95,7 +96,15 @@ class TopK:
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
         built = build_index(self.index, rows.keys)
         planner = _Planner(
-            rows.detach(), built, k, self.tail, problem.dropout_p, call, _gathers(backend), Tally(built), Tally(built)
+            rows.detach(),
+            built,
+            k,
+            self.tail,
+            pair_dropout(problem.dropout_p, call.seeds),
+            call,
+            _gathers(backend),
+            Tally(built),
+            Tally(built),
         )
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and self.tail > 0
@@ -126,7 +135,7 @@ class _Planner:
     built: BuiltIndex
     k: int
     tail: int
-    dropout_p: float
+    dropout: Dropout | None
     call: Call
     gathers: bool
     """whether kernels gather rows into memory"""
@@ -171,12 +180,9 @@ class _Planner:
 
     def _keep(self, ids: Tensor, block: slice) -> Tensor | None:
         """The dropout factors of (row, key) pairs; None: no dropout."""
-        if self.dropout_p == 0.0:
+        if self.dropout is None:
             return None
-        device, count = ids.device, self.rows.visible.shape[1]
-        batch = torch.arange(ids.shape[0], device=device)[:, None] * count
-        row = torch.arange(block.start, block.stop, device=device)
-        return dropout_factors(self.dropout_p, self.rows.queries.dtype, self.call.seeds.base, (batch + row)[..., None], ids)
+        return self.dropout.factors(self.rows.numbers(block)[..., None], ids, self.rows.queries.dtype)
 
 
 def weighted_attention(
