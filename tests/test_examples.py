@@ -58,6 +58,15 @@ def test_train_walks(run: Callable[..., str], tmp_path: Path) -> None:
     assert (tmp_path / "train_walks.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_page_has_the_losses_of_the_committed_run() -> None:
+    page = (ROOT / "docs" / "gradients.md").read_text()
+    runs = json.loads((ROOT / "benchmarks" / "results" / "train_walks.json").read_text())["runs"].values()
+    assert len(runs) == 3
+    for run in runs:
+        middle, last = (sum(run["losses"][stop - 20 : stop]) / 20 for stop in (300, 500))
+        assert f"| {middle:.3f} | {last:.3f} | {run['held_out']:.3f} | {run['cpu_seconds']:.3f} |" in page
+
+
 def test_generate_with_a_model_and_a_config(run: Callable[..., str], tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
