@@ -98,7 +98,11 @@ def draw(runs: dict[str, Any], path: Path) -> None:
         smooth = losses.unfold(0, width, 1).mean(-1)
         axis.plot(range(1, len(losses) + 1), losses, color=color, alpha=0.2, linewidth=0.8)
         axis.plot(range(width, len(losses) + 1), smooth, color=color, label=f"{name}: {run['cpu_seconds']:.3f} CPU s per step")
-    axis.set(xlabel=f"step (thick: mean of {SMOOTH} steps)", ylabel="loss (nats per character)", title="The same weights and batches, three gradients")
+    axis.set(
+        xlabel=f"step (thick: mean of {SMOOTH} steps)",
+        ylabel="loss (nats per character)",
+        title="The same weights and batches, three gradients",
+    )
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
