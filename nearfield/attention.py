@@ -13,14 +13,14 @@ from nearfield import crossover
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
-from nearfield.checks import check_gradient, check_method
+from nearfield.checks import check_dropped_gradient, check_gradient, check_method
 from nearfield.exact import fuses_groups
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
 from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
 from nearfield.results import Estimate, Outcome
-from nearfield.sampling import Seeds
+from nearfield.sampling import Seeds, pair_dropout
 
 
 def attention(
@@ -53,9 +53,10 @@ def attention(
         method: `Auto()` (the default: SDPA where that is faster, cells beyond), `Cells(...)`, `Exact()`, `TopK(...)`,
             `LazyGumbel(...)`, or a `Method` of your own.
         gradient: how to differentiate. None: the method's own way (the exact gradient of the estimator, where there is one).
-            `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper.
+            `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper. With `dropout_p`, they are those of the
+            attention that the forward pass dropped; `Exact`, `Auto`, `TopK` and `LazyGumbel` can have both.
         generator: the source of all randomness; None: torch's default generator. One number is drawn from it, and only if the
-            call is random. The same generator state gives the same result.
+            call is random (with `gradient=` it is). The same generator state gives the same result, and the same gradients.
         backend: `"auto"`, or a set of kernels by name (`"reference"`, `"cpu"`, `"triton"`).
         check_finite: raise ValueError on NaN or inf. Without it the rows that see a NaN come out NaN (for plain short inputs
             without a mask: in the columns that hold it), and all other rows are untouched, but for the choice of cells where rows
@@ -215,8 +216,11 @@ def _call(
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     if gradient is not None:
         check_gradient("gradient", gradient)
-    if gradient is not None and problem.dropout_p:
-        raise ValueError(f"gradient={gradient!r} cannot be combined with dropout; got dropout_p={problem.dropout_p}")
+    if gradient is not None and torch.compiler.is_compiling():
+        raise RuntimeError(
+            "gradient= cannot be traced by torch.compile; without fullgraph=True the call runs eagerly, "
+            "with gradient=None and Cells, Exact or Auto it is a part of the compiled program"
+        )
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
 
 
@@ -224,6 +228,8 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     """What the method computes, with the gradient that is asked for."""
     if problem.has_general_mask and call.gradient is not None:
         raise ValueError(f"gradient={call.gradient!r} {_ONLY_PADDING}; use gradient=None with any other mask")
+    if call.gradient is not None:
+        check_dropped_gradient(method, call.gradient, problem.dropout_p)
     if problem.has_general_mask and not method.any_mask:
         assert problem.attn_mask is not None
         raise ValueError(
@@ -238,7 +244,8 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         rows = problem.rows  # Made here, outside of no_grad: gradients have to reach the inputs.
         with torch.no_grad():
             outcome = _checked(method.run(problem, call), problem, method)
-        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds)
+        dropout = pair_dropout(problem.dropout_p, call.seeds)
+        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds, dropout)
         return replace(outcome, output=problem.by_head(output))
 
 

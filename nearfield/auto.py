@@ -60,6 +60,7 @@ class Auto:
     share: int | None = None
 
     any_mask = True
+    drops_pairs = True
 
     def __post_init__(self) -> None:
         if self.eps is not None:

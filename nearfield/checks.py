@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import torch
 
 
@@ -45,6 +48,22 @@ def check_index(name: str, value: object) -> None:
 
 def check_gradient(name: str, value: object) -> None:
     check_has(name, value, "estimate", "a gradient such as gradients.RandomWalk()")
+
+
+def check_dropped_gradient(method: object, gradient: Any, dropout_p: float) -> None:
+    """Raise where a backward pass by `gradient` would not know which pairs the forward pass of `method` dropped."""
+    if not dropout_p:
+        return
+    if not getattr(method, "drops_pairs", False):
+        raise ValueError(
+            f"method={method!r} does not say which pairs of rows and keys it drops, so gradient={gradient!r} cannot be combined "
+            f"with dropout; got dropout_p={dropout_p}. Use Exact(), TopK(...) or LazyGumbel(...), or gradient=None"
+        )
+    if "dropout" not in inspect.signature(gradient.estimate).parameters:
+        raise ValueError(
+            f"gradient={gradient!r} cannot be combined with dropout: its estimate has no argument named dropout; "
+            f"got dropout_p={dropout_p}"
+        )
 
 
 def double_backward_error() -> NotImplementedError:

@@ -15,7 +15,7 @@ from nearfield.chunks import row_blocks
 from nearfield.kernels import reference
 from nearfield.problem import Call, Problem, with_positive_scale
 from nearfield.results import Outcome
-from nearfield.sampling import Seeds
+from nearfield.sampling import Dropout, Seeds, pair_dropout
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,20 @@ class Exact:
     """
 
     any_mask = True
+    drops_pairs = True
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         """On a GPU, NaN and inf are left to SDPA."""
         return problem.query.is_cuda
 
     def run(self, problem: Problem, call: Call) -> Outcome:
-        with _seeded(call.seeds, problem):
-            output = _sdpa(problem)
+        dropout = pair_dropout(problem.dropout_p, call.seeds) if call.gradient is not None else None
+        if dropout is not None:
+            # SDPA does not tell which pairs it dropped, and the gradient has to know.
+            output = _with_dropped_pairs(problem, dropout)
+        else:
+            with _seeded(call.seeds, problem):
+                output = _sdpa(problem)
         if not call.diagnostics:
             return Outcome(output)
         lse = problem.by_head(_lse(problem))
@@ -59,6 +65,20 @@ def _sdpa(problem: Problem) -> Tensor:
         part = mask[..., seen] & causal
         parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale))
     return torch.cat(parts, 2)
+
+
+@torch.no_grad()
+def _with_dropped_pairs(problem: Problem, dropout: Dropout) -> Tensor:
+    """Attention without the pairs that `dropout` drops, some rows at a time."""
+    rows = problem.rows.detach()
+    keys = torch.arange(rows.length, device=rows.keys.device)
+    output = rows.values.new_empty(*rows.visible.shape, rows.values.shape[2])
+    for block in row_blocks(rows.visible.shape, 8 * max(1, rows.length) * rows.queries.element_size()):
+        part = rows.at(block)
+        weights, _ = reference.weighted_softmax(reference.exact_logits(part.queries, part.keys, part.visible), None)
+        keep = dropout.factors(rows.numbers(block)[..., None], keys, weights.dtype)
+        output[:, block] = (weights * keep) @ rows.values
+    return problem.by_head(output)
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float) -> Tensor:

@@ -12,8 +12,9 @@ from torch.nn.utils import skip_init
 
 from nearfield import _compat
 from nearfield.attention import attention
-from nearfield.checks import check_method, check_positive
-from nearfield.problem import Method, is_traced
+from nearfield.auto import Auto
+from nearfield.checks import check_dropped_gradient, check_gradient, check_method, check_positive
+from nearfield.problem import Gradient, Method, is_traced
 
 
 class Attention(_compat.NoFusedEncoder, nn.Module):
@@ -37,6 +38,8 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         batch_first: True. It is an argument so that calls written for torch can name it.
         num_kv_heads: heads of keys and values, a divisor of `num_heads` (grouped-query attention); None: `num_heads`.
         method: how attention is computed, as in `nearfield.attention`; None: its default. It may be changed at any time.
+        gradient: how it is differentiated, as in `nearfield.attention`, such as `gradients.RandomWalk()`; None: the method's own
+            way. It may be changed at any time. With dropout it goes with `Exact`, `Auto`, `TopK` and `LazyGumbel`.
         device, dtype: of the parameters.
 
     Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised like torch's. `load_state_dict` also takes the state
@@ -44,7 +47,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
     as the `self_attn` or `multihead_attn` of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`; these then do not
     take their fused inference path, which would bypass it.
 
-    Cost: O(L embed_dim^2) for the projections, plus that of the method.
+    Cost: O(L embed_dim^2) for the projections, plus that of the method, and in the backward pass that of `gradient`.
 
     Example:
         >>> layer = nearfield.nn.Attention(64, 8, method=nearfield.TopK(k=16, tail=16))
@@ -74,6 +77,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         batch_first: bool = True,
         num_kv_heads: int | None = None,
         method: Method | None = None,
+        gradient: Gradient | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -92,6 +96,9 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             raise ValueError("batch_first must be True, got False; transpose inputs and outputs to [batch, length, dim]")
         if method is not None:
             check_method("method", method)
+        if gradient is not None:
+            check_gradient("gradient", gradient)
+            check_dropped_gradient(Auto() if method is None else method, gradient, dropout)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -100,6 +107,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         self.vdim = embed_dim if vdim is None else vdim
         self.dropout = dropout
         self.method = method
+        self.gradient = gradient
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.k_proj = nn.Linear(self.kdim, kv_dim, bias, device, dtype)
@@ -152,7 +160,9 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             average_attn_weights: no effect, as in torch without `need_weights`.
             is_causal: row i sees keys 0..i (aligned at the first key). As in torch, it declares that `attn_mask` is the causal
                 mask: a mask given beside it is ignored.
-            generator: source of all randomness, dropout included; None: torch's default generator.
+            generator: source of all randomness, dropout and the walks of a `gradient` included; None: torch's default generator,
+                so that `torch.manual_seed` makes a training run repeatable. Checkpointing runs a forward pass twice and resets
+                only the default generator in between: pass none there.
 
         Returns:
             `[batch, L, embed_dim]` or `[L, embed_dim]`; and None, where torch returns weights.
@@ -173,6 +183,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             is_causal,
             enable_gqa=True,
             method=self.method,
+            gradient=self.gradient,
             generator=generator,
         )
         return self.out_proj(output.transpose(-2, -3).flatten(-2)), None
@@ -219,8 +230,10 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         return mask if seen is None else mask.masked_fill(~seen, -torch.inf)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, method: Method | None = None) -> Attention:
-        """The same attention with copies of the parameters, computed by `method`."""
+    def from_torch(
+        cls, module: nn.MultiheadAttention, method: Method | None = None, gradient: Gradient | None = None
+    ) -> Attention:
+        """The same attention with copies of the parameters, computed by `method` and differentiated by `gradient`."""
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
         if module.bias_k is not None or module.add_zero_attn:
@@ -239,6 +252,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             kdim=module.kdim,
             vdim=module.vdim,
             method=method,
+            gradient=gradient,
             device=module.out_proj.weight.device,
             dtype=module.out_proj.weight.dtype,
         )
@@ -306,7 +320,10 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             parts.append(f"num_kv_heads={self.num_kv_heads}")
         if self.dropout:
             parts.append(f"dropout={self.dropout}")
-        return ", ".join([*parts, f"method={self.method!r}"])
+        parts.append(f"method={self.method!r}")
+        if self.gradient is not None:
+            parts.append(f"gradient={self.gradient!r}")
+        return ", ".join(parts)
 
 
 def _seen_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:

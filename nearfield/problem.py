@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.results import Outcome
-from nearfield.sampling import Seeds
+from nearfield.sampling import Dropout, Seeds
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -66,6 +66,12 @@ class Rows:
     def causal_offset(self) -> Tensor:
         """`visible` as `BuiltIndex.search` takes it: row i sees the keys j <= i + causal_offset."""
         return self.visible - 1 - torch.arange(self.visible.shape[1], device=self.visible.device)
+
+    def numbers(self, block: slice) -> Tensor:
+        """The numbers of a range of rows among those of all batch entries: `[batch, range]`, row r of entry b is b * rows + r."""
+        batch, count = self.visible.shape
+        first = torch.arange(batch, device=self.visible.device)[:, None] * count
+        return first + torch.arange(block.start, block.stop, device=self.visible.device)
 
     def at(self, block: slice) -> Rows:
         """A range of rows, with the same keys."""
@@ -392,6 +398,8 @@ class Method(Protocol):
 
     any_mask: bool = False
     """whether `run` honours masks beyond key padding"""
+    drops_pairs: bool = False
+    """whether `run`, asked for a `gradient`, drops by `sampling.pair_dropout`: only then can the gradient drop the same pairs"""
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         """Attention of all rows of `problem`. The result depends on `problem` and `call` alone."""
@@ -405,6 +413,11 @@ class Method(Protocol):
 class Gradient(Protocol):
     """A way to compute the backward pass, chosen independently of the method. Any object with `estimate` is one."""
 
-    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `rows.queries`, `rows.keys` and `rows.values`."""
+    def estimate(
+        self, rows: Rows, grad_output: Tensor, seeds: Seeds, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `rows.queries`, `rows.keys` and `rows.values`.
+
+        `dropout` is passed where pairs were dropped in the forward pass; without this argument there is no dropout.
+        """
         ...

@@ -5,6 +5,8 @@ Every sampler takes a `torch.Generator` and touches no global state.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -214,3 +216,23 @@ class Seeds:
         for counter in counters:
             state = _mix(state ^ _mix(torch.tensor(counter) * _GOLDEN + 1))
         return torch.Generator(self._device).manual_seed(int(state))
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The dropout of one call: the weight of a (row, key) pair is multiplied by 0 or 1 / (1 - p), and `seed` says by which.
+
+    Whoever asks for the factor of a pair gets the same one: the forward pass, its plans, and the walks of the backward pass.
+    """
+
+    p: float
+    seed: int
+
+    def factors(self, row: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+        """The factors of pairs, broadcast together: rows by their `Rows.numbers`, keys by their place in `Rows.keys`."""
+        return dropout_factors(self.p, dtype, self.seed, row, key)
+
+
+def pair_dropout(p: float, seeds: Seeds) -> Dropout | None:
+    """The dropout of the call that these seeds belong to; None: nothing is dropped."""
+    return Dropout(p, seeds.base) if p else None

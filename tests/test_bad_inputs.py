@@ -83,10 +83,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "method is a class": ({"method": nf.TopK}, TypeError, "method must be a method such as .* got <class"),
     "method is a string": ({"method": "topk"}, TypeError, "method must be a method such as .* got 'topk'"),
     "generator is a seed": ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
-    "gradient with dropout": (
-        {"gradient": nf.gradients.RandomWalk(), "dropout_p": 0.1},
-        ValueError,
-        "cannot be combined with dropout; got dropout_p=0.1",
+    "gradient is a class": (
+        {"gradient": nf.gradients.RandomWalk},
+        TypeError,
+        "gradient must be a gradient such as .* got <class",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -44,6 +45,26 @@ def test_finetune(run: Callable[..., str]) -> None:
     assert "3 steps of 300 tokens" in shown
     apart = float(shown.partition("the same step: ")[2].split()[0])
     assert apart < 0.05
+
+
+def test_train_walks(run: Callable[..., str], tmp_path: Path) -> None:
+    shown = run("train_walks.py", "--steps", 3, "--context", 24, "--k", 24, "--walks", 8, "--out", tmp_path)
+    assert "3 steps" in shown
+    found = json.loads((tmp_path / "train_walks.json").read_text())
+    exact, near, walks = (x["losses"] for x in found["runs"].values())
+    assert exact == pytest.approx(near, abs=1e-3)  # all keys are near
+    assert exact[0] == pytest.approx(walks[0], abs=1e-5)  # the same weights and the same batch
+    assert exact != walks
+    assert (tmp_path / "train_walks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_losses_of_the_committed_run() -> None:
+    page = (ROOT / "docs" / "gradients.md").read_text()
+    runs = json.loads((ROOT / "benchmarks" / "results" / "train_walks.json").read_text())["runs"].values()
+    assert len(runs) == 3
+    for run in runs:
+        middle, last = (sum(run["losses"][stop - 20 : stop]) / 20 for stop in (300, 500))
+        assert f"| {middle:.3f} | {last:.3f} | {run['held_out']:.3f} | {run['cpu_seconds']:.3f} |" in page
 
 
 def test_generate_with_a_model_and_a_config(run: Callable[..., str], tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class Cells:
     unfold: InitVar[None] = None
 
     any_mask = False
+    drops_pairs = False  # far keys are dropped together, cell by cell
 
     def __post_init__(self, branching: None, unfold: None) -> None:
         for name, value in (("branching", branching), ("unfold", unfold)):

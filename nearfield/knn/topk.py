@@ -26,7 +26,7 @@ from nearfield.knn.index.tally import Tally
 from nearfield.knn.tail import RowsMet, TailPromise, tail_factor
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
-from nearfield.sampling import dropout_factors, skip, without_replacement
+from nearfield.sampling import Dropout, pair_dropout, skip, without_replacement
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class TopK:
     joint: bool = False
 
     any_mask = False
+    drops_pairs = True
 
     def __post_init__(self) -> None:
         check_positive("k", self.k, optional=True)
@@ -128,7 +129,16 @@ class TopK:
         if promise is not None and call.diagnostics:
             met = RowsMet(tail_factor(promise.eps, promise.entry_delta(rows.count, rows.values.shape[-1])))
         planner = _Planner(
-            rows.detach(), built, k, tail, problem.dropout_p, call, _gathers(backend), Tally(built), Tally(built), met
+            rows.detach(),
+            built,
+            k,
+            tail,
+            pair_dropout(problem.dropout_p, call.seeds),
+            call,
+            _gathers(backend),
+            Tally(built),
+            Tally(built),
+            met,
         )
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and tail > 0
@@ -167,7 +177,7 @@ class _Planner:
     built: BuiltIndex
     k: int
     tail: int
-    dropout_p: float
+    dropout: Dropout | None
     call: Call
     gathers: bool
     """whether kernels gather rows into memory"""
@@ -217,12 +227,9 @@ class _Planner:
 
     def _keep(self, ids: Tensor, block: slice) -> Tensor | None:
         """The dropout factors of (row, key) pairs; None: no dropout."""
-        if self.dropout_p == 0.0:
+        if self.dropout is None:
             return None
-        device, count = ids.device, self.rows.visible.shape[1]
-        batch = torch.arange(ids.shape[0], device=device)[:, None] * count
-        row = torch.arange(block.start, block.stop, device=device)
-        return dropout_factors(self.dropout_p, self.rows.queries.dtype, self.call.seeds.base, (batch + row)[..., None], ids)
+        return self.dropout.factors(self.rows.numbers(block)[..., None], ids, self.rows.queries.dtype)
 
 
 def weighted_attention(

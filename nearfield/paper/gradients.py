@@ -19,7 +19,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.paper.walks import PrintedWalk, RandomWalk, Walker, positive_product, shifted_product, signed_product
 from nearfield.problem import Gradient, Problem, Rows, check, isolate_non_finite
 from nearfield.results import Gradients
-from nearfield.sampling import Seeds
+from nearfield.sampling import Dropout, Seeds
 
 __all__ = ["Gradient", "Gradients", "PrintedWalk", "RandomWalk", "approx_pos_prod", "estimate", "estimate_product", "exact"]
 
@@ -152,10 +152,20 @@ def _like_inputs(problem: Problem, grads: Gradients) -> Gradients:
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, output: Tensor, visible: Tensor, gradient: Gradient, seeds: Seeds
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        visible: Tensor,
+        gradient: Gradient,
+        seeds: Seeds,
+        dropout: Dropout | None,
     ) -> Tensor:
         ctx.save_for_backward(queries, keys, values, visible)
         ctx.gradient, ctx.seeds = gradient, seeds
+        # A gradient of one's own may have no such argument.
+        ctx.options = {} if dropout is None else {"dropout": dropout}
         return output.clone()
 
     @staticmethod
@@ -163,14 +173,17 @@ class _WithGradient(torch.autograd.Function):
         refuse_double_backward()
         rows = Rows(*ctx.saved_tensors)
         with full_precision(grad_output):
-            return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds), None, None, None, None)
+            return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds, **ctx.options), None, None, None, None, None)
 
 
-def with_gradient(output: Tensor, rows: Rows, gradient: Gradient, seeds: Seeds) -> Tensor:
-    """`output`, with `gradient` as its backward pass."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
-        _ = seeds.base  # drawn now: autograd decides in which order backward passes run
-    return _WithGradient.apply(rows.queries, rows.keys, rows.values, output.detach(), rows.visible, gradient, seeds)
+def with_gradient(output: Tensor, rows: Rows, gradient: Gradient, seeds: Seeds, dropout: Dropout | None = None) -> Tensor:
+    """`output`, with `gradient` as its backward pass. `dropout`: what was dropped on the way to `output`."""
+    # Drawn now, as autograd decides in which order backward passes run; and also where no gradient is wanted: checkpointing may
+    # run the first pass without one, and the second has to draw the same numbers.
+    _ = seeds.base
+    # Exact attention may come in bfloat16: the incoming gradient is to have the dtype of the rows.
+    output = output.detach().to(rows.values.dtype)
+    return _WithGradient.apply(rows.queries, rows.keys, rows.values, output, rows.visible, gradient, seeds, dropout)
 
 
 BLOCK_ELEMENTS = 1 << 22

@@ -21,7 +21,7 @@ from nearfield.paper.lazy import index_that_pays, prepare
 from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
-from nearfield.sampling import hashed_uniform
+from nearfield.sampling import Dropout, pair_dropout
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class LazyGumbel:
     always_lazy: bool = False
 
     any_mask = False
+    drops_pairs = True
 
     def __post_init__(self) -> None:
         check_fraction("eps", self.eps)
@@ -82,14 +83,13 @@ class LazyGumbel:
         rows = problem.rows
         k = default_k(self.k, rows.length)
         groups, size = self._sizes(rows)
+        dropout = pair_dropout(problem.dropout_p, call.seeds)
         with torch.no_grad():
-            outcome = self._estimate(problem, rows.detach(), k, groups, size, call)
+            outcome = self._estimate(problem, rows.detach(), k, groups, size, call, dropout)
         if call.gradient is not None or not torch.is_grad_enabled():
             return outcome
-        if problem.dropout_p and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
-            raise ValueError("LazyGumbel cannot be differentiated with dropout; use TopK or Exact, or dropout_p=0")
         own: Gradient = RandomWalk(index=self.index, k=self.k)
-        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds)
+        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds, dropout)
         return replace(outcome, output=problem.by_head(output))
 
     def is_async(self, problem: Problem, backend: str) -> bool:
@@ -108,7 +108,9 @@ class LazyGumbel:
         groups -= 1 - groups % 2  # odd, so that the median is one of the means
         return groups, self.draws // groups
 
-    def _estimate(self, problem: Problem, rows: Rows, k: int, groups: int, size: int, call: Call) -> Outcome:
+    def _estimate(
+        self, problem: Problem, rows: Rows, k: int, groups: int, size: int, call: Call, dropout: Dropout | None
+    ) -> Outcome:
         batch, count = rows.visible.shape
         draws = groups * size
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
@@ -136,16 +138,15 @@ class LazyGumbel:
 
             place = drawn.place.view(-1, size)
             weights = rows.values.new_full(place.shape, 1.0 / size)
-            if problem.dropout_p:
-                row = lazy.seen // part.visible.shape[1] * count + block.start + lazy.seen % part.visible.shape[1]
-                keep = hashed_uniform(call.seeds.base, row[:, None], drawn.ids) >= problem.dropout_p
-                weights = weights * keep.view(weights.shape) / (1 - problem.dropout_p)
+            if dropout is not None:
+                row = rows.numbers(block).flatten()[lazy.seen]
+                weights = weights * dropout.factors(row[:, None], drawn.ids, weights.dtype).view(weights.shape)
             means = kernel.pair_sums(weights, table, place).view(len(lazy.seen), groups, -1)
             output[:, block] = lazy.spread(means.median(1).values)
             # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
             log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
             lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
-            if call.diagnostics and not problem.dropout_p:
+            if call.diagnostics and dropout is None:
                 stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
         searches.warn(built)
         info = {
@@ -160,7 +161,7 @@ class LazyGumbel:
             "backend": backend,
         }
         return Outcome(
-            problem.by_head(output), problem.by_head(lse), None if problem.dropout_p else problem.by_head(stderr), info
+            problem.by_head(output), problem.by_head(lse), None if dropout is not None else problem.by_head(stderr), info
         )
 
 

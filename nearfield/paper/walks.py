@@ -21,10 +21,10 @@ from nearfield.kernels import backends
 from nearfield.knn.index.base import PADDING, Index, default_k
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.paper.budgets import Budget, budget
-from nearfield.paper.lazy import LazyRows, index_that_pays, prepare
+from nearfield.paper.lazy import LazyRows, RowDraws, index_that_pays, prepare
 from nearfield.problem import Rows
 from nearfield.results import Gradients
-from nearfield.sampling import Seeds, categorical, median_of_means, uniform
+from nearfield.sampling import Dropout, Seeds, categorical, median_of_means, uniform
 
 TABLE_BYTES = 2 << 30
 """The most that the cumulative sums of the printed D^K may take."""
@@ -44,6 +44,10 @@ class RandomWalk:
     All three are exactly unbiased: with P_i the softmax of row i, the last two are sample covariances of D^P_i with K and
     with the indicator of a key. The error falls as 1/sqrt(walks); `budget` with `theorem="dq"` or `"dk"` says how many walks
     promise which error, and `docs/guarantees.md` proves it.
+
+    With dropout, a walk carries the factor m_t of its pair (i, j_t): g_t = m_t <D^O_i, V_{j_t}>, D^V_{j_t} += m_t D^O_i / walks.
+    It is drawn from P_i all the same, because dropout does not touch the normaliser. All three are unbiased estimates of the
+    gradients for the pairs that the forward pass dropped.
 
     Args:
         walks: draws per row, at least 2.
@@ -66,8 +70,8 @@ class RandomWalk:
         check_index("index", self.index)
 
     @torch.no_grad()
-    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
-        return shared_walks(Walker(rows, self.index, self.k, self.walks), grad_output, self.walks, seeds)
+    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds, dropout: Dropout | None = None) -> Gradients:
+        return shared_walks(Walker(rows, self.index, self.k, self.walks), grad_output, self.walks, seeds, dropout)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class PrintedWalk:
     those of `budget` (`dq` and `dk` in their tight form, `walks`), which also says what is promised: of each of the three, that
     all entries in all heads are right at once with probability 1 - delta. Medians of means are biased, so D^Q and D^K are.
     The error of the walks is eps times an l1 norm over all rows, at realistic sizes far more than the gradient itself. Use
-    `RandomWalk` to train.
+    `RandomWalk` to train. With dropout a walk carries the factor of its pair, up to 1 / (1 - p), and so do the errors.
 
     Args:
         eps, delta: the parameters of the theorems.
@@ -100,17 +104,20 @@ class PrintedWalk:
         check_index("index", self.index)
 
     @torch.no_grad()
-    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds) -> Gradients:
+    def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds, dropout: Dropout | None = None) -> Gradients:
         generator = seeds.generator(-3)
         for_query, for_key, for_value = self.sizes(rows)
         walker = Walker(rows, self.index, self.k, (for_query.draws or 1) + (for_key.draws or 1))
         key_walks, value_walks = self.walks or for_key.walks or 1, self.walks or for_value.walks or 1
-        row_sums = positive_product(walker, torch.ones_like(grad_output[..., :1]), max(key_walks, value_walks), generator)
+        ones, most = torch.ones_like(grad_output[..., :1]), max(key_walks, value_walks)
+        row_sums = kept_sums = positive_product(walker, ones, most, generator)
+        if dropout is not None:
+            kept_sums = positive_product(walker, ones, most, generator, dropout)
         groups, size = for_key.groups or 1, for_key.group_size or 1
         return Gradients(
-            query=printed_dq(walker, grad_output, for_query.groups or 1, for_query.group_size or 1, generator),
-            key=printed_dk(walker, grad_output, key_walks, groups, size, row_sums, generator),
-            value=shifted_product(walker, grad_output, value_walks, generator, row_sums),
+            query=printed_dq(walker, grad_output, for_query.groups or 1, for_query.group_size or 1, generator, dropout),
+            key=printed_dk(walker, grad_output, key_walks, groups, size, row_sums, generator, kept_sums, dropout),
+            value=shifted_product(walker, grad_output, value_walks, generator, kept_sums, dropout),
         )
 
     def sizes(self, rows: Rows) -> tuple[Budget, Budget, Budget]:
@@ -140,6 +147,13 @@ class Walker:
     def prepare(self, block: slice, draws: int | Tensor) -> LazyRows:
         return prepare(self.rows.at(block), self.built, self.k, draws=draws)
 
+    def carried(self, block: slice, lazy: LazyRows, drawn: RowDraws, dropout: Dropout | None) -> Tensor:
+        """What walks from the rows of a block carry, `[seen, draws]`: the dropout factors of their pairs, or ones."""
+        if dropout is None:
+            return self.rows.queries.new_ones(drawn.ids.shape)
+        row = self.rows.numbers(block).flatten()[lazy.seen]
+        return dropout.factors(row[:, None], drawn.ids, self.rows.queries.dtype)
+
     def step(self, source: Tensor, generator: torch.Generator) -> Tensor:
         """One step from every flat row number of `source` (batch entry * rows + row): the key it reaches, or `PADDING`."""
         count = self.rows.visible.shape[1]
@@ -159,7 +173,7 @@ class Walker:
         return reached
 
 
-def shared_walks(walker: Walker, grad_output: Tensor, walks: int, seeds: Seeds) -> Gradients:
+def shared_walks(walker: Walker, grad_output: Tensor, walks: int, seeds: Seeds, dropout: Dropout | None = None) -> Gradients:
     """The estimators of `RandomWalk`."""
     rows = walker.rows
     kernel = backends.pair_kernels("auto", rows.keys.device)
@@ -167,30 +181,32 @@ def shared_walks(walker: Walker, grad_output: Tensor, walks: int, seeds: Seeds) 
     grad = Gradients(torch.zeros_like(rows.queries), torch.zeros_like(key_table), torch.zeros_like(value_table))
     for block in walker.blocks(walks):
         lazy = walker.prepare(block, walks)
-        place = lazy.draw_each(walks, seeds.generator(-2, block.start)).place
+        drawn = lazy.draw_each(walks, seeds.generator(-2, block.start))
+        place, carried = drawn.place, walker.carried(block, lazy, drawn, dropout)
         upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
         query_rows = lazy.rows.queries.flatten(0, 1)[lazy.seen]
 
-        scores = kernel.pair_scores(upstream, value_table, place)
+        scores = carried * kernel.pair_scores(upstream, value_table, place)
         centred = (scores - scores.mean(-1, keepdim=True)) / (walks - 1)
         grad.query[:, block] = lazy.spread(kernel.pair_sums(centred, key_table, place))
         kernel.pair_scatter_(grad.key, centred, query_rows, place)
-        kernel.pair_scatter_(grad.value, torch.full_like(centred, 1.0 / walks), upstream, place)
+        kernel.pair_scatter_(grad.value, carried / walks, upstream, place)
     return Gradients(grad.query, grad.key.view_as(rows.keys), grad.value.view_as(rows.values))
 
 
-def positive_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator) -> Tensor:
-    """ApproxPosProd: P^T x for x >= 0. x `[batch, rows, columns]` -> `[batch, length, columns]`.
+def positive_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator, dropout: Dropout | None = None) -> Tensor:
+    """ApproxPosProd: P^T x for x >= 0. x `[batch, rows, columns]` -> `[batch, length, columns]`. With dropout, P is what is left.
 
     `walks` walks per column start in row i with probability x_i / sum x. The share that ends in key v, times sum x, is an
-    unbiased estimate of (P^T x)_v, with an error of at most eps sum x for `budget(theorem="walks")` walks.
+    unbiased estimate of (P^T x)_v, with an error of at most eps sum x for `budget(theorem="walks")` walks; with dropout, where a
+    walk counts as the factor of its pair, of at most eps sum x / (1 - p).
     """
     if bool((x < 0).any()):
         raise ValueError("approx_pos_prod needs x >= 0; use estimate_product for x of any sign")
-    return signed_product(walker, x, walks, generator)
+    return signed_product(walker, x, walks, generator, dropout)
 
 
-def signed_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator) -> Tensor:
+def signed_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator, dropout: Dropout | None = None) -> Tensor:
     """P^T x for any x: a walk starts in row i with probability |x_i| / ||x||_1 and carries the sign of x_i.
 
     Variance of entry v: (||x||_1 (P^T |x|)_v - (P^T x)_v^2) / walks. The estimate for a column of zeros is zero. The error is at
@@ -208,26 +224,38 @@ def signed_product(walker: Walker, x: Tensor, walks: int, generator: torch.Gener
         return out.view(batch, -1, columns).to(x.dtype)
     start = categorical(weight[alive], walks, generator)
     entry, column = alive // columns, alive % columns
-    key = walker.step((entry[:, None] * rows + start).reshape(-1), generator).view(start.shape)
+    source = entry[:, None] * rows + start
+    key = walker.step(source.reshape(-1), generator).view(start.shape)
     place = (entry[:, None] * walker.rows.length + key) * columns + column[:, None]
     carried = by_column[alive].gather(1, start).sign().double() * total[alive, None] / walks
+    if dropout is not None:
+        carried = carried * dropout.factors(source, key, carried.dtype)
     out.index_add_(0, place.reshape(-1), carried.reshape(-1))
     return out.view(batch, walker.rows.length, columns).to(x.dtype)
 
 
-def shifted_product(walker: Walker, x: Tensor, walks: int, generator: torch.Generator, row_sums: Tensor | None = None) -> Tensor:
+def shifted_product(
+    walker: Walker,
+    x: Tensor,
+    walks: int,
+    generator: torch.Generator,
+    row_sums: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
     """EstimateProduct as printed: lift every column by its most negative entry, walk, and subtract the lift again.
 
     P^T x = P^T (x + M) - M P^T 1, with P^T 1 estimated once (`row_sums`, `[batch, length, 1]`). Unbiased, but with many times the
-    variance of `signed_product` for x of mixed sign.
+    variance of `signed_product` for x of mixed sign. With dropout, P is the matrix that is left, in all three places.
     """
     if row_sums is None:
-        row_sums = positive_product(walker, torch.ones_like(x[..., :1]), walks, generator)
+        row_sums = positive_product(walker, torch.ones_like(x[..., :1]), walks, generator, dropout)
     lift = (-x).clamp(min=0).amax(1, keepdim=True)
-    return positive_product(walker, x + lift, walks, generator) - lift * row_sums
+    return positive_product(walker, x + lift, walks, generator, dropout) - lift * row_sums
 
 
-def printed_dq(walker: Walker, grad_output: Tensor, groups: int, size: int, generator: torch.Generator) -> Tensor:
+def printed_dq(
+    walker: Walker, grad_output: Tensor, groups: int, size: int, generator: torch.Generator, dropout: Dropout | None = None
+) -> Tensor:
     """Algorithm on D^Q: E1 - E2 E3, each by its own median of means.
 
     E1 = E[D^P_ik K_k], E2 = E[K_k], E3 = E[D^P_ik] over k ~ softmax of row i. Mended: E3 does not depend on the column, so it is
@@ -241,27 +269,49 @@ def printed_dq(walker: Walker, grad_output: Tensor, groups: int, size: int, gene
     for block in walker.blocks(draws * rows.keys.shape[-1]):
         lazy = walker.prepare(block, 3 * draws)
         upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
-        first, second, third = (lazy.draw_each(draws, generator).place for _ in range(3))
-        with_keys = kernel.pair_scores(upstream, value_table, first)[..., None] * key_table[first]
+        one, two, three = (lazy.draw_each(draws, generator) for _ in range(3))
+        first, second, third = one.place, two.place, three.place
+        with_values = walker.carried(block, lazy, one, dropout) * kernel.pair_scores(upstream, value_table, first)
+        with_keys = with_values[..., None] * key_table[first]
         e1 = median_of_means(with_keys.unflatten(1, (groups, size)))
         e2 = median_of_means(key_table[second].unflatten(1, (groups, size)))
-        scores = kernel.pair_scores(upstream, value_table, third)
+        scores = walker.carried(block, lazy, three, dropout) * kernel.pair_scores(upstream, value_table, third)
         e3 = median_of_means(scores.view(-1, groups, size, 1))
         grad[:, block] = lazy.spread(e1 - e2 * e3)
     return grad
 
 
 def printed_dk(
-    walker: Walker, grad_output: Tensor, walks: int, groups: int, size: int, row_sums: Tensor, generator: torch.Generator
+    walker: Walker,
+    grad_output: Tensor,
+    walks: int,
+    groups: int,
+    size: int,
+    row_sums: Tensor,
+    generator: torch.Generator,
+    kept_sums: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
-    """Algorithm on D^K: A - B, with A entry by entry (part 1) and B column by column (part 2)."""
-    positive = _printed_a(walker, grad_output, walks, row_sums, generator)
-    mean_scores = _mean_scores(walker, grad_output, groups, size, generator)
+    """Algorithm on D^K: A - B, with A entry by entry (part 1) and B column by column (part 2).
+
+    `row_sums` estimates P^T 1. With dropout, A is a product with what is left of P, for which `kept_sums` takes the place of
+    `row_sums`, and B is one with the whole of P.
+    """
+    kept_sums = row_sums if kept_sums is None else kept_sums
+    positive = _printed_a(walker, grad_output, walks, kept_sums, generator, dropout)
+    mean_scores = _mean_scores(walker, grad_output, groups, size, generator, dropout)
     negative = shifted_product(walker, walker.rows.queries * mean_scores, walks, generator, row_sums)
     return positive - negative
 
 
-def _printed_a(walker: Walker, grad_output: Tensor, walks: int, row_sums: Tensor, generator: torch.Generator) -> Tensor:
+def _printed_a(
+    walker: Walker,
+    grad_output: Tensor,
+    walks: int,
+    row_sums: Tensor,
+    generator: torch.Generator,
+    dropout: Dropout | None = None,
+) -> Tensor:
     """A_ij = sum_k P_ki Y_kj with Y_kj = Q_kj <D^O_k, V_i>, by walks that start in row k in proportion to Y_kj + M.
 
     A start is found by bisection in cumulative sums <V_i, sum_{s<=l} Q_sj D^O_s> + l M, whose table serves every i. Mended: the
@@ -307,8 +357,12 @@ def _printed_a(walker: Walker, grad_output: Tensor, walks: int, row_sums: Tensor
             lower, upper = torch.where(enough, lower, middle + 1), torch.where(enough, middle, upper)
             lower = torch.minimum(lower, upper)
         start = upper
-        reached = walker.step((entry[:, None] * count + start).reshape(-1), generator).view(start.shape)
-        share = (reached == key[:, None]).double().mean(1)
+        source = entry[:, None] * count + start
+        reached = walker.step(source.reshape(-1), generator).view(start.shape)
+        hits = (reached == key[:, None]).double()
+        if dropout is not None:
+            hits = hits * dropout.factors(source, key[:, None], hits.dtype)
+        share = hits.mean(1)
         out[part] = share * total[:, 0] - shift * row_sums[entry, key, 0].double()
     return out.view(batch, length, dim).to(rows.keys.dtype)
 
@@ -322,7 +376,9 @@ def _first_row_that_sees(rows: Rows) -> Tensor:
     return torch.searchsorted(rows.visible.contiguous(), keys, right=True).clamp(max=rows.visible.shape[1] - 1)
 
 
-def _mean_scores(walker: Walker, grad_output: Tensor, groups: int, size: int, generator: torch.Generator) -> Tensor:
+def _mean_scores(
+    walker: Walker, grad_output: Tensor, groups: int, size: int, generator: torch.Generator, dropout: Dropout | None = None
+) -> Tensor:
     """<D^P_k, P_k> of every row k by median of means, `[batch, rows, 1]`. Mended: with the near keys of row k, not of row i."""
     rows = walker.rows
     value_table = rows.values.flatten(0, 1)
@@ -331,7 +387,8 @@ def _mean_scores(walker: Walker, grad_output: Tensor, groups: int, size: int, ge
     draws = groups * size
     for block in walker.blocks(draws):
         lazy = walker.prepare(block, draws)
-        place = lazy.draw_each(draws, generator).place
-        scores = kernel.pair_scores(grad_output[:, block].flatten(0, 1)[lazy.seen], value_table, place)
+        drawn = lazy.draw_each(draws, generator)
+        upstream = grad_output[:, block].flatten(0, 1)[lazy.seen]
+        scores = walker.carried(block, lazy, drawn, dropout) * kernel.pair_scores(upstream, value_table, drawn.place)
         out[:, block] = lazy.spread(median_of_means(scores.view(-1, groups, size, 1)))
     return out

@@ -339,14 +339,6 @@ def test_double_backward_is_refused(method: Any, gradient: Any) -> None:
         torch.autograd.grad(output.sum(), (q, k, v), create_graph=True)
 
 
-@pytest.mark.parametrize("gradient", [RandomWalk(), PrintedWalk(eps=0.9)], ids=["RandomWalk", "PrintedWalk"])
-@pytest.mark.parametrize("method", [None, nf.TopK(k=2), nf.LazyGumbel(draws=4)], ids=["Exact", "TopK", "LazyGumbel"])
-def test_dropout_with_an_estimated_gradient_is_refused(method: Any, gradient: Any) -> None:
-    q, k, v = inputs(27, (1, 1, 6, 2), (1, 1, 6, 2), (1, 1, 6, 2))
-    with pytest.raises(ValueError, match="dropout"):
-        nf.attention(q, k, v, dropout_p=0.1, method=method, gradient=gradient)
-
-
 @pytest.mark.parametrize("gradient", [None, RandomWalk(walks=4)], ids=["own", "RandomWalk"])
 def test_the_forward_pass_of_exact_attention_is_not_touched(gradient: Any) -> None:
     q, k, v = (x.requires_grad_() for x in inputs(28, (1, 2, 6, 2), (1, 2, 6, 2), (1, 2, 6, 2)))

@@ -308,14 +308,6 @@ def test_another_gradient_can_be_asked_for() -> None:
         torch.testing.assert_close(leaf.grad, grad)
 
 
-def test_dropout_cannot_be_differentiated() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(17, (1, 1, 5, 4), (1, 1, 12, 4), (1, 1, 12, 2)))
-    with pytest.raises(ValueError, match="dropout"):
-        nf.attention(q, k, v, dropout_p=0.1, method=nf.LazyGumbel(draws=9))
-    with torch.no_grad():
-        nf.attention(q, k, v, dropout_p=0.1, method=nf.LazyGumbel(draws=9))
-
-
 def test_audit_of_a_sampled_estimate() -> None:
     q, k, v = inputs(18, (1, 2, 100, 8), (1, 2, 100, 8), (1, 2, 100, 4), dtype=torch.float32)
     est = nf.estimate(q, k, v, is_causal=True, method=nf.LazyGumbel(eps=0.2, delta=0.1), audit=59, generator=seeded(7))

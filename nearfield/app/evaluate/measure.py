@@ -194,6 +194,7 @@ class _Probe:
     found: list[_Found]
 
     any_mask = False
+    drops_pairs = False
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         exact = Exact().run(problem, replace(call, diagnostics=False))
@@ -259,6 +260,7 @@ class _Noise:
     seed: int
 
     any_mask = False
+    drops_pairs = False
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         return False
