@@ -50,15 +50,15 @@ def sizes_taken(walk: PrintedWalk, rows: Rows, monkeypatch: pytest.MonkeyPatch) 
     """What `PrintedWalk` hands to its estimators, which do nothing here."""
     taken: dict[str, Any] = {}
 
-    def dq(walker: Any, upstream: Tensor, groups: int, size: int, generator: Any) -> Tensor:
+    def dq(walker: Any, upstream: Tensor, groups: int, size: int, generator: Any, dropout: None) -> Tensor:
         taken["dq"] = (groups, size)
         return torch.zeros_like(rows.queries)
 
-    def dk(walker: Any, upstream: Tensor, walks: int, groups: int, size: int, row_sums: Tensor, generator: Any) -> Tensor:
+    def dk(walker: Any, upstream: Tensor, walks: int, groups: int, size: int, *_: Any) -> Tensor:
         taken["dk"] = (walks, groups, size)
         return torch.zeros_like(rows.keys)
 
-    def dv(walker: Any, x: Tensor, walks: int, generator: Any, row_sums: Tensor) -> Tensor:
+    def dv(walker: Any, x: Tensor, walks: int, *_: Any) -> Tensor:
         taken["dv"] = walks
         return torch.zeros_like(rows.values)
 
