@@ -20,8 +20,9 @@ from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.kernels.reference import weighted_softmax
-from nearfield.knn.index.base import PADDING, BuiltIndex, Index, build_index, default_k, flat_ids, gathered_scores
+from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores
 from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.own import build_index, check_built
 from nearfield.knn.index.tally import Tally
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
@@ -64,7 +65,8 @@ class TopK:
     Args:
         k: near keys per row; None: ceil(sqrt(Lk)).
         tail: drawn keys per row.
-        index: finds the near keys; a built-in index or your own (`nearfield.Index`).
+        index: finds the near keys; a built-in index or your own (`nearfield.Index`). It is built in every call, unless it is
+            built already: `KMeansIndex().build(key)` is searched as it is, and must have the keys of the call.
 
     Cost: the search of the index, plus O(rows * (k + tail) * dim). Memory is bounded: rows are taken in blocks, and the
     backward pass plans each block again. A plan is stored only if it is the only one and no larger than the inputs. Gradients
@@ -90,6 +92,7 @@ class TopK:
         rows = problem.rows
         k = default_k(self.k, rows.length)
         if k == rows.length:
+            check_built(self.index, rows.keys)
             exact = Exact().run(problem, call)
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0})
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
