@@ -31,7 +31,7 @@ MOVED = {
     "index.faiss": "knn.index.faiss",
     "index.kmeans": "knn.index.kmeans",
     "index.lsh": "knn.index.lsh",
-    "index.mips": "knn.index.base",
+    "index.mips": "knn.index.lift",
     "index.prefixes": "knn.index.prefixes",
     "lazy_gumbel": "paper.lazy",
     "methods": "problem",

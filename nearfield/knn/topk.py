@@ -20,8 +20,9 @@ from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.kernels.reference import weighted_softmax
-from nearfield.knn.index.base import PADDING, BuiltIndex, Index, build_index, default_k, flat_ids, gathered_scores
+from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores
 from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.own import build_index, check_built
 from nearfield.knn.index.tally import Tally
 from nearfield.knn.tail import RowsMet, TailPromise, tail_factor
 from nearfield.problem import Call, Problem, Rows
@@ -65,7 +66,8 @@ class TopK:
     Args:
         k: near keys per row; None: ceil(sqrt(Lk)), or what `eps` and `delta` ask for.
         tail: drawn keys per row; None: 0, or what `eps` and `delta` ask for.
-        index: finds the near keys; a built-in index or your own (`nearfield.Index`).
+        index: finds the near keys; a built-in index or your own (`nearfield.Index`). It is built in every call, unless it is
+            built already: `KMeansIndex().build(key)` is searched as it is, and must have the keys of the call.
         eps, delta: the promise above, for rows that see all keys (a row that sees fewer needs less). If neither k nor tail is
             given, both are the same: only their product counts, so this reads the fewest keys, and the searches of indices that
             can vouch for their answers do not depend on k. If one is given it stays, and the other follows. If both are given
@@ -120,6 +122,7 @@ class TopK:
         promise = None if self.eps is None or self.delta is None else TailPromise(self.eps, self.delta, self.joint)
         k, tail = self._sizes(rows, promise)
         if k == rows.length:
+            check_built(self.index, rows.keys)
             exact = Exact().run(problem, call)
             promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})

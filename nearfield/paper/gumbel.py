@@ -12,8 +12,9 @@ from torch import Tensor
 from nearfield.checks import check_fraction, check_index, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.knn.index.base import BuiltIndex, Index, build_index, default_k
+from nearfield.knn.index.base import BuiltIndex, Index, default_k
 from nearfield.knn.index.exact import ExactIndex
+from nearfield.knn.index.own import build_index
 from nearfield.knn.index.tally import Tally
 from nearfield.paper.budgets import budget
 from nearfield.paper.gradients import with_gradient
@@ -37,9 +38,9 @@ class LazyGumbel:
     Args:
         eps, delta: the promise above.
         k: near keys per row; None: ceil(sqrt(Lk)), as `budget(theorem="lazy-gumbel")` says. It decides the cost, not the promise.
-        index: finds them; a built-in index or your own (`nearfield.Index`). Draws are exact for an index that bounds the keys
-            it leaves out (`ExactIndex`, `KMeansIndex`). With any other, `info["certified"]` is False: draws are then exact
-            only for rows whose true top k was found.
+        index: finds them; a built-in index or your own (`nearfield.Index`), or one that is built already. Draws are exact for an
+            index that bounds the keys it leaves out (`ExactIndex`, `KMeansIndex`). With any other, `info["certified"]` is False:
+            draws are then exact only for rows whose true top k was found.
         estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
         draws: overrides the number of draws per row.
         certify: False uses the paper's cutoff, which trusts the index to have found the true top k (rows that are drawn from

@@ -23,7 +23,8 @@ from torch import Tensor
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
 from nearfield.kernels.reference import exact_logits
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, build_index
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index
+from nearfield.knn.index.own import build_index, check_built
 from nearfield.problem import Rows
 from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, uniform
 
@@ -252,6 +253,7 @@ def index_that_pays(
     to search and then to do what is cheaper has to cost less than to draw from full softmaxes.
     """
     if int(rows.visible.sum()) < LEAST_KEYS:
+        check_built(index, rows.keys)
         return None
     built = build_index(index, rows.keys)
     count = rows.visible.shape[1]

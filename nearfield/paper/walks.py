@@ -51,7 +51,7 @@ class RandomWalk:
 
     Args:
         walks: draws per row, at least 2.
-        k, index: near keys of the lazy Gumbel sampler (None: ceil(sqrt(Lk))), and what finds them.
+        k, index: near keys of the lazy Gumbel sampler (None: ceil(sqrt(Lk))), and what finds them, built already or not.
 
     Cost: one search per row, plus O(walks * (E[m] + 1) * dim) per row; memory O(inputs).
 

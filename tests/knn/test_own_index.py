@@ -14,7 +14,7 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield.knn.index import PADDING, ExactIndex
-from nearfield.knn.index.base import build_index
+from nearfield.knn.index.own import build_index
 from nearfield.paper.lazy import prepare
 from nearfield.problem import Rows
 

@@ -11,7 +11,7 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.knn.index import base
+from nearfield.knn.index import base, build_index
 from nearfield.synthetic import make
 
 LENGTH = 3000
@@ -59,7 +59,7 @@ def test_k_means_scores_the_keys_of_its_cells_alone() -> None:
 def test_top_k_and_lazy_draws_report_what_was_scored() -> None:
     query, key, value = clustered()
     index = nf.KMeansIndex(probes=3)
-    built = base.build_index(index, key[0])
+    built = build_index(index, key[0])
     scored = built.find(query[0], 8).scored
     assert scored is not None
     info = nf.estimate(query, key, value, method=nf.TopK(k=8, index=index)).info

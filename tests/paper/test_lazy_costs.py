@@ -8,7 +8,7 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.knn.index.base import build_index
+from nearfield.knn.index.own import build_index
 from nearfield.paper import lazy
 from nearfield.paper.lazy import index_that_pays, prepare
 from nearfield.problem import Rows, check

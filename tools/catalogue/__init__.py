@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from catalogue import cache, calibrate, cells, methods, ready, theory, triton
+from catalogue import cache, calibrate, cells, indices, methods, ready, theory, triton
 from catalogue.mutant import Mutant
 
-MUTANTS = methods.MUTANTS + cells.MUTANTS + triton.MUTANTS + ready.MUTANTS + cache.MUTANTS + calibrate.MUTANTS + theory.MUTANTS
+MUTANTS = (
+    methods.MUTANTS
+    + indices.MUTANTS
+    + cells.MUTANTS
+    + triton.MUTANTS
+    + ready.MUTANTS
+    + cache.MUTANTS
+    + calibrate.MUTANTS
+    + theory.MUTANTS
+)
 
 __all__ = ["MUTANTS", "Mutant"]

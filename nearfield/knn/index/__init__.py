@@ -1,8 +1,8 @@
 """Indices: which k keys have the largest inner product with a query?
 
-`base` has the contracts, for built-in indices and for your own. `exact` scores every key, `kmeans` and `lsh` score candidates,
-`faiss` wraps Faiss. `lsh_theory` has the sizes that hashing needs for a promise. `candidates` finds the best of listed keys;
-`prefixes` makes an index that learns from its keys causal.
+`base` has the contract, `own` checks your own index. `exact` scores every key, `kmeans` and `lsh` score candidates, `faiss` wraps
+Faiss. `lsh_theory` has the sizes that hashing needs for a promise. `candidates` finds the best of listed keys; `prefixes` makes
+an index that learns from its keys causal, and lets it grow.
 """
 
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, Searchable, gathered_scores
@@ -10,6 +10,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
 from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn.index.own import build_index
 
 BUILT_IN: dict[str, type] = {kind.__name__: kind for kind in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)}
 
@@ -24,5 +25,6 @@ __all__ = [
     "Index",
     "KMeansIndex",
     "Searchable",
+    "build_index",
     "gathered_scores",
 ]

@@ -1,9 +1,10 @@
-"""The contract of every index: build it once on a set of keys, then search it, causally or not."""
+"""The contract of every index: build it once on a set of keys, then search it, causally or not; add keys and remove some."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from nearfield import _compat
 from nearfield.checks import check_positive
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.room import Room
 
 CausalOffset = int | Tensor | None
 
@@ -110,9 +112,13 @@ class Cutoffs:
 class BuiltIndex(ABC):
     """An index over one set of keys. It keeps a reference to them and refuses to answer once they have been changed in place.
 
+    It can be given wherever a recipe can: `TopK(index=built)` searches it as it is, in every call with these keys, and raises
+    where the keys are others (`build`). It never changes. `add` and `remove` return another index, so that a backward pass, which
+    plans anew, still finds the one of its forward pass.
+
     A subclass defines `_search`, whose answers are not checked. If it also knows how large the inner products of the keys it
     leaves out can be, it defines `_cutoffs`, and lazy Gumbel draws are exact with it. If it counts the keys that it scores, it
-    returns a `Found`.
+    returns a `Found`. If its constructor takes more than keys, it defines `_anew`, and `add` and `remove` build it anew.
 
     Example:
         >>> from nearfield.knn.index import BuiltIndex, Cutoffs, gathered_scores
@@ -140,14 +146,27 @@ class BuiltIndex(ABC):
     """what to do where it looks at all keys although it should not"""
 
     def __init__(self, keys: Tensor) -> None:
-        if keys.dim() != 3:
-            raise ValueError(f"keys must have shape [batch, length, dim], got {tuple(keys.shape)}")
+        if keys.dim() not in (3, 4):
+            raise ValueError(f"keys must have shape [batch, length, dim] or [batch, heads, length, dim], got {tuple(keys.shape)}")
         if not keys.is_floating_point():
             raise TypeError(f"keys must be floating point, got {keys.dtype}")
+        self.dtype = keys.dtype
+        """of the keys as they were given; `keys` are float32, or float64 if these are"""
+        self._room: Room | None = None
+        self._hold(keys)
+
+    def _hold(self, keys: Tensor) -> None:
+        if keys.is_inference():
+            # Nobody counts the changes of such tensors, so these must not reach the index.
+            with torch.inference_mode(False):
+                keys = keys.clone()
         self._source = keys.detach()
-        # None for inference tensors: they cannot be changed in place outside inference mode either.
         self._version = _compat.version_of(keys)
-        self.keys = self._source if keys.dtype == torch.float64 else self._source.float()
+        flat = self._source.flatten(0, -3)
+        self.keys = flat if keys.dtype == torch.float64 else flat.float()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of keys {tuple(self.keys.shape)}>"
 
     @property
     def length(self) -> int:
@@ -157,6 +176,110 @@ class BuiltIndex(ABC):
     def groups(self) -> int:
         """About how many groups `cutoffs` has, for planning memory."""
         return 1
+
+    def build(self, keys: Tensor) -> BuiltIndex:
+        """This index, if `keys` are the keys it has; raises if they are not. Nothing is built.
+
+        Keys in the same memory are the same, as long as torch has counted no change. (It does not count what is written through
+        `.data`, NumPy or another library.) All others are compared number by number, which takes O(length dim).
+        """
+        self._check_unchanged()
+        given = keys.detach().flatten(0, -3) if keys.dim() >= 3 else keys
+        has = self.keys
+        if given.shape != has.shape:
+            raise ValueError(
+                f"the index has keys of shape {tuple(has.shape)} and the call has keys {tuple(given.shape)}, [batch * key heads, "
+                "length, dim] without those that a mask hides; build it of the keys of the call, or add and remove keys"
+            )
+        if torch.promote_types(given.dtype, torch.float32) != has.dtype:
+            raise TypeError(f"the index has keys of {has.dtype} and the call has keys of {given.dtype}; build it of these keys")
+        if given.device != has.device:
+            raise ValueError(
+                f"the index has keys on {has.device} and the call has keys on {given.device}; build it of these keys"
+            )
+        same_memory = given.data_ptr() == has.data_ptr() and given.stride() == has.stride() and given.dtype == has.dtype
+        if not same_memory and not torch.equal(given.to(has.dtype), has):
+            raise ValueError(
+                "the keys of the call are not the keys of the index; build it of these keys, or add and remove keys. (A mask "
+                "drops the keys it hides before the index sees them, and NaN and inf become 0.)"
+            )
+        return self
+
+    def add(self, keys: Tensor) -> BuiltIndex:
+        """An index that has these keys behind its own; this one stays as it is.
+
+        Args:
+            keys: `[batch, heads, more, dim]` or `[batch * heads, more, dim]`, of the same dtype and on the same device.
+
+        The new index has a copy of all keys, with free space behind them: to it, keys are added without copying, but for O(1)
+        amortised a key. What else it costs depends on the index; see `nearfield.knn.index.prefixes`. An index without a structure
+        (`ExactIndex`) has no other cost, and your own is built anew.
+
+        Example:
+            >>> built = nearfield.KMeansIndex().build(torch.randn(1, 2, 1000, 8))
+            >>> built.add(torch.randn(1, 2, 24, 8)).length
+            1024
+        """
+        self._check_unchanged()
+        more = keys.detach().flatten(0, -3) if keys.dim() >= 3 else keys
+        batch, _, dim = self.keys.shape
+        if more.dim() != 3 or more.shape[0] != batch or more.shape[2] != dim:
+            raise ValueError(f"keys to add must go with keys {tuple(self.keys.shape)}, got shape {tuple(keys.shape)}")
+        if keys.dtype != self.dtype:
+            raise TypeError(f"keys to add must have the dtype of this index, {self.dtype}, got {keys.dtype}")
+        if keys.device != self.keys.device:
+            raise ValueError(f"keys to add must be on the device of this index, {self.keys.device}, got {keys.device}")
+        room = self._room or Room(self.keys, 2 * (self.length + more.shape[1]))
+        room, everything = room.append(self.length, more)
+        with torch.no_grad(), full_precision(keys):
+            return self._like(self._with_added(everything), room)
+
+    def remove(self, ids: Tensor | Sequence[int]) -> BuiltIndex:
+        """An index without some of the keys, in all heads and batch entries; this one stays as it is.
+
+        The other keys keep their order and are counted anew, as in `keys[:, :, kept]`. Attention pairs key j with value j and
+        counts the keys it does not look at, so the caller removes the same rows of keys and values, and every id means what it
+        says there. (Ids with gaps would need a mask in every draw and every count.)
+
+        Args:
+            ids: integers from 0 to length - 1, in any order.
+
+        Cost: O(length dim), for it copies the keys that are left, so remove many at once; and what the index takes.
+
+        Example:
+            >>> keys = torch.randn(1, 2, 1000, 8)
+            >>> kept = torch.arange(10, 1000)
+            >>> built = nearfield.KMeansIndex().build(keys).remove(range(10))
+            >>> built.build(keys[:, :, kept]) is built
+            True
+        """
+        self._check_unchanged()
+        chosen = torch.as_tensor(ids if isinstance(ids, Tensor) else list(ids), device=self.keys.device)
+        if chosen.dim() != 1 or (chosen.numel() and chosen.dtype not in INTEGERS):
+            raise ValueError(f"ids must be a list of integers, got {ids!r}")
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.length:
+            raise ValueError(f"ids must be from 0 to {self.length - 1}, got {int(chosen.min())} to {int(chosen.max())}")
+        stays = torch.ones(self.length, dtype=torch.bool, device=self.keys.device)
+        stays[chosen.long()] = False
+        kept = stays.nonzero()[:, 0]
+        with torch.no_grad(), full_precision(self.keys):
+            return self._like(self._with_kept(self.keys[:, kept], kept))
+
+    def _like(self, other: BuiltIndex, room: Room | None = None) -> BuiltIndex:
+        other.dtype, other._room = self.dtype, room
+        return other
+
+    def _anew(self, keys: Tensor) -> BuiltIndex:
+        """An index of the same kind over other keys."""
+        return type(self)(keys)
+
+    def _with_added(self, keys: Tensor) -> BuiltIndex:
+        """An index of these keys, `[batch, all, dim]`, of which the first are those it has."""
+        return self._anew(keys)
+
+    def _with_kept(self, keys: Tensor, kept: Tensor) -> BuiltIndex:
+        """An index of these keys, which are those with the ids `kept`, ascending."""
+        return self._anew(keys)
 
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
         """The k visible keys of largest inner product, largest first.
@@ -205,9 +328,12 @@ class BuiltIndex(ABC):
         last = torch.arange(rows, device=queries.device) + causal_offset
         return (last + 1).clamp(0, self.length).expand(batch, rows)
 
-    def _check(self, queries: Tensor) -> None:
-        if self._version is not None and _compat.version_of(self._source) != self._version:
+    def _check_unchanged(self) -> None:
+        if _compat.version_of(self._source) != self._version:
             raise RuntimeError("the keys were changed in place after this index was built; call build(keys) again")
+
+    def _check(self, queries: Tensor) -> None:
+        self._check_unchanged()
         if queries.dim() != 3 or queries.shape[0] != self.keys.shape[0] or queries.shape[2] != self.keys.shape[2]:
             raise ValueError(
                 f"queries must have shape [batch, rows, dim] to go with keys {tuple(self.keys.shape)}, got {tuple(queries.shape)}"
@@ -225,49 +351,7 @@ class BuiltIndex(ABC):
         return None
 
 
-def build_index(index: Index, keys: Tensor) -> BuiltIndex:
-    """`index.build(keys)` as a `BuiltIndex`. The answers of any other object that can search are checked."""
-    keys = keys.detach()
-    built = index.build(keys)
-    if isinstance(built, BuiltIndex):
-        return built
-    if isinstance(built, type) or not callable(getattr(built, "search", None)):
-        raise TypeError(f"{index!r}.build must return an object with search(queries, k, causal_offset), got {built!r}")
-    return _CheckedIndex(keys, index, built)
-
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-class _CheckedIndex(BuiltIndex):
-    """What a user's index has built. It knows no bounds on the keys it leaves out."""
-
-    def __init__(self, keys: Tensor, index: Index, built: Searchable) -> None:
-        super().__init__(keys)
-        self._index, self._built = index, built
-
-    def _search(self, queries: Tensor, k: int, visible: Tensor) -> tuple[Tensor, Tensor]:
-        offset = visible - 1 - torch.arange(queries.shape[1], device=queries.device)
-        answer = self._built.search(queries, k, offset)
-        if not isinstance(answer, tuple | list) or len(answer) != 2 or not all(isinstance(x, Tensor) for x in answer):
-            raise TypeError(f"search of {self._index!r} must return two tensors, scores and ids, got {answer!r}")
-        scores, ids = answer
-        shape = (*queries.shape[:2], k)
-        if scores.shape != shape or ids.shape != shape or ids.dtype not in _INTEGERS:
-            raise ValueError(
-                f"search of {self._index!r} must return scores and integer ids of shape {shape}, got scores of shape "
-                f"{tuple(scores.shape)} and {ids.dtype} ids of shape {tuple(ids.shape)}"
-            )
-        scores, ids = scores.to(self.keys), ids.to(self.keys.device, torch.long)
-        if bool(((ids < PADDING) | (ids >= visible[..., None])).any()):
-            raise ValueError(
-                f"search of {self._index!r} returned keys that a row does not see; row i sees the keys up to "
-                f"i + causal_offset, and the id {PADDING} fills up a row with fewer than k"
-            )
-        ordered = ids.sort(-1).values
-        if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != PADDING)).any()):
-            raise ValueError(f"search of {self._index!r} returned a key twice in one row")
-        return scores.masked_fill(ids == PADDING, -torch.inf), ids
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def smallest_near_score(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
@@ -278,10 +362,24 @@ def smallest_near_score(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
 def gathered_scores(queries: Tensor, keys: Tensor, ids: Tensor, backend: str = "auto") -> Tensor:
     """`q_r . k_{ids[r, t]}` for ids `[batch, rows, t]`; -inf where the id is `PADDING`."""
     batch, rows, width = ids.shape
-    scores = backends.pair_kernels(backend, keys.device).pair_scores(
-        queries.flatten(0, 1), keys.flatten(0, 1), flat_ids(ids, keys.shape[1])
-    )
+    if keys.shape[1] == 0:
+        return queries.new_full(ids.shape, -torch.inf)
+    table, step = row_table(keys)
+    scores = backends.pair_kernels(backend, keys.device).pair_scores(queries.flatten(0, 1), table, flat_ids(ids, step))
     return scores.view(batch, rows, width).masked_fill(ids == PADDING, -torch.inf)
+
+
+def row_table(keys: Tensor) -> tuple[Tensor, int]:
+    """Keys `[batch, length, dim]` as one table of rows, and how many rows after an entry the next one begins.
+
+    Parts of a longer tensor, such as the keys of a block or of a `Room`, are not copied: between entries the table then has rows
+    that are nobody's.
+    """
+    batch, length, dim = keys.shape
+    step = keys.stride(0)
+    if keys.is_contiguous() or dim == 0 or keys.stride()[1:] != (dim, 1) or step % dim or step < length * dim:
+        return keys.flatten(0, 1), length
+    return keys.as_strided(((batch - 1) * (step // dim) + length, dim), (dim, 1)), step // dim
 
 
 def flat_ids(ids: Tensor, length: int) -> Tensor:
@@ -291,49 +389,6 @@ def flat_ids(ids: Tensor, length: int) -> Tensor:
     """
     start = torch.arange(ids.shape[0], dtype=torch.long, device=ids.device) * length
     return (ids.clamp(min=0) + start[:, None, None]).flatten(0, 1)
-
-
-def lift_keys(keys: Tensor, norm: Tensor | None = None) -> Tensor:
-    """Append a coordinate so that all keys of a batch entry have the same norm R.
-
-        k' = [k, sqrt(R^2 - ||k||^2)],   R = max_j ||k_j||,   ||k'|| = R
-
-    With q' = [q, 0] (`lift_queries`) this leaves q'.k' = q.k and makes ||q' - k'||^2 = ||q||^2 + R^2 - 2 q.k, so the nearest
-    lifted keys are the keys of largest inner product.
-
-    The paper (Appendix on concentric LSH, reduction of MIPS to kNN) prints a norm of sqrt(M); what the reduction needs is
-    R >= max ||k||. The argument of the root is clamped at 0: for the longest key it is a rounding error of either sign. A
-    single very long key makes R^2 dwarf all differences, and float32 then loses neighbours; so an index that can rank by inner
-    product does that instead.
-
-    Args:
-        keys: `[..., length, dim]`. Half precision is converted to float32.
-        norm: R, broadcastable to `[..., length]`, at least the norm of each key it applies to. None: the largest norm.
-
-    Returns:
-        `[..., length, dim + 1]`. Cost O(length dim).
-
-    >>> lift_keys(torch.tensor([[3.0, 4.0], [0.0, 3.0]]))
-    tensor([[3., 4., 0.],
-            [0., 3., 4.]])
-    """
-    keys = keys if keys.dtype == torch.float64 else keys.float()
-    squared = keys.square().sum(-1)
-    if norm is None:
-        limit = squared.amax(-1, keepdim=True) if keys.shape[-2] else squared.new_zeros(*squared.shape[:-1], 1)
-    else:
-        limit = norm.to(keys.dtype).square()
-    return torch.cat([keys, (limit - squared).clamp(min=0).sqrt().unsqueeze(-1)], dim=-1)
-
-
-def lift_queries(queries: Tensor) -> Tensor:
-    """Append a zero: q' = [q, 0], so that q'.k' = q.k for lifted keys k'. `[..., dim]` becomes `[..., dim + 1]`.
-
-    >>> lift_queries(torch.tensor([1.0, 2.0]))
-    tensor([1., 2., 0.])
-    """
-    queries = queries if queries.dtype == torch.float64 else queries.float()
-    return torch.nn.functional.pad(queries, (0, 1))
 
 
 def default_k(k: int | None, length: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.knn.index.base import PADDING
+from nearfield.knn.index.base import PADDING, row_table
 
 SCORES_PER_PASS = 1 << 22
 """Entries of the padded score table of one pass over some rows (16 MB in float32, plus ids where duplicates are removed)."""
@@ -136,8 +136,8 @@ class _Pass:
         seat_count[seat] = self.count[by_start]
         tile_start = torch.zeros(tiles, dtype=torch.int64, device=device)
         tile_start[tile] = start
-        flat_keys = self.keys.reshape(-1, dim)
-        base = self.entry * self.keys.shape[1]
+        flat_keys, between = row_table(self.keys)
+        base = self.entry * between
         step = max(1, SCALARS_PER_PRODUCT // ((side + run) * dim + side * run))
         steps = torch.arange(run, device=device)
         for first in range(0, tiles, step):

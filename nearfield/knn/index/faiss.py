@@ -14,7 +14,8 @@ from torch import Tensor
 from nearfield.checks import check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import PADDING, Found, gathered_scores, lift_keys, lift_queries
+from nearfield.knn.index.base import PADDING, Found, gathered_scores
+from nearfield.knn.index.lift import lift_keys, lift_queries
 from nearfield.knn.index.prefixes import PrefixBuilt
 
 GATHERED_SCALARS_PER_PASS = 1 << 23
@@ -36,7 +37,7 @@ class FaissIndex:
         factory: Faiss factory string, such as "Flat", "HNSW32" or "IVF256,Flat". With fewer keys than lists, or fewer than the
             256 that train a product quantiser, the index is "Flat" instead.
         metric: "ip" for inner products, or "l2" for Euclidean distances between keys lifted to equal norm
-            (`nearfield.knn.index.base.lift_keys`), for index types without inner products.
+            (`nearfield.knn.index.lift.lift_keys`), for index types without inner products.
         nprobe: lists probed by an IVF index; None: 1, the default of Faiss.
         leaf: keys of the smallest block of a causal search.
 
@@ -71,11 +72,28 @@ class BuiltFaiss(PrefixBuilt):
         super().__init__(keys, recipe.leaf)
         self.recipe = recipe
         self.scans = recipe.factory == "Flat"
+        self._learn()
+
+    def _learn(self) -> None:
         points = self.keys.float().cpu()
-        points = (lift_keys(points) if recipe.metric == "l2" else points).contiguous()
+        points = (lift_keys(points) if self.recipe.metric == "l2" else points).contiguous()
         with _faiss() as faiss:
             # Faiss searches one index at a time, hence the loop over batch entries.
             self._indices = [self._build_one(faiss, entry.numpy()) for entry in points]
+
+    def _take_in(self, start: int) -> None:
+        if self.recipe.metric == "l2":
+            # Keys are lifted to the norm of the longest one, which may be new.
+            return self._learn()
+        more = self.keys[:, start:].float().cpu().contiguous()
+        with _faiss() as faiss:
+            self._indices = [faiss.clone_index(index) for index in self._indices]
+            for index, points in zip(self._indices, more, strict=True):
+                index.add(points.numpy())
+
+    def _leave_out(self, kept: Tensor) -> None:
+        # Not every kind of index can forget.
+        self._learn()
 
     def _build_one(self, faiss: Any, points: Any) -> Any:
         metric = faiss.METRIC_INNER_PRODUCT if self.recipe.metric == "ip" else faiss.METRIC_L2
@@ -97,7 +115,7 @@ class BuiltFaiss(PrefixBuilt):
             index.add(points)
         return index
 
-    def _build_block(self, keys: Tensor) -> BuiltFaiss:
+    def _anew(self, keys: Tensor) -> BuiltFaiss:
         return BuiltFaiss(keys, self.recipe)
 
     def _search_all(self, queries: Tensor, k: int) -> Found:

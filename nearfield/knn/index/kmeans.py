@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nearfield.cells.partition.kmeans import lloyd, means
+from nearfield.cells.partition.kmeans import lloyd, means, nearest
 from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
@@ -63,6 +63,10 @@ class KMeansIndex:
         check_positive("leaf", self.leaf)
         check_integer("seed", self.seed)
 
+    def cells_of(self, length: int) -> int:
+        """How many cells so many keys have."""
+        return max(1, min(length, self.cells or math.ceil(math.sqrt(length))))
+
     def build(self, keys: Tensor) -> BuiltKMeans:
         with full_precision(keys):
             return BuiltKMeans(keys, self)
@@ -75,27 +79,60 @@ class BuiltKMeans(PrefixBuilt):
 
     bounded = True
 
-    def __init__(self, keys: Tensor, recipe: KMeansIndex) -> None:
+    def __init__(self, keys: Tensor, recipe: KMeansIndex, cells: int | None = None) -> None:
         super().__init__(keys, recipe.leaf)
         batch, length, dim = self.keys.shape
         self.recipe = recipe
-        self.cells = max(1, min(length, recipe.cells or math.ceil(math.sqrt(length))))
+        self.cells = cells or recipe.cells_of(length)
         assigned = lloyd(self.keys, self.cells, recipe.iterations, recipe.sample, recipe.seed)
-        centroids, _ = means(self.keys, assigned, self.keys.new_zeros(batch, self.cells, dim))
-        self.centroids = centroids
-        shifts = torch.arange(batch, device=keys.device)[:, None] * self.cells
+        self.centroids, _ = means(self.keys, assigned, self.keys.new_zeros(batch, self.cells, dim))
+        self.radii = self.keys.new_zeros(batch, self.cells)
+        self.longest = self.keys.new_zeros(batch)
+        self._measure(self.keys, assigned)
+        self._list(assigned)
+
+    def _measure(self, keys: Tensor, assigned: Tensor) -> None:
+        """Widen the balls of cells to these keys."""
+        batch, length, dim = keys.shape
+        self.radii, self.longest = self.radii.clone(), self.longest.clone()
+        for entries, part in row_chunks(batch, length, dim, 1 << 22) if length else ():
+            near = keys[entries, part]
+            own = self.centroids[entries].gather(1, assigned[entries, part, None].expand(-1, -1, dim))
+            distance = (near - own).norm(dim=-1)
+            self.radii[entries] = self.radii[entries].scatter_reduce(1, assigned[entries, part], distance, "amax")
+            self.longest[entries] = torch.maximum(self.longest[entries], near.norm(dim=-1).amax(1))
+
+    def _list(self, assigned: Tensor) -> None:
+        """List the keys cell by cell, by the cell of each key."""
+        batch = len(assigned)
+        shifts = torch.arange(batch, device=assigned.device)[:, None] * self.cells
         self.sizes = torch.bincount((assigned + shifts).reshape(-1), minlength=batch * self.cells).view(batch, self.cells)
         self.starts = self.sizes.cumsum(1) - self.sizes
         # Stable: ascending key ids inside each cell.
         self.order = assigned.argsort(dim=1, stable=True)
-        self.radii = self.keys.new_zeros(batch, self.cells)
-        self.longest = self.keys.new_zeros(batch)
-        for entries, part in row_chunks(batch, length, dim, 1 << 22) if length else ():
-            near = self.keys[entries, part]
-            own = centroids[entries].gather(1, assigned[entries, part, None].expand(-1, -1, dim))
-            distance = (near - own).norm(dim=-1)
-            self.radii[entries] = self.radii[entries].scatter_reduce(1, assigned[entries, part], distance, "amax")
-            self.longest[entries] = torch.maximum(self.longest[entries], near.norm(dim=-1).amax(1))
+
+    def _assigned(self) -> Tensor:
+        """The cell of each listed key, `[batch, listed]`."""
+        place = torch.arange(self.order.shape[1], device=self.order.device).expand_as(self.order).contiguous()
+        cell = torch.searchsorted(self.starts + self.sizes, place, right=True)
+        return torch.empty_like(self.order).scatter_(1, self.order, cell)
+
+    def _take_in(self, start: int) -> None:
+        more = self.keys[:, start:]
+        # Differences of squares lose precision far from the origin, as in `lloyd`.
+        offset = self.centroids.mean(1, keepdim=True)
+        joined, _ = nearest(more, self.centroids - offset, offset)
+        self._measure(more, joined)
+        self._list(torch.cat([self._assigned(), joined], 1))
+
+    def _leave_out(self, kept: Tensor) -> None:
+        # Balls stay as large as they were: they hold every key that is left.
+        self._list(self._assigned()[:, kept])
+
+    def _anew(self, keys: Tensor) -> BuiltKMeans:
+        # As many cells as it should have when it learns again: with too few, one cell would hold keys of several kinds.
+        length = keys.shape[1]
+        return BuiltKMeans(keys, self.recipe, min(max(1, length), self.recipe.cells_of(length + length // 2)))
 
     def _build_block(self, keys: Tensor) -> BuiltKMeans:
         # sqrt(block) cells, not a share of `recipe.cells`: a share would depend on how many keys are still to come.
@@ -134,7 +171,8 @@ class BuiltKMeans(PrefixBuilt):
         sizes = self.sizes[entries]
         route = torch.bmm(queries, self.centroids[entries].transpose(1, 2))
         route.masked_fill_(sizes[:, None, :] == 0, -torch.inf)
-        least = min(self.recipe.probes, self.cells)
+        # Where keys were removed, or are still to come, cells are many and small: open as many more.
+        least = min(math.ceil(self.recipe.probes * max(1.0, self.cells / self.recipe.cells_of(self.length))), self.cells)
 
         def size_of(cells: Tensor) -> Tensor:
             return sizes[:, None, :].expand(*cells.shape[:2], -1).gather(-1, cells)

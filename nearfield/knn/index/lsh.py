@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import PADDING, Found, lift_keys
+from nearfield.knn.index.base import PADDING, Found
 from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.lift import lift_keys
 from nearfield.knn.index.lsh_theory import lsh_budget, radius
 from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
 
@@ -178,33 +180,59 @@ class BuiltConcentricLSH(PrefixBuilt):
         self.order = torch.empty_like(self.codes)
         if length == 0:
             return
-        centred = self.keys - self.keys.mean(1, keepdim=True)
+        self.middle = self.keys.mean(1, keepdim=True)
+        centred = self.keys - self.middle
         norms = centred.norm(dim=-1)
         shell = norms.argsort(dim=1).argsort(dim=1) * recipe.shells // length
         longest = torch.zeros(batch, recipe.shells, dtype=dtype, device=device).scatter_reduce(1, shell, norms, "amax")
+        self.limits = longest.cummax(1).values
+        """`[batch, shells]`: the largest norm of each shell, ascending"""
         limit = longest.gather(1, shell)
-        scale = torch.where(limit > 0, limit, 1.0)[..., None]
         if recipe.nearest is None or recipe.farthest is None:
-            nearest, farthest = _measured_radii(centred / scale, generator)
+            nearest, farthest = _measured_radii(centred / _scale(limit), generator)
         else:
             nearest, farthest = (torch.full_like(norms[:, 0], x) for x in (recipe.nearest, recipe.farthest))
         self.widths = recipe.width * _ladder(nearest, farthest, recipe.rungs)
         """`[rungs, batch]`"""
-        lifted = lift_keys(centred, limit) / scale
+        for place, code in self._hashed(centred, limit):
+            self.codes[place], self.order[place] = torch.sort(code, stable=True)
+
+    def _hashed(self, centred: Tensor, limit: Tensor) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
+        """The codes of keys with the limits `[batch, length]` of their shells, for every rung, entry and table."""
+        lifted = lift_keys(centred, limit) / _scale(limit)
         # One entry and table at a time: the hashes of a table take 8 log2(n) bytes per key before they become a code.
-        for entry in range(batch):
-            for table in range(recipe.tables):
+        for entry in range(len(centred)):
+            for table in range(self.recipe.tables):
                 projected = lifted[entry] @ self.directions[:, table]
-                for rung in range(recipe.rungs):
+                for rung in range(self.recipe.rungs):
                     cell = torch.floor(projected / self.widths[rung, entry] + self.shifts[rung, table]).long()
-                    code = self._code((cell * self.weights).sum(-1))
-                    self.codes[rung, entry, table], self.order[rung, entry, table] = torch.sort(code, stable=True)
+                    yield (rung, entry, table), self._code((cell * self.weights).sum(-1))
+
+    def _take_in(self, start: int) -> None:
+        centred = self.keys[:, start:] - self.middle
+        norms = centred.norm(dim=-1)
+        # A key longer than all before goes to the last shell. It may be hard to find there, but when it is found it is scored.
+        shell = torch.searchsorted(self.limits, norms).clamp(max=self.recipe.shells - 1)
+        joined = torch.empty(*self.codes.shape[:-1], centred.shape[1], dtype=torch.int32, device=self.codes.device)
+        for place, code in self._hashed(centred, self.limits.gather(1, shell)):
+            joined[place] = code
+        number = torch.arange(start, self.length, dtype=torch.int32, device=joined.device).expand_as(joined)
+        self.codes, at = torch.cat([self.codes, joined], -1).sort(dim=-1, stable=True)
+        self.order = torch.cat([self.order, number], -1).gather(-1, at)
+
+    def _leave_out(self, kept: Tensor) -> None:
+        number = torch.full((self.order.shape[-1],), PADDING, dtype=torch.int32, device=kept.device)
+        number[kept] = torch.arange(len(kept), dtype=torch.int32, device=kept.device)
+        order = number[self.order.long()]
+        stays = order != PADDING
+        shape = (*order.shape[:-1], len(kept))
+        self.codes, self.order = self.codes[stays].view(shape), order[stays].view(shape)
 
     @staticmethod
     def _code(mixed: Tensor) -> Tensor:
         return (mixed >> 32).to(torch.int32)
 
-    def _build_block(self, keys: Tensor) -> BuiltConcentricLSH:
+    def _anew(self, keys: Tensor) -> BuiltConcentricLSH:
         return BuiltConcentricLSH(keys, self.recipe)
 
     def _search_all(self, queries: Tensor, k: int) -> Found:
@@ -304,6 +332,11 @@ class BuiltConcentricLSH(PrefixBuilt):
 
         codes = self.codes[rung, low:high]
         return flat(torch.searchsorted(codes, wanted)), flat(torch.searchsorted(codes, wanted, right=True))
+
+
+def _scale(limit: Tensor) -> Tensor:
+    """What the coordinates of keys are divided by, `[..., 1]`."""
+    return torch.where(limit > 0, limit, 1.0)[..., None]
 
 
 def _ladder(nearest: Tensor, farthest: Tensor, rungs: int) -> Tensor:

@@ -1,14 +1,23 @@
-"""Causal search for indices that learn from their keys, without a trace of the future.
+"""Causal search and growth for indices that learn from their keys, without a trace of the future.
 
 Centroids, radii or hash widths that were learned from all keys tell a row about keys it must not see: they decide which of the
 visible keys it finds. So a causal row never searches an index over all keys. The prefix [0, v) that it sees is cut into aligned
 blocks of `leaf * 2^t` keys, one for every 1 among the binary digits of v // leaf (as in a Fenwick tree). Each block has an
 index of its own, built when first needed and searched by all rows that use the block; the last v % leaf keys are scored
 exactly. All rows that search a block see every key in it.
+
+Growth needs no more than that. What was learned from the first keys, the base, serves all rows that see these; the keys behind
+it, the rest, are scored exactly. When there are more than sqrt(length) of the rest, the base takes them in without learning
+anew: k-means puts them into the nearest cells, a hash table into their buckets. When half as many keys were added or removed as
+it has learned from, it learns anew. So a key costs, amortised, with n keys and B(n) the cost to build: O(B(n) / n) to learn, what
+a build spends on one key to be taken in, and O(sqrt(n) log n) to keep lists in order. For k-means with the default cells all of
+that is O(sqrt(n) (dim + log n)). Blocks of the causal search stay, as their keys do not change.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +29,9 @@ from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smalle
 from nearfield.knn.index.exact import BuiltExact
 
 LEAF = 1024
+
+LEAST_REST = 64
+"""So many keys are scored exactly before it is worth taking them in."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,10 @@ class _Part:
 
 
 class PrefixBuilt(BuiltIndex):
-    """Base class of indices that can search all of their keys: it adds the search of a prefix."""
+    """Base class of indices that can search all of their keys: it adds the search of a prefix, and growth.
+
+    What a subclass learns are attributes. It sets them and never writes into them, so that copies of an index may share them.
+    """
 
     bounded = False
     """whether `_cutoffs_all` knows bounds"""
@@ -45,18 +60,74 @@ class PrefixBuilt(BuiltIndex):
         self._leaf = leaf
         self.least_seen = max(self.least_seen, leaf)
         self._blocks: dict[tuple[int, int], PrefixBuilt] = {}
+        self._base: PrefixBuilt | None = None
+        """what serves the first keys; None: this index, and all keys"""
+        self._learned = self.length
+        """how many keys it has learned from"""
+        self._changes = 0
+        """how many keys were added and removed since"""
 
     @abstractmethod
     def _search_all(self, queries: Tensor, k: int) -> Found:
         """As `_search`, for rows that see every key; k is at most the number of keys."""
 
     @abstractmethod
+    def _anew(self, keys: Tensor) -> PrefixBuilt: ...
+
     def _build_block(self, keys: Tensor) -> PrefixBuilt:
-        """An index of the same kind over fewer keys."""
+        """An index of the same kind over a block of the keys."""
+        return self._anew(keys)
+
+    @abstractmethod
+    def _take_in(self, start: int) -> None:
+        """Serve the keys from `start` on as well, by what was learned from others."""
+
+    @abstractmethod
+    def _leave_out(self, kept: Tensor) -> None:
+        """Serve no keys but the `kept` ones, ids of those so far in ascending order."""
 
     def _cutoffs_all(self, queries: Tensor, k: int, smallest: Tensor) -> Cutoffs:
         """Bounds for rows that see every key, given the smallest score `[batch, rows]` of their near sets."""
         raise NotImplementedError
+
+    def _over(self, keys: Tensor) -> PrefixBuilt:
+        """This index with other keys, which has to learn what that means. It shares everything with this one."""
+        other = copy.copy(self)
+        other._hold(keys)
+        other._blocks, other._base = {}, None
+        return other
+
+    def _with_added(self, keys: Tensor) -> PrefixBuilt:
+        base, count = self._base or self, keys.shape[1]
+        changes = self._changes + count - self.length
+        if 2 * changes >= self._learned:
+            return self._anew(keys)
+        grown = self._over(keys)
+        if count - base.length > max(LEAST_REST, math.isqrt(base.length)):
+            grown._take_in(base.length)
+        else:
+            grown._base = base._over(keys[:, : base.length])
+        grown._changes = changes
+        grown._blocks = {name: block._over(keys[:, slice(*name)]) for name, block in self._blocks.items()}
+        return grown
+
+    def _with_kept(self, keys: Tensor, kept: Tensor) -> PrefixBuilt:
+        base, count = self._base or self, keys.shape[1]
+        changes = self._changes + self.length - count
+        if 2 * changes >= self._learned:
+            return self._anew(keys)
+        within = kept[: int((kept < base.length).sum())]
+        smaller = base._over(keys[:, : len(within)])
+        smaller._leave_out(within)
+        left = smaller
+        if len(within) < count:
+            left = smaller._over(keys)
+            left._base = smaller
+        left._changes = changes
+        # Behind the first key that is gone, blocks have other keys than before.
+        same = int((kept == torch.arange(count, device=kept.device)).sum())
+        left._blocks = {name: block._over(keys[:, slice(*name)]) for name, block in self._blocks.items() if name[1] <= same}
+        return left
 
     def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
         batch, rows, _ = queries.shape
@@ -120,9 +191,13 @@ class PrefixBuilt(BuiltIndex):
 
     def _parts(self, visible: Tensor) -> Iterator[_Part]:
         """All blocks that some row searches."""
-        whole = (visible == self.length) & (visible > 0)
-        if bool(whole.any()):
-            yield _Part(0, self.length, whole, complete=True)
+        first = (self._base or self).length
+        whole = (visible >= first) & (visible > 0)
+        if first and bool(whole.any()):
+            yield _Part(0, first, whole, complete=True)
+        rest = whole & (visible > first)
+        if first < self.length and bool(rest.any()):
+            yield _Part(first, self.length, rest, complete=False)
         leaves = (visible // self._leaf).masked_fill(whole, 0)
         for level in range(int(leaves.max()).bit_length() if leaves.numel() else 0):
             has = ((leaves >> level) & 1).bool()
@@ -137,8 +212,9 @@ class PrefixBuilt(BuiltIndex):
 
     def _block(self, part: _Part) -> PrefixBuilt:
         name = (part.start, part.stop)
-        if name == (0, self.length):
-            return self
+        base = self._base or self
+        if name == (0, base.length):
+            return base
         if name not in self._blocks:
             self._blocks[name] = self._build_block(self.keys[:, part.start : part.stop])
         return self._blocks[name]
