@@ -10,6 +10,7 @@ from nearfield.cells.partition.equal import Blocks, HashBuckets
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.exact import Exact
 from nearfield.knn.index.base import BuiltIndex, Index
+from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
@@ -32,6 +33,7 @@ __all__ = [
     "Budget",
     "BuiltIndex",
     "Call",
+    "CellIndex",
     "Cells",
     "ConcentricLSH",
     "Estimate",

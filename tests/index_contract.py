@@ -10,7 +10,7 @@ import torch
 from own_indices import BuiltWithBounds, OwnIndex, Subclassed
 from torch import Tensor
 
-from nearfield.knn.index import PADDING, BuiltIndex, ConcentricLSH, ExactIndex, FaissIndex, KMeansIndex, build_index
+from nearfield.knn.index import PADDING, BuiltIndex, CellIndex, ConcentricLSH, ExactIndex, FaissIndex, KMeansIndex, build_index
 
 KINDS: dict[str, Any] = {
     "exact": ExactIndex(),
@@ -21,11 +21,12 @@ KINDS: dict[str, Any] = {
     "lsh": ConcentricLSH(leaf=32),
     "lsh-small": ConcentricLSH(rungs=3, tables=3, enough=1.0, flips=1, shells=2, leaf=20),
     "lsh-theory": ConcentricLSH.from_theory(200, 0.9, 0.2, delta=0.3, leaf=20),
+    "cells": CellIndex(cell_size=8, probes=3, segment=32),
     "faiss-flat": FaissIndex("Flat", leaf=32),
     "faiss-lifted": FaissIndex("Flat", metric="l2", leaf=50),
     "faiss-ivf": FaissIndex("IVF4,Flat", nprobe=2, leaf=64),
 }
-INCOMPLETE = {"faiss-ivf"}
+INCOMPLETE = {"faiss-ivf", "cells"}
 """Kinds that may find fewer than min(k, visible) keys."""
 
 FLOAT32_ONLY = {"faiss-flat", "faiss-lifted", "faiss-ivf"}

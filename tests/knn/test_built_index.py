@@ -216,4 +216,4 @@ def test_the_same_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_it_says_of_itself() -> None:
-    assert repr(nf.TopK(index=nf.KMeansIndex().build(torch.zeros(2, 3, 5, 4)))).endswith("<BuiltKMeans of keys (6, 5, 4)>)")
+    assert "index=<BuiltKMeans of keys (6, 5, 4)>" in repr(nf.TopK(index=nf.KMeansIndex().build(torch.zeros(2, 3, 5, 4))))

@@ -1,23 +1,25 @@
 """Indices: which k keys have the largest inner product with a query?
 
-`base` has the contract, `own` checks your own index. `exact` scores every key, `kmeans` and `lsh` score candidates, `faiss` wraps
-Faiss. `lsh_theory` has the sizes that hashing needs for a promise. `candidates` finds the best of listed keys; `prefixes` makes
-an index that learns from its keys causal, and lets it grow.
+`base` has the contract, `own` checks your own index. `exact` scores every key, `kmeans` and `lsh` score candidates, `cells`
+those of `Cells`, `faiss` wraps Faiss. `lsh_theory` has the sizes that hashing needs for a promise. `candidates` finds the best of
+listed keys; `prefixes` makes an index that learns from its keys causal, and lets it grow.
 """
 
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, Searchable, gathered_scores
+from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
 from nearfield.knn.index.lsh import ConcentricLSH
 from nearfield.knn.index.own import build_index
 
-BUILT_IN: dict[str, type] = {kind.__name__: kind for kind in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)}
+BUILT_IN: dict[str, type] = {kind.__name__: kind for kind in (ExactIndex, KMeansIndex, CellIndex, ConcentricLSH, FaissIndex)}
 
 __all__ = [
     "BUILT_IN",
     "PADDING",
     "BuiltIndex",
+    "CellIndex",
     "ConcentricLSH",
     "Cutoffs",
     "ExactIndex",

@@ -20,7 +20,7 @@ from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import BuiltIndex, CausalOffset, Found
+from nearfield.knn.index.base import PADDING, BuiltIndex, CausalOffset, Found
 from nearfield.knn.index.candidates import best_of_lists
 
 OVER, OVER_CAUSAL = 4, 8
@@ -42,7 +42,7 @@ class CellIndex:
     about as much with a mask as without. A row scores its cells as `Cells` does (q.mu_c + 3 sqrt(u_c)), then every key of those
     it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made.
 
-    It knows no bound on the keys that it leaves out, so `cutoffs` is None.
+    It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed it is made anew.
 
     Args:
         cell_size: keys per cell; None: by the length, as `Cells`.
@@ -98,9 +98,9 @@ class BuiltCells(BuiltIndex):
         super().__init__(keys)
         self.recipe = recipe
         self._made: dict[bool, object] = {}
-        if self._uses_triton:
-            # The kernels read half precision as it is.
-            self.keys = self._source
+
+    def _anew(self, keys: Tensor) -> BuiltCells:
+        return BuiltCells(keys, self.recipe)
 
     @cached_property
     def _uses_triton(self) -> bool:
@@ -120,8 +120,11 @@ class BuiltCells(BuiltIndex):
         self._check(queries)
         check_positive("k", k)
         visible = self.visible(queries, causal_offset)
+        if not (queries.shape[0] and queries.shape[1] and self.length):
+            scores = torch.full((*queries.shape[:2], k), -torch.inf, dtype=self.keys.dtype, device=queries.device)
+            return Found(scores, torch.full_like(scores, PADDING, dtype=torch.int64), visible)
         causal = bool((visible < self.length).any())
-        sizes = self.recipe.sizes(self.length, min(k, max(1, self.length)), causal, self._uses_triton)
+        sizes = self.recipe.sizes(self.length, min(k, self.length), causal, self._uses_triton)
         with full_precision(queries):
             if self._uses_triton:
                 return self._by_kernels(queries.detach(), k, visible, sizes)
@@ -130,13 +133,13 @@ class BuiltCells(BuiltIndex):
     def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
         """In torch, entry by entry."""
         causal = bool((visible < self.length).any())
-        sizes = self.recipe.sizes(self.length, min(k, max(1, self.length)), causal, False)
+        sizes = self.recipe.sizes(self.length, min(k, self.length), causal, False)
         if causal not in self._made:
             self._made[causal] = [_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys]
         made = self._made[causal]
         assert isinstance(made, list)
         found = [cells.find(queries[i], k, visible[i], sizes) for i, cells in enumerate(made)]
-        return Found(*(torch.stack(x) for x in zip(*found, strict=True))) if found else _nothing(queries, k)
+        return Found(*(torch.stack(x) for x in zip(*found, strict=True)))
 
     def _by_kernels(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         from nearfield.knn.index.cells_triton import KernelCells
@@ -144,15 +147,11 @@ class BuiltCells(BuiltIndex):
         # How cells are made does not depend on how many are opened.
         causal = sizes.segment > 0
         if causal not in self._made:
-            self._made[causal] = KernelCells(self.keys, sizes, self.recipe.iterations, self.recipe.seed)
+            # The kernels read half precision as it is.
+            self._made[causal] = KernelCells(self._source.flatten(0, -3), sizes, self.recipe.iterations, self.recipe.seed)
         made = self._made[causal]
         assert isinstance(made, KernelCells)
         return made.find(queries, k, visible, sizes)
-
-
-def _nothing(queries: Tensor, k: int) -> Found:
-    empty = queries.new_empty(*queries.shape[:2], k)
-    return Found(empty, empty.long(), empty.long().sum(-1))
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class _EntryCells:
         length = len(keys)
         everything = torch.full((1,), length, device=keys.device)
         cell_of = assign(keys, everything, sizes, KMeans(recipe.iterations, recipe.seed))
-        closed = int(closed_keys(everything, sizes).max()) if length else 0
+        closed = int(closed_keys(everything, sizes))
         segment = sizes.segment or max(1, closed)
         spans = Spans(closed // segment, sizes.span_levels)
         edges = spans.edges(sizes.cells_in(segment))
@@ -194,8 +193,10 @@ class _EntryCells:
                 opened[some, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
         # Lists of keys: the cells that a row has opened, and behind them all keys in their order, for those of its own segment.
         order = torch.cat([self.table.order, torch.arange(len(self.keys), device=device)])
-        starts, counts = self.table.starts[opened.clamp(min=0)], self.table.starts.diff()[opened.clamp(min=0)]
+        starts = self.table.starts[opened.clamp(min=0)]
+        # The number -1 is that of a last cell, without any keys.
+        counts = torch.nn.functional.pad(self.table.starts.diff(), (0, 1))[opened]
         starts = torch.cat([starts, (len(self.table.order) + closed)[:, None]], 1)
-        counts = torch.cat([counts.masked_fill(opened < 0, 0), (visible - closed)[:, None]], 1)
+        counts = torch.cat([counts, (visible - closed)[:, None]], 1)
         entry = torch.zeros(rows, dtype=torch.int64, device=device)
         return best_of_lists(queries, self.keys[None], entry, order, starts, counts, k)

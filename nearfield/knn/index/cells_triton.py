@@ -249,8 +249,6 @@ class KernelCells:
         device = queries.device
         best = torch.empty(entries, rows, k, dtype=torch.float32, device=device)
         ids = torch.full((entries, rows, k), PADDING, dtype=torch.int64, device=device)
-        if not queries.numel():
-            return Found(best.fill_(-torch.inf), ids, ids.new_zeros(entries, rows))
         cells, slots = self.tables.cells, sizes.probes
         opened = torch.full((entries, rows, slots), -1, dtype=torch.int32, device=device)
         with backends.device_guard(device):
