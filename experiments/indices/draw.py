@@ -11,7 +11,7 @@ from experiments.experiment import Rows
 from experiments.indices.methods import NAMES, PLACES
 from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, lengths, panels, styled
 
-COLORS = {"sdpa": QUIET, "exact": INK, "kmeans": CORAL, "ivf": SAGE, "hnsw": OCHRE, "lsh": PLUM}
+COLORS = {"sdpa": QUIET, "exact": INK, "kmeans": CORAL, "cells": "#b5838d", "ivf": SAGE, "hnsw": OCHRE, "lsh": PLUM}
 
 
 @styled

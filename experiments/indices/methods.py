@@ -22,6 +22,7 @@ NAMES = {
     "sdpa": "SDPA",
     "exact": "exact search",
     "kmeans": "k-means",
+    "cells": "cells",
     "ivf": "Faiss IVF",
     "hnsw": "Faiss HNSW",
     "lsh": "concentric LSH",
@@ -40,7 +41,7 @@ def heads_on(device: str) -> int:
 
 def methods_on(device: str) -> tuple[str, ...]:
     """Faiss and hashing search on the CPU."""
-    return tuple(NAMES) if on_cpu(device) else ("sdpa", "exact", "kmeans")
+    return tuple(NAMES) if on_cpu(device) else ("sdpa", "exact", "kmeans", "cells")
 
 
 def index_of(name: str, n: int) -> Any:
@@ -49,6 +50,7 @@ def index_of(name: str, n: int) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "exact": nf.ExactIndex,
         "kmeans": lambda: nf.KMeansIndex(cells=lists, probes=PROBES),
+        "cells": nf.CellIndex,
         "ivf": lambda: nf.FaissIndex(f"IVF{lists},Flat", nprobe=PROBES),
         "hnsw": lambda: nf.FaissIndex("HNSW32"),
         "lsh": nf.ConcentricLSH,

@@ -21,7 +21,7 @@ def tell(rows: Rows) -> Section:
         "it kNN attention takes n^{3/2}. Its experiments search all keys.",
         here=f"`TopK` with k = n^{{1/2}}, with and without a tail of as many keys, {many} of 64, {dtypes(rows)}, on keys "
         f"and queries {INPUTS['clustered']} and {INPUTS['uniform']}. K-means and Faiss IVF have n^{{1/2}} cells; rows open "
-        f"{PROBES}. HNSW and concentric LSH have their usual settings. Every call builds its index, which counts. "
+        f"{PROBES}. Cells, HNSW and concentric LSH have their usual settings. Every call builds its index, which counts. "
         f"Recall is the share of the k best keys of a row that are found. {stops(rows)} {rounds(rows)} {load(rows)}",
         findings=[scaling(rows), found_at(rows), million(rows), against_sdpa(rows)],
         captions={
