@@ -39,6 +39,12 @@ PENDING = {
     "docs/guarantees.md#which-k-does-a-row-need",
     "nf.lsh_budget",
     "LSHBudget",
+    "LSHBudget.rho",
+    "s1",
+    "s2",
+    "p1",
+    "p2",
+    "slack",
     "nf.ConcentricLSH.from_theory",
     "nearfield/knn/index/lsh_theory.py",
     "knn/test_lsh_theory.py::test_draws_over_hashing_follow_the_softmax_only_where_the_top_k_was_found",
@@ -110,6 +116,20 @@ def test_functions_and_classes_exist(name: str, target: str) -> None:
         parameters = inspect.signature(reduce(getattr, call.split(".")[1:], nearfield)).parameters
         for argument in re.findall(r"(\w+)=", arguments):
             assert argument in parameters, f"{call} has no argument {argument}"
+
+
+def test_the_notation_names_what_there_is() -> None:
+    """Every name in the last column is a word of the sources; what is called `nf.` can be called so."""
+    sources = "\n".join(file.read_text() for folder in ("nearfield", "experiments") for file in (ROOT / folder).rglob("*.py"))
+    words = set(re.findall(r"\w+", sources))
+    lines = [line for line in (FOLDER / "notation.md").read_text().splitlines() if line.startswith("| ")]
+    names = {name for line in lines for name in re.findall(r"`([^`]+)`", re.split(r"(?<!\\)\|", line)[4])}
+    assert len(names) > 60
+    for name in names - PENDING:
+        if name.startswith("nf."):
+            reduce(getattr, name.split(".")[1:], nearfield)
+        path = name.startswith("experiments/")
+        assert (ROOT / name).exists() if path else set(re.findall(r"[A-Za-z_]\w*", name)) <= words, name
 
 
 @pytest.mark.parametrize("name", TESTS)

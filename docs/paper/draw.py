@@ -291,7 +291,7 @@ def inverse_cdf() -> Drawn:
     random = seeded(6)
     weight = (1.1 * torch.randn(n, generator=random)).exp().double()
     sums = weight.cumsum(0) / weight.sum()
-    point = 0.4
+    point = float(uniform((1,), seeded(5)))
     low, high, asked = 0, n - 1, []
     while low < high:
         middle = (low + high) // 2
@@ -309,7 +309,7 @@ def inverse_cdf() -> Drawn:
         left.plot([i + 0.5, i + 1.5], [float(sums[i])] * 2, color=INK, linewidth=1.6)
     left.plot([0.5, chosen + 1], [point, point], color=OCHRE, linewidth=1.6)
     left.annotate("", (chosen + 1, 0.0), (chosen + 1, point), arrowprops={"arrowstyle": "-|>", "color": OCHRE, "linewidth": 1.8})
-    say(left, 0.5, point, f"x = {point}, uniform in (0, 1)", OCHRE, (6, 8))
+    say(left, 0.5, point, f"x = {point:.3f}, drawn from (0, 1)", OCHRE, (6, 8))
     for turn, middle in enumerate(asked):
         left.plot(middle + 1.5, float(sums[middle]), "o", color="white", markeredgecolor=INK, markersize=13)
         left.text(middle + 1.5, float(sums[middle]), str(turn + 1), ha="center", va="center", fontsize=8.5, weight="bold")
