@@ -1,0 +1,226 @@
+"""docs/paper: the tables name functions, tests, numbers and places that exist, and the figures are what the page says."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nearfield
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "paper"
+PAGES = sorted(FOLDER.glob("*.md"))
+README = (FOLDER / "README.md").read_text()
+STATUS = {"runs", "corrected", "refuted", "not claimed here"}
+
+# What the tables name and what is not in this tree yet.
+PENDING = {
+    "nf.sample",
+    "paper/test_sample.py::test_keys_follow_the_softmax",
+    "nearfield/paper/sample.py",
+    "sublinear_from",
+    "nf.LazyGumbel(slack=)",
+    "nf.index.slack",
+    "nearfield/knn/index/missed.py",
+    "knn/test_missed.py::test_slack_by_hand",
+    "paper/test_slack.py::test_draws_are_exact_with_the_true_slack_and_wrong_with_less",
+    "paper/test_slack.py::test_far_keys_per_draw",
+    "nf.TopK(eps=, delta=)",
+    "nf.needed_k",
+    "nearfield/knn/needed.py",
+    "knn/test_tail.py::test_the_needed_k_keeps_its_promise",
+    "benchmarks/results/needed.json",
+    "docs/guarantees.md#which-k-does-a-row-need",
+    "nf.lsh_budget",
+    "LSHBudget",
+    "LSHBudget.rho",
+    "s1",
+    "s2",
+    "p1",
+    "p2",
+    "slack",
+    "nf.ConcentricLSH.from_theory",
+    "nearfield/knn/index/lsh_theory.py",
+    "knn/test_lsh_theory.py::test_draws_over_hashing_follow_the_softmax_only_where_the_top_k_was_found",
+    "knn/test_lsh_theory.py::test_buckets_hold_a_key_with_the_probability_of_the_theory",
+    "knn/test_lsh_theory.py::test_tables_grow_as_n_to_the_rho",
+    "knn/test_lsh_theory.py::test_near_keys_are_found_as_promised",
+    "knn/test_lsh_theory.py::test_sizes_by_hand",
+    "benchmarks/results/lsh.json",
+    "docs/guarantees.md#hashing-by-theory",
+    "nf.BuiltIndex.add",
+    "knn/test_built_index.py::test_calls_are_those_with_a_recipe",
+    "nf.nn.Attention(gradient=)",
+    "paper/test_dropped_gradients.py::test_shared_walks_are_unbiased_for_a_mask",
+}
+
+
+def rows() -> list[list[str]]:
+    """The cells of the tables with six columns, without their heads."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in README.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in cells] for cells in lines if len(cells) == 6 and cells[1].strip() not in HEADS]
+
+
+HEADS = {"what it does", "what it says"}
+ROWS = rows()
+NAMED = sorted({found for row in ROWS for found in re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", row[2])})
+TESTS = sorted({name for row in ROWS for name in re.findall(r"`([^`]+::[^`]+)`", row[3])})
+
+
+def place(page: Path, target: str) -> str:
+    """Where a link leads, from the root of the repository."""
+    path, _, anchor = target.partition("#")
+    there = (page.parent / path).resolve().relative_to(ROOT) if path else page.relative_to(ROOT)
+    return f"{there}#{anchor}" if anchor else str(there)
+
+
+def test_every_number_of_the_paper_has_one_row() -> None:
+    numbers = [row[0] for row in ROWS]
+    assert [name for name in numbers if name.startswith("Algorithm")] == [f"Algorithm {n}" for n in range(1, 10)]
+    shared = [name.split() for name in numbers if name.startswith(("Theorem", "Lemma", "Definition", "Remark"))]
+    assert [int(number) for _, number in shared] == list(range(1, 33))
+    kinds = {kind: [int(number) for name, number in shared if name == kind] for kind in ("Theorem", "Lemma", "Definition")}
+    assert kinds["Theorem"] == [2, 3, 4, 5, 7, 8, 10, 20, 26, 28, 29, 32]
+    assert kinds["Lemma"] == [1, 6, 9, 16, 18, 19, 22, 23, 24]
+    assert kinds["Definition"] == [12, 15, 17, 21, 25]
+
+
+def test_every_row_has_a_status_and_a_correction_its_reason() -> None:
+    for row in ROWS:
+        said = re.findall(r"(?<!\*)\*([a-z ]+)\*", row[5])
+        assert said, row[0]
+        assert set(said) <= STATUS, row[0]
+        if "corrected" in said:
+            again = row[2].startswith("as ") or "as Theorem" in row[5]
+            assert again or "](../" in row[5], f"{row[0]}: what was wrong?"
+
+
+@pytest.mark.parametrize(("name", "target"), NAMED, ids=[name for name, _ in NAMED])
+def test_functions_and_classes_exist(name: str, target: str) -> None:
+    if name in PENDING:
+        return
+    path = ROOT / place(FOLDER / "README.md", target)
+    if path == ROOT / "experiments" / name:
+        return  # a folder of that name
+    call, _, arguments = name.partition("(")
+    *_, last = call.split(".")
+    sources = "".join(file.read_text() for file in ([path] if path.is_file() else path.glob("*.py")))
+    assert re.search(rf"\b(def|class) {last}\b", sources), f"{target} does not define {last}"
+    if call.startswith("nf."):
+        parameters = inspect.signature(reduce(getattr, call.split(".")[1:], nearfield)).parameters
+        for argument in re.findall(r"(\w+)=", arguments):
+            assert argument in parameters, f"{call} has no argument {argument}"
+
+
+def test_the_notation_names_what_there_is() -> None:
+    """Every name in the last column is a word of the sources; what is called `nf.` can be called so."""
+    sources = "\n".join(file.read_text() for folder in ("nearfield", "experiments") for file in (ROOT / folder).rglob("*.py"))
+    words = set(re.findall(r"\w+", sources))
+    lines = [line for line in (FOLDER / "notation.md").read_text().splitlines() if line.startswith("| ")]
+    names = {name for line in lines for name in re.findall(r"`([^`]+)`", re.split(r"(?<!\\)\|", line)[4])}
+    assert len(names) > 60
+    for name in names - PENDING:
+        if name.startswith("nf."):
+            reduce(getattr, name.split(".")[1:], nearfield)
+        path = name.startswith("experiments/")
+        assert (ROOT / name).exists() if path else set(re.findall(r"[A-Za-z_]\w*", name)) <= words, name
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_tests_exist(name: str) -> None:
+    if name in PENDING:
+        return
+    path, _, function = name.partition("::")
+    pattern = r"def test_\w+\(" if function == "test_*" else rf"def {function}\("
+    assert re.search(pattern, (ROOT / "tests" / path).read_text())
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    for target in targets:
+        there = place(page, target)
+        path, _, anchor = there.partition("#")
+        if there in PENDING or path in PENDING:
+            continue
+        assert (ROOT / path).exists(), target
+        assert not anchor or anchor in headings(ROOT / path), target
+    assert targets
+
+
+def test_the_first_screen_links_to_the_folder() -> None:
+    first = (ROOT / "README.md").read_text().partition("## What there is")[0]
+    assert "(docs/paper/README.md)" in first
+
+
+def numbers_in(path: Path) -> tuple[set[str], list[float]]:
+    """What a page may quote of a results file: numbers as the findings write them, and numbers that may be rounded."""
+    results = json.loads(path.read_text())
+    if "findings" in results:
+        words = " ".join(finding["evidence"] for finding in results["findings"])
+        return set(re.findall(NUMBER, words)), []
+    flat: list[float] = []
+
+    def collect(x: Any) -> None:
+        if isinstance(x, dict | list):
+            for value in x.values() if isinstance(x, dict) else x:
+                collect(value)
+        elif isinstance(x, int | float):
+            flat.append(float(x))
+
+    collect(results["results"])
+    return set(), flat
+
+
+NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?"
+
+
+def quotes() -> list[tuple[str, str, str]]:
+    """Row, text and results file, for every link to a JSON file in the column of measurements."""
+    found = []
+    for row in ROWS:
+        for text, target in re.findall(r"([^\]]*?)\(\[[^\]]*\]\(([^)]+\.json)\)\)", row[4]):
+            found.append((row[0], text, place(FOLDER / "README.md", target)))
+    return found
+
+
+def test_measured_numbers_are_in_the_results() -> None:
+    checked = 0
+    for row, text, path in quotes():
+        if path in PENDING and not (ROOT / path).exists():
+            continue
+        written, values = numbers_in(ROOT / path)
+        for number in re.findall(NUMBER, text):
+            digits = len(number.partition(".")[2])
+            value = float(number.replace(",", ""))
+            rounded = any(abs(round(one, digits) - value) < 1e-9 for one in values)
+            assert number in written or rounded, f"{row}: {number} is not in {path}"
+            checked += 1
+    assert checked > 60
+
+
+@pytest.mark.long
+def test_figures_are_drawn_and_the_page_quotes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT))
+    from docs.paper.draw import draw
+
+    page = (FOLDER / "explained.md").read_text()
+    for name, facts in draw(tmp_path).items():
+        assert (tmp_path / f"{name}.png").stat().st_size > 20_000
+        assert (ROOT / "docs" / "figures" / f"{name}.png").exists()
+        assert f"(../figures/{name}.png)" in page
+        for what, fact in facts.items():
+            assert fact in page, f"{name}, {what}: {fact}; draw the figures again and mend the page"
