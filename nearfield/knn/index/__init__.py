@@ -1,7 +1,8 @@
 """Indices: which k keys have the largest inner product with a query?
 
 `base` has the contracts, for built-in indices and for your own. `exact` scores every key, `kmeans` and `lsh` score candidates,
-`faiss` wraps Faiss. `candidates` finds the best of listed keys; `prefixes` makes an index that learns from its keys causal.
+`faiss` wraps Faiss. `candidates` finds the best of listed keys; `prefixes` makes an index that learns from its keys causal;
+`missed` measures what an index leaves out.
 """
 
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, Searchable, gathered_scores
@@ -9,6 +10,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.faiss import FaissIndex
 from nearfield.knn.index.kmeans import KMeansIndex
 from nearfield.knn.index.lsh import ConcentricLSH
+from nearfield.knn.index.missed import Slack, slack
 
 BUILT_IN: dict[str, type] = {kind.__name__: kind for kind in (ExactIndex, KMeansIndex, ConcentricLSH, FaissIndex)}
 
@@ -23,5 +25,7 @@ __all__ = [
     "Index",
     "KMeansIndex",
     "Searchable",
+    "Slack",
     "gathered_scores",
+    "slack",
 ]
