@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nearfield.app import wide_console
-from nearfield.paper.budgets import Budget, every_budget
+from nearfield.paper.budgets import Budget, every_budget, keys_read, sublinear_from
 
 try:
     import typer
@@ -51,6 +51,11 @@ def plan(
         "[yellow]Yellow[/]: at least as much work as reading all n keys.\n"
     )
     console.print(_promise_table(budgets))
+    console.print(
+        "\nThe running time of Algorithm 2: with k = sqrt(n), at this eps and delta, LazyGumbel reads fewer than n keys a query "
+        f"from n = {sublinear_from(eps, delta, d=d):,} on. At n = {n:,} it would look at keys "
+        f"{keys_read(n, eps, delta, d=d):,.0f} times."
+    )
 
 
 @app.command()

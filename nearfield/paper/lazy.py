@@ -24,10 +24,10 @@ from torch import Tensor
 
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.kernels.reference import exact_logits
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, build_index, default_k
+from nearfield.paper.full import cumulative_weights
 from nearfield.problem import Rows
-from nearfield.sampling import Seeds, conditional_gumbel, gumbel, segmented_categorical, uniform
+from nearfield.sampling import Seeds, conditional_gumbel, gumbel, segmented_categorical, segmented_search, uniform
 
 POINTS_AT_A_TIME = 1 << 18
 """About how many Poisson points are drawn together."""
@@ -152,10 +152,24 @@ class LazyRows:
 
     def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
         """`draws` draws for every `seen` row."""
-        result = self.draw(self.seen.repeat_interleave(draws), generator)
-        ids, peak, evaluated = (x.view(-1, draws) for x in (result.ids, result.peak, result.evaluated))
+        flat = len(self.dense)
+        ids, evaluated = torch.zeros(2, flat, draws, dtype=torch.long, device=self.dense.device)
+        peak = torch.zeros(flat, draws, dtype=torch.float64, device=self.dense.device)
+        lazy = self.seen[self.dense[self.seen].logical_not()]
+        drawn = self.draw(lazy.repeat_interleave(draws), generator)
+        for x, found in ((ids, drawn.ids), (peak, drawn.peak), (evaluated, drawn.evaluated)):
+            x[lazy] = found.view(-1, draws)
+        # All rows have as many draws: searched row by row, which is much faster than one long ladder.
+        for rows, total, log_total in cumulative_weights(self.rows, self.dense):
+            keep = self.dense[rows]
+            if not bool(keep.all()):
+                rows, total, log_total = rows[keep], total[keep], log_total[keep]
+            point = uniform((len(rows), draws), generator).mul_(total[:, -1:])
+            ids[rows] = torch.searchsorted(total, point)
+            peak[rows] = gumbel((len(rows), draws), generator) + log_total[:, None]
         start = self.seen // self.rows.visible.shape[1] * self.rows.length
-        return RowDraws(ids, peak, evaluated, result.distinct, ids + start[:, None])
+        ids, peak, evaluated = ids[self.seen], peak[self.seen], evaluated[self.seen]
+        return RowDraws(ids, peak, evaluated, drawn.distinct, ids + start[:, None])
 
     def draw(self, segment: Tensor, generator: torch.Generator) -> Draws:
         """One draw for every entry of `segment`, flat row numbers in any order; rows must see at least one key."""
@@ -237,22 +251,16 @@ class LazyRows:
         return kernel.pair_scores(queries[row], keys.flatten(0, 1), place[:, None])[:, 0].double()
 
     def _draw_densely(self, segment: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Keys and perturbed maxima drawn from the full softmax of their rows."""
-        batch, count = self.rows.visible.shape
-        columns = self.dense.view(batch, count).any(0).nonzero()[:, 0]
-        # Blocks of rows, over all batch entries; the draws are sorted by the block of their row.
-        column, order = torch.searchsorted(columns, segment % count).sort(stable=True)
+        """Keys and perturbed maxima drawn from the full softmax of their rows, of which each may have another number of draws."""
         ids, peak = torch.empty_like(segment), gumbel(tuple(segment.shape), generator)
-        for block in row_blocks((batch, len(columns)), 32 * max(1, self.rows.length)):
-            chosen = columns[block]
-            first, last = torch.searchsorted(column, torch.tensor([block.start, block.stop], device=column.device)).tolist()
-            here = order[first:last]
-            logits = exact_logits(self.rows.queries[:, chosen], self.rows.keys, self.rows.visible[:, chosen]).double()
-            log_total = logits.logsumexp(-1)
-            weights = (logits - log_total.masked_fill(log_total == -torch.inf, 0.0)[..., None]).exp().flatten(0, 1)
-            row = segment[here] // count * len(chosen) + column[first:last] - block.start
-            ids[here] = segmented_categorical(weights, row, generator)
-            peak[here] += log_total.reshape(-1)[row]
+        for flat, total, log_total in cumulative_weights(self.rows, self.dense):
+            place = torch.full_like(self.dense, -1, dtype=torch.long).scatter(
+                0, flat, torch.arange(len(flat), device=flat.device)
+            )
+            here = (place[segment] >= 0).nonzero()[:, 0]
+            row = place[segment[here]]
+            ids[here] = segmented_search(total, row, generator)
+            peak[here] += log_total[row]
         return ids, peak
 
 
