@@ -201,7 +201,9 @@ def plot(results: dict[str, Any]) -> None:
     far.plot(shares, [row["bound"] for row in results["slack"]], "--", color="C1", label="(n/k) e^c")
     far.set(yscale="log")
     right.legend(
-        *(a + b for a, b in zip(right.get_legend_handles_labels(), far.get_legend_handles_labels(), strict=True)), fontsize=7
+        *(a + b for a, b in zip(right.get_legend_handles_labels(), far.get_legend_handles_labels(), strict=True)),
+        fontsize=7,
+        loc="center right",
     )
     for axis in (left, middle):
         axis.grid(alpha=0.3)

@@ -35,11 +35,11 @@ POINTS_AT_A_TIME = 1 << 18
 GIVE_UP_SHARE = 0.25
 """A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
 
-POINT_COST, SEARCH_COST = 32.0, 0.6
+POINT_COST, SEARCH_COST = 32.0, 0.9
 """What a Poisson point and a key that an index scores cost, in units of a key of a row that is drawn from its full softmax."""
 
-PILOTS = 32
-"""At most so many rows of a batch entry are searched to see whether it pays to search the others."""
+PILOTS, PILOT_SHARE = 32, 1 / 16
+"""At most so many rows of a batch entry, and that share of them, are searched to see whether it pays to search the others."""
 
 LEAST_KEYS = 1 << 21
 """With fewer keys, those of all rows together, looking at them all is faster than asking an index."""
@@ -332,7 +332,8 @@ def index_that_pays(
         return None
     built = build_index(index, rows.keys)
     count = rows.visible.shape[1]
-    some = torch.arange(0, count, -(-count // PILOTS), device=rows.visible.device)
+    most = max(1, min(PILOTS, int(count * PILOT_SHARE)))
+    some = torch.arange(0, count, -(-count // most), device=rows.visible.device)
     chosen = replace(rows, queries=rows.queries[:, some], visible=rows.visible[:, some])
     pilots = _search(chosen, built, k, certify, backend, slack)
     dense = pilots.rows.visible.double().flatten()

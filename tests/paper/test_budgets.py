@@ -329,17 +329,19 @@ def test_bad_audit_row_counts(rows: object) -> None:
         audit_quantile(rows)
 
 
-@pytest.mark.parametrize(("eps", "delta"), [(0.3, 0.1), (0.1, 0.1), (0.05, 0.01), (0.9, 0.9), (0.2, 0.05)])
-def test_from_where_on_lazy_draws_read_fewer_keys(eps: float, delta: float) -> None:
+@pytest.mark.parametrize(
+    ("eps", "delta", "d"), [(0.3, 0.1, 64), (0.05, 0.01, 32), (0.9, 0.9, 32), (0.25, 0.3, 1), (0.15, 0.1, 1)]
+)
+def test_from_where_on_lazy_draws_read_fewer_keys(eps: float, delta: float, d: int) -> None:
     """k + draws (n-k)/(k+1) < n if and only if draws < k + 1."""
-    found = sublinear_from(eps, delta, d=32)
+    found = sublinear_from(eps, delta, d=d)
     sizes = [found - 1, *(round(found * 1.01**power) for power in range(1000))]
     for n in sizes:
         k = math.isqrt(n - 1) + 1
-        draws = budget(n, eps, delta, d=32, theorem="median-of-means", form="tight").draws
+        draws = budget(n, eps, delta, d=d, theorem="median-of-means", form="tight").draws
         assert draws is not None
         assert (draws < k + 1) == (n >= found)
-        assert keys_read(n, eps, delta, d=32) == pytest.approx(k + draws * (n - k) / (k + 1))
+        assert keys_read(n, eps, delta, d=d) == pytest.approx(k + draws * (n - k) / (k + 1))
 
 
 def test_the_size_from_which_lazy_draws_pay() -> None:
