@@ -9,6 +9,7 @@ from nearfield.cells.partition import Partition
 from nearfield.cells.partition.equal import Blocks, HashBuckets
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.exact import Exact
+from nearfield.knn import index
 from nearfield.knn.index.base import BuiltIndex, Index
 from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.exact import ExactIndex
@@ -21,8 +22,9 @@ from nearfield.knn.topk import TopK
 from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
 from nearfield.paper.gumbel import LazyGumbel
+from nearfield.paper.sample import sample
 from nearfield.problem import Call, Method, Problem
-from nearfield.results import Audit, Estimate, Outcome
+from nearfield.results import Audit, Estimate, Outcome, Samples
 
 __version__ = "0.2.0"
 
@@ -50,15 +52,18 @@ __all__ = [
     "Outcome",
     "Partition",
     "Problem",
+    "Samples",
     "TopK",
     "attention",
     "audit_rows",
     "budget",
     "estimate",
     "gradients",
+    "index",
     "lsh_budget",
     "needed_k",
     "nn",
+    "sample",
 ]
 
 _moved.redirect()

@@ -1,4 +1,4 @@
-"""Import paths of version 0.1: they work until version 0.3, with a DeprecationWarning that names the new one."""
+"""Import paths of version 0.1: most work until version 0.3, with a DeprecationWarning that names the new one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ MOVED = {
     "gradients": "paper.gradients",
     "gradients.walks": "paper.walks",
     "gradients.printed": "paper.walks",
-    "index": "knn.index",
     "index.base": "knn.index.base",
     "index.candidates": "knn.index.candidates",
     "index.exact": "knn.index.exact",
@@ -50,24 +49,31 @@ MOVED = {
 }
 """Old and new names of modules, below `nearfield`."""
 
+SHORT = {"index": "knn.index"}
+"""Short names that stay: `nearfield.index` can be imported too."""
+
 
 class _Redirect(MetaPathFinder, Loader):
     """Finds a module under its old name: an empty module that takes every attribute from the new one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, old = name.partition(".")
-        return ModuleSpec(name, self, is_package=True) if package == "nearfield" and old in MOVED else None
+        known = old in MOVED or old in SHORT
+        return ModuleSpec(name, self, is_package=True) if package == "nearfield" and known else None
 
     def exec_module(self, module: ModuleType) -> None:
-        new = f"nearfield.{MOVED[module.__name__.partition('.')[2]]}"
-        warnings.warn(f"{module.__name__} is now {new}; the old name is removed in version 0.3", DeprecationWarning, stacklevel=2)
+        name = module.__name__.partition(".")[2]
+        new = f"nearfield.{SHORT.get(name) or MOVED[name]}"
+        if name in MOVED:
+            told = f"{module.__name__} is now {new}; the old name is removed in version 0.3"
+            warnings.warn(told, DeprecationWarning, stacklevel=2)
         home = importlib.import_module(new)
         module.__doc__ = home.__doc__
-        module.__dict__["__getattr__"] = lambda name: getattr(home, name)
+        module.__dict__.update(__getattr__=lambda name: getattr(home, name), __dir__=lambda: dir(home))
 
 
 def attribute(name: str) -> ModuleType:
-    """`nearfield.index` and other modules that `import nearfield` alone used to make available."""
+    """`nearfield.partition` and other modules that `import nearfield` alone used to make available."""
     if name in MOVED:
         return importlib.import_module(f"nearfield.{name}")
     raise AttributeError(f"module 'nearfield' has no attribute {name!r}")

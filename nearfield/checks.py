@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ def check_fraction(name: str, value: object) -> None:
     """A number strictly between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1.0:
         raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
+
+
+def check_not_negative(name: str, value: object, optional: bool = False) -> None:
+    """A finite number of at least 0, or None where that is allowed."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0{' or None' if optional else ''}, got {value!r}")
 
 
 def check_has(name: str, value: object, function: str, example: str) -> None:

@@ -164,6 +164,15 @@ class Problem:
         return seen.gather(1, visible)
 
     @once
+    def kept_keys(self) -> Tensor:
+        """Which of the keys those of `rows` are, `[batch * kv_heads, length]`, where there is key padding."""
+        assert self.key_padding is not None
+        counts = self.key_padding.flatten(0, 1)
+        # How many keys are left depends on values. Where these may not be looked at, the number of all keys is a bound.
+        kept = int(counts.sum(1).max()) if self._may_sync else counts.shape[1]
+        return counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
+
+    @once
     def grouped(self) -> Rows:
         """The rows as they came: in the dtype of the inputs, the queries not yet multiplied by the scale."""
         batch, kv_heads, length, dim = self.key.shape
@@ -172,11 +181,8 @@ class Problem:
         keys = self.key.reshape(groups, length, dim)
         values = self.value.reshape(groups, length, self.value.shape[3])
         if self.key_padding is not None:
-            counts = self.key_padding.reshape(groups, length)
-            # How many keys are left depends on values. Where these may not be looked at, the number of all keys is a bound.
-            kept = int(counts.sum(1).max()) if self._may_sync else length
-            order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
-            hidden = counts.gather(1, order).logical_not()[..., None]
+            order = self.kept_keys
+            hidden = self.key_padding.reshape(groups, length).gather(1, order).logical_not()[..., None]
             keys = keys.gather(1, order[..., None].expand(-1, -1, dim)).masked_fill(hidden, 0)
             values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1])).masked_fill(hidden, 0)
         return Rows(queries, keys, values, self.visible)

@@ -60,6 +60,20 @@ class Audit:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """The result of `nearfield.sample`: keys drawn from every row's softmax."""
+
+    ids: Tensor
+    """`[..., heads, rows, draws]`, int64: the keys; -1 for a row that sees no key, or that sees NaN or inf"""
+    looked_at: Tensor
+    """`[..., heads, rows]`: m, the keys outside the near set that a draw looked at, summed over the draws; 0 for `dense` rows"""
+    dense: Tensor
+    """`[..., heads, rows]`, bool: the row was drawn from its full softmax, for which all of its keys were looked at"""
+    certified: Tensor
+    """`[..., heads, rows]`, bool: the draws follow the softmax exactly, by the bounds of the index or by the given slack"""
+
+
+@dataclass(frozen=True)
 class Estimate:
     """The result of `nearfield.estimate`."""
 

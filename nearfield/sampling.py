@@ -59,12 +59,16 @@ def categorical(weights: Tensor, draws: int, generator: torch.Generator) -> Tens
 
 def segmented_categorical(weights: Tensor, segment: Tensor, generator: torch.Generator) -> Tensor:
     """One draw per entry of `segment` (flat row numbers) in proportion to that row of `weights` `[rows, m]`."""
-    rows, width = weights.shape
-    share = weights.double().cumsum(-1)
+    return segmented_search(weights.double().cumsum(-1), segment, generator)
+
+
+def segmented_search(sums: Tensor, segment: Tensor, generator: torch.Generator) -> Tensor:
+    """`segmented_categorical` for the cumulative sums of the weights, float64."""
+    rows, width = sums.shape
     # No draw asks for a row without weight, but such a row must not break the ladder.
-    share = torch.where(share[:, -1:] > 0, share / share[:, -1:], 1.0)
+    share = torch.where(sums[:, -1:] > 0, sums / sums[:, -1:], 1.0)
     # Row r occupies (r, r + 1] of one long ladder, so a single search serves rows with different numbers of draws.
-    ladder = (share + torch.arange(rows, device=weights.device)[:, None]).reshape(-1)
+    ladder = (share + torch.arange(rows, device=sums.device)[:, None]).reshape(-1)
     start = segment.double()
     # A uniform number so small that it vanishes in the sum would give the last entry of the row before.
     point = torch.maximum(start + uniform(tuple(segment.shape), generator), start.nextafter(start + 1))

@@ -53,6 +53,7 @@ def lazy_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are drawn lazily, by the index they are given, also where there are so few keys that it costs more."""
     for cost in ("POINT_COST", "SEARCH_COST", "LEAST_KEYS"):
         monkeypatch.setattr(f"nearfield.paper.lazy.{cost}", 0)
+    monkeypatch.setattr("nearfield.paper.lazy.PILOT_SHARE", 1)
 
 
 @pytest.fixture

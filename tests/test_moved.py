@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_the_documented_names() -> None:
 
 
 def test_modules_are_still_attributes_of_the_package() -> None:
-    for name in ("index", "partition", "methods", "budgets"):
+    for name in ("partition", "methods", "budgets"):
         sys.modules.pop(f"nearfield.{name}", None)
         vars(nearfield).pop(name, None)
         with pytest.warns(DeprecationWarning, match=f"nearfield.{name} is now"):
@@ -45,8 +46,20 @@ def test_modules_are_still_attributes_of_the_package() -> None:
         nearfield.nothing  # noqa: B018
 
 
+def test_a_short_name_that_stays() -> None:
+    home = importlib.import_module("nearfield.knn.index")
+    assert nearfield.index.slack is home.slack
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        short = importlib.import_module("nearfield.index")
+    assert {name: getattr(short, name) for name in home.__all__} == {name: getattr(home, name) for name in home.__all__}
+    assert set(dir(short)) >= set(home.__all__)
+
+
 def test_new_paths_warn_of_nothing() -> None:
-    code = "import nearfield, nearfield.cells.cache, nearfield.hf, nearfield.paper.gradients, nearfield.knn.index"
+    code = (
+        "import nearfield, nearfield.cells.cache, nearfield.hf, nearfield.paper.gradients, nearfield.knn.index, nearfield.index"
+    )
     environment = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(nearfield.__file__))}
     options = ["-W", "error::DeprecationWarning:nearfield"]
     done = subprocess.run([sys.executable, *options, "-c", code], env=environment, capture_output=True, text=True, check=False)

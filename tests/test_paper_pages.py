@@ -20,45 +20,7 @@ README = (FOLDER / "README.md").read_text()
 STATUS = {"runs", "corrected", "refuted", "not claimed here"}
 
 # What the tables name and what is not in this tree yet.
-PENDING = {
-    "nf.sample",
-    "paper/test_sample.py::test_keys_follow_the_softmax",
-    "nearfield/paper/sample.py",
-    "sublinear_from",
-    "nf.LazyGumbel(slack=)",
-    "nf.index.slack",
-    "nearfield/knn/index/missed.py",
-    "knn/test_missed.py::test_slack_by_hand",
-    "paper/test_slack.py::test_draws_are_exact_with_the_true_slack_and_wrong_with_less",
-    "paper/test_slack.py::test_far_keys_per_draw",
-    "nf.TopK(eps=, delta=)",
-    "nf.needed_k",
-    "nearfield/knn/needed.py",
-    "knn/test_tail.py::test_the_needed_k_keeps_its_promise",
-    "benchmarks/results/needed.json",
-    "docs/guarantees.md#which-k-does-a-row-need",
-    "nf.lsh_budget",
-    "LSHBudget",
-    "LSHBudget.rho",
-    "s1",
-    "s2",
-    "p1",
-    "p2",
-    "slack",
-    "nf.ConcentricLSH.from_theory",
-    "nearfield/knn/index/lsh_theory.py",
-    "knn/test_lsh_theory.py::test_draws_over_hashing_follow_the_softmax_only_where_the_top_k_was_found",
-    "knn/test_lsh_theory.py::test_buckets_hold_a_key_with_the_probability_of_the_theory",
-    "knn/test_lsh_theory.py::test_tables_grow_as_n_to_the_rho",
-    "knn/test_lsh_theory.py::test_near_keys_are_found_as_promised",
-    "knn/test_lsh_theory.py::test_sizes_by_hand",
-    "benchmarks/results/lsh.json",
-    "docs/guarantees.md#hashing-by-theory",
-    "nf.BuiltIndex.add",
-    "knn/test_built_index.py::test_calls_are_those_with_a_recipe",
-    "nf.nn.Attention(gradient=)",
-    "paper/test_dropped_gradients.py::test_shared_walks_are_unbiased_for_a_mask",
-}
+PENDING: set[str] = set()
 
 
 def rows() -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nearfield.app import wide_console
 from nearfield.knn.index.lsh_theory import LSHBudget, lsh_budget
-from nearfield.paper.budgets import Budget, every_budget
+from nearfield.paper.budgets import Budget, every_budget, keys_read, sublinear_from
 
 try:
     import typer
@@ -56,6 +56,11 @@ def plan(
     )
     console.print(_promise_table(budgets))
     console.print(_hashing(hashing, near, far))
+    console.print(
+        "\nThe running time of Algorithm 2: with k = sqrt(n), at this eps and delta, LazyGumbel reads fewer than n keys a query "
+        f"from n = {sublinear_from(eps, delta, d=d):,} on. At n = {n:,} it would look at keys "
+        f"{keys_read(n, eps, delta, d=d):,.0f} times."
+    )
 
 
 @app.command()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nearfield.checks import check_fraction, check_positive
-from nearfield.knn.tail import TailPromise, tail_sizes
+from nearfield.knn.tail import TailPromise, smallest_size, tail_sizes
 
 GROUP_FAILURE = 1 / 8.36
 """How often one group of the tight median of means may miss (Chebyshev). This value minimises the total number of draws."""
@@ -125,6 +125,48 @@ def budget(
 def every_budget(n: int, eps: float, delta: float, d: int = 64) -> list[Budget]:
     """`budget` for every theorem in every form, in the order of the paper."""
     return [budget(n, eps, delta, d=d, theorem=theorem, form=form) for theorem, forms in FORMS.items() for form in forms]
+
+
+def keys_read(n: int, eps: float, delta: float, *, d: int = 64) -> float:
+    """Keys that Algorithm 2 reads for a query, in expectation at most: k = ceil(sqrt(n)) near ones, and E[m] by every draw.
+
+    The draws are those of the tight median of means, E[m] <= (n-k) / (k+1). What the index reads is not counted, and a key
+    that several draws look at counts every time, although `LazyGumbel` scores it once.
+
+    >>> round(keys_read(131072, 0.3, 0.1) / 131072, 1)
+    11.0
+    """
+    draws = budget(n, eps, delta, d=d, theorem="median-of-means", form="tight").draws or 0
+    k = _sqrt_ceil(n)
+    return k + draws * (n - k) / (k + 1)
+
+
+def sublinear_from(eps: float, delta: float, *, d: int = 64) -> int:
+    """The n from which on Algorithm 2 reads fewer than n keys for a query (`keys_read`): about the square of its draws.
+
+    >>> f"{sublinear_from(0.3, 0.1):.1e}, {sublinear_from(0.1, 0.1):.1e}"
+    '2.6e+07, 3.1e+09'
+    """
+
+    def groups(n: int) -> int:
+        return budget(n, eps, delta, d=d, theorem="median-of-means", form="tight").groups or 0
+
+    def reads_fewer(n: int) -> bool:
+        return keys_read(n, eps, delta, d=d) < n
+
+    def next_step(n: int) -> int:
+        """Where the number of groups grows again."""
+        now = groups(n)
+        return smallest_size(lambda larger: groups(larger) > now)
+
+    def fewer_beyond(n: int) -> int:
+        return smallest_size(lambda larger: larger > n and reads_fewer(larger))
+
+    found = smallest_size(reads_fewer)
+    # The number of groups is odd, so the number of draws grows in steps, the first of which may be too much for this n.
+    while not reads_fewer(step := next_step(found)):
+        found = fewer_beyond(step)
+    return found
 
 
 def _median_of_means(ask: _Question) -> Budget:

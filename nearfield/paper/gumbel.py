@@ -9,16 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_fraction, check_index, check_positive
-from nearfield.chunks import row_blocks
+from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
 from nearfield.kernels import backends
-from nearfield.knn.index.base import BuiltIndex, Index, default_k
+from nearfield.knn.index.base import Index
 from nearfield.knn.index.exact import ExactIndex
-from nearfield.knn.index.own import build_index
 from nearfield.knn.index.tally import Tally
 from nearfield.paper.budgets import budget
 from nearfield.paper.gradients import with_gradient
-from nearfield.paper.lazy import index_that_pays, prepare
+from nearfield.paper.lazy import Sampler
 from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
@@ -39,8 +37,8 @@ class LazyGumbel:
         eps, delta: the promise above.
         k: near keys per row; None: ceil(sqrt(Lk)), as `budget(theorem="lazy-gumbel")` says. It decides the cost, not the promise.
         index: finds them; a built-in index or your own (`nearfield.Index`), or one that is built already. Draws are exact for an
-            index that bounds the keys it leaves out (`ExactIndex`, `KMeansIndex`). With any other, `info["certified"]` is False:
-            draws are then exact only for rows whose true top k was found.
+            index that bounds the keys it leaves out (`ExactIndex`, `KMeansIndex`). With any other, unless `slack` is given,
+            `info["certified"]` is False: draws are then exact only for rows whose true top k was found.
         estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
         draws: overrides the number of draws per row.
         certify: False uses the paper's cutoff, which trusts the index to have found the true top k (rows that are drawn from
@@ -49,10 +47,15 @@ class LazyGumbel:
             softmax is drawn from that, which is the same law (`info["dense_rows"]`), and where that can be expected of most
             rows, the index is neither built nor asked. A row for which a single draw would look at a quarter of its keys is
             drawn from its full softmax in any case.
+        slack: c, your word that no key which the index leaves out has a logit (scale q.k) more than c above the smallest of
+            its near keys (paper, approximate k-MIPS). The cutoff is then M - min_S z - c, draws are exact if that is true, and
+            `info["certified_by"]` is `"slack"`. An index that bounds its keys by itself is believed instead (`"index"`), unless
+            `certify=False`. `nearfield.index.slack` measures c.
 
     All columns share the draws, and a key is scored once for all draws of a row. Cost: the search, plus
-    O(draws * (log k + E[m]) + m * dim) per row with E[m] <= n/k and m < n the keys that its draws look at; never much more than
-    O(n * dim + draws * log n). Draws have no gradient of their own, so the gradient is that of `gradients.RandomWalk`.
+    O(draws * (log k + E[m]) + m * dim) per row with E[m] <= n/k, or (n/k) e^slack, and m < n the keys that its draws look at;
+    never much more than O(n * dim + draws * log n). Draws have no gradient of their own, so the gradient is that of
+    `gradients.RandomWalk`.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 256, 16).unbind(0)
@@ -67,6 +70,7 @@ class LazyGumbel:
     draws: int | None = None
     certify: bool = True
     always_lazy: bool = False
+    slack: float | None = None
 
     any_mask = False
     drops_pairs = True
@@ -77,19 +81,19 @@ class LazyGumbel:
         check_positive("k", self.k, optional=True)
         check_positive("draws", self.draws, optional=True)
         check_index("index", self.index)
+        check_not_negative("slack", self.slack, optional=True)
         if self.estimator not in ("median", "mean"):
             raise ValueError(f"estimator must be 'median' or 'mean', got {self.estimator!r}")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.rows
-        k = default_k(self.k, rows.length)
         groups, size = self._sizes(rows)
         dropout = pair_dropout(problem.dropout_p, call.seeds)
         with torch.no_grad():
-            outcome = self._estimate(problem, rows.detach(), k, groups, size, call, dropout)
+            outcome = self._estimate(problem, rows.detach(), groups, size, call, dropout)
         if call.gradient is not None or not torch.is_grad_enabled():
             return outcome
-        own: Gradient = RandomWalk(index=self.index, k=self.k)
+        own: Gradient = RandomWalk(index=self.index, k=self.k, slack=self.slack)
         output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds, dropout)
         return replace(outcome, output=problem.by_head(output))
 
@@ -109,27 +113,21 @@ class LazyGumbel:
         groups -= 1 - groups % 2  # odd, so that the median is one of the means
         return groups, self.draws // groups
 
-    def _estimate(
-        self, problem: Problem, rows: Rows, k: int, groups: int, size: int, call: Call, dropout: Dropout | None
-    ) -> Outcome:
+    def _estimate(self, problem: Problem, rows: Rows, groups: int, size: int, call: Call, dropout: Dropout | None) -> Outcome:
         batch, count = rows.visible.shape
         draws = groups * size
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
-        if self.always_lazy:
-            built: BuiltIndex | None = build_index(self.index, rows.keys)
-        else:
-            built = index_that_pays(rows, self.index, k, draws, self.certify, call.backend)
-        groups_of_keys = 1 if built is None else built.groups
+        sampler = Sampler.of(rows, self.index, self.k, draws, self.certify, self.slack, self.always_lazy, call.backend)
         kernel = backends.pair_kernels(call.backend, rows.keys.device)
         table = rows.values.flatten(0, 1)
-        certified, evaluated, dense, expected, tally, searches = True, 0, 0, 0.0, Tally(built), Tally(built)
-        for block in row_blocks((batch, count), 40 * max(draws, k, groups_of_keys)):
-            part = rows.at(block)
-            lazy = prepare(part, built, k, self.certify, call.backend, 0 if self.always_lazy else draws)
-            drawn = lazy.draw_each(draws, call.seeds.generator(block.start))
-            certified &= lazy.certified
+        tally, searches = Tally(sampler.built), Tally(sampler.built)
+        trusts, bounded_by, evaluated, dense, expected = False, None, 0, 0, 0.0
+        for block, lazy, drawn in sampler.blocks(call.seeds):
+            part = lazy.rows
+            trusts |= bool(lazy.needs_bound.any())
+            bounded_by = lazy.bounded_by
             evaluated += int(drawn.evaluated.sum())
             dense += int(lazy.dense.sum())
             tally.add(lazy.keys_scored(drawn), part.visible.flatten())
@@ -149,13 +147,14 @@ class LazyGumbel:
             lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and dropout is None:
                 stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
-        searches.warn(built)
+        searches.warn(sampler.built)
         info = {
             **tally.info(),
-            "k": k,
+            "k": sampler.k,
             "draws": draws,
             "groups": groups,
-            "certified": certified,
+            "certified": not trusts or bounded_by is not None,
+            "certified_by": bounded_by if trusts else "full softmax",
             "evaluated_per_draw": evaluated / max(1, rows.count * draws),
             "expected_per_draw": expected / max(1, rows.count),
             "dense_rows": dense,

@@ -4,7 +4,8 @@ The Gumbel-max trick draws j from softmax(z) as argmax z_j + G_j. Given the maxi
 U_j >= z_j for every other key, only keys with G_j > M - U_j can beat M, and there are few of them. This module departs from the
 printed algorithm in three ways, and stays exact:
 
-* The bound comes from the index, per group of keys. The printed M - min_S z is right only if S is the true top k.
+* The bound comes from the index, per group of keys. The printed M - min_S z is right only if S is the true top k. For an
+  approximate S (section:lsh_attn) the bound min_S z + c is right if no other key exceeds min_S z by more than c.
 * M ~ Gumbel(log Z_S) and the winner within S ~ softmax(z_S) are independent, so a draw costs O(log k), not O(k).
 * The set T of other keys with G_j > M - U_j holds each key independently with probability 1 - exp(-exp(U_j - M)). It is drawn as
   the distinct keys hit by Poisson(sum_j exp(U_j - M)) points that choose key j in proportion to exp(U_j). With one bound for all
@@ -16,17 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.kernels.reference import exact_logits
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, default_k
 from nearfield.knn.index.own import build_index, check_built
+from nearfield.paper.full import cumulative_weights
 from nearfield.problem import Rows
-from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, uniform
+from nearfield.sampling import Seeds, conditional_gumbel, gumbel, segmented_categorical, segmented_search, uniform
 
 POINTS_AT_A_TIME = 1 << 18
 """About how many Poisson points are drawn together."""
@@ -34,11 +36,11 @@ POINTS_AT_A_TIME = 1 << 18
 GIVE_UP_SHARE = 0.25
 """A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
 
-POINT_COST, SEARCH_COST = 32.0, 0.6
+POINT_COST, SEARCH_COST = 32.0, 0.9
 """What a Poisson point and a key that an index scores cost, in units of a key of a row that is drawn from its full softmax."""
 
-PILOTS = 32
-"""At most so many rows of a batch entry are searched to see whether it pays to search the others."""
+PILOTS, PILOT_SHARE = 32, 1 / 16
+"""At most so many rows of a batch entry, and that share of them, are searched to see whether it pays to search the others."""
 
 LEAST_KEYS = 1 << 21
 """With fewer keys, those of all rows together, looking at them all is faster than asking an index."""
@@ -76,8 +78,8 @@ class LazyRows:
     near_logits: Tensor
     """`[flat, k]`"""
     cutoffs: Cutoffs
-    certified: bool
-    """whether the bounds are known to hold; if not, draws may miss heavy keys that the index missed"""
+    bounded_by: Literal["index", "slack"] | None
+    """who says that the bounds hold: the index, or the slack that was given; None: nobody, they trust the near set"""
     dense: Tensor
     """`[flat]`: True for rows that are drawn from their full softmax"""
     backend: str = "auto"
@@ -96,6 +98,17 @@ class LazyRows:
         full[self.seen] = x
         return full.unflatten(0, self.rows.visible.shape)
 
+    @property
+    def needs_bound(self) -> Tensor:
+        """`[flat]`: False for rows that are drawn from their full softmax, and for those whose keys are all near."""
+        near = (self.near_ids < self.rows.length).sum(-1)
+        return self.dense.logical_not() & (near < self.rows.visible.flatten())
+
+    @property
+    def certified(self) -> Tensor:
+        """`[flat]`: whether draws are known to follow the softmax; if not, they may miss heavy keys that the index missed."""
+        return self.needs_bound.logical_not() | (self.bounded_by is not None)
+
     @cached_property
     def log_near(self) -> Tensor:
         """log Z_S, `[flat]`."""
@@ -107,17 +120,24 @@ class LazyRows:
         return (self.cutoffs.counts.double().log() + self.cutoffs.bounds.double()).flatten(0, 1)
 
     def expected_evaluations(self) -> Tensor:
-        """E[m] = sum over the keys outside S of e^U / (e^U + Z_S), `[flat]`, known before anything is drawn."""
+        """E[m] = sum over the keys outside S of e^U / (e^U + Z_S), `[flat]`, known before anything is drawn.
+
+        With the bound U = min_S z + c for all keys that is at most (n-k) e^c / (e^c + k) < (n/k) e^c, since Z_S >= k e^(min_S z).
+        """
         if self.near_ids.shape[1] == 0:
             return self.log_near.new_zeros(len(self.near_ids))
         log_near = self.log_near[:, None]
         bounds = self.cutoffs.bounds.double().flatten(0, 1)
         per_key = torch.sigmoid(bounds - log_near)
         total = (per_key * self.cutoffs.counts.flatten(0, 1)).sum(-1)
-        smallest = self.near_logits.masked_fill(self.near_logits == -torch.inf, torch.inf).amin(-1)
         near = (self.near_ids < self.rows.length).sum(-1)
-        # Near keys lie in groups that were searched, where the bound is the smallest near score.
-        expected = total - near * torch.sigmoid(smallest - self.log_near)
+        if per_key.shape[1] == 1:
+            of_near = per_key[:, 0]
+        else:
+            # Near keys lie in groups that were searched, where the bound is the smallest near score.
+            smallest = self.near_logits.masked_fill(self.near_logits == -torch.inf, torch.inf).amin(-1)
+            of_near = torch.sigmoid(smallest - self.log_near)
+        expected = total - near * of_near
         return expected.clamp(min=0).masked_fill(self.dense, 0.0)
 
     def keys_scored(self, drawn: Draws) -> Tensor:
@@ -133,10 +153,24 @@ class LazyRows:
 
     def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
         """`draws` draws for every `seen` row."""
-        result = self.draw(self.seen.repeat_interleave(draws), generator)
-        ids, peak, evaluated = (x.view(-1, draws) for x in (result.ids, result.peak, result.evaluated))
+        flat = len(self.dense)
+        ids, evaluated = torch.zeros(2, flat, draws, dtype=torch.long, device=self.dense.device)
+        peak = torch.zeros(flat, draws, dtype=torch.float64, device=self.dense.device)
+        lazy = self.seen[self.dense[self.seen].logical_not()]
+        drawn = self.draw(lazy.repeat_interleave(draws), generator)
+        for x, found in ((ids, drawn.ids), (peak, drawn.peak), (evaluated, drawn.evaluated)):
+            x[lazy] = found.view(-1, draws)
+        # All rows have as many draws: searched row by row, which is much faster than one long ladder.
+        for rows, total, log_total in cumulative_weights(self.rows, self.dense):
+            keep = self.dense[rows]
+            if not bool(keep.all()):
+                rows, total, log_total = rows[keep], total[keep], log_total[keep]
+            point = uniform((len(rows), draws), generator).mul_(total[:, -1:])
+            ids[rows] = torch.searchsorted(total, point)
+            peak[rows] = gumbel((len(rows), draws), generator) + log_total[:, None]
         start = self.seen // self.rows.visible.shape[1] * self.rows.length
-        return RowDraws(ids, peak, evaluated, result.distinct, ids + start[:, None])
+        ids, peak, evaluated = ids[self.seen], peak[self.seen], evaluated[self.seen]
+        return RowDraws(ids, peak, evaluated, drawn.distinct, ids + start[:, None])
 
     def draw(self, segment: Tensor, generator: torch.Generator) -> Draws:
         """One draw for every entry of `segment`, flat row numbers in any order; rows must see at least one key."""
@@ -218,22 +252,16 @@ class LazyRows:
         return kernel.pair_scores(queries[row], keys.flatten(0, 1), place[:, None])[:, 0].double()
 
     def _draw_densely(self, segment: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Keys and perturbed maxima drawn from the full softmax of their rows."""
-        batch, count = self.rows.visible.shape
-        columns = self.dense.view(batch, count).any(0).nonzero()[:, 0]
-        # Blocks of rows, over all batch entries; the draws are sorted by the block of their row.
-        column, order = torch.searchsorted(columns, segment % count).sort(stable=True)
+        """Keys and perturbed maxima drawn from the full softmax of their rows, of which each may have another number of draws."""
         ids, peak = torch.empty_like(segment), gumbel(tuple(segment.shape), generator)
-        for block in row_blocks((batch, len(columns)), 32 * max(1, self.rows.length)):
-            chosen = columns[block]
-            first, last = torch.searchsorted(column, torch.tensor([block.start, block.stop], device=column.device)).tolist()
-            here = order[first:last]
-            logits = exact_logits(self.rows.queries[:, chosen], self.rows.keys, self.rows.visible[:, chosen]).double()
-            log_total = logits.logsumexp(-1)
-            weights = (logits - log_total.masked_fill(log_total == -torch.inf, 0.0)[..., None]).exp().flatten(0, 1)
-            row = segment[here] // count * len(chosen) + column[first:last] - block.start
-            ids[here] = segmented_categorical(weights, row, generator)
-            peak[here] += log_total.reshape(-1)[row]
+        for flat, total, log_total in cumulative_weights(self.rows, self.dense):
+            place = torch.full_like(self.dense, -1, dtype=torch.long).scatter(
+                0, flat, torch.arange(len(flat), device=flat.device)
+            )
+            here = (place[segment] >= 0).nonzero()[:, 0]
+            row = place[segment[here]]
+            ids[here] = segmented_search(total, row, generator)
+            peak[here] += log_total[row]
         return ids, peak
 
 
@@ -244,8 +272,57 @@ def _is_first(x: Tensor) -> Tensor:
     return first
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """The same number of draws from every row of a call, block by block: what `LazyGumbel` and `sample` share."""
+
+    rows: Rows
+    built: BuiltIndex | None
+    """None: all rows are drawn from their full softmax"""
+    k: int
+    draws: int
+    certify: bool
+    slack: float | None
+    always_lazy: bool
+    backend: str
+
+    @classmethod
+    def of(
+        cls,
+        rows: Rows,
+        index: Index,
+        k: int | None,
+        draws: int,
+        certify: bool,
+        slack: float | None,
+        always_lazy: bool,
+        backend: str,
+    ) -> Sampler:
+        """With the index built once, if that pays or if all draws have to be lazy."""
+        near = default_k(k, rows.length)
+        if always_lazy:
+            built: BuiltIndex | None = build_index(index, rows.keys)
+        else:
+            built = index_that_pays(rows, index, near, draws, certify, backend, slack)
+        return cls(rows, built, near, draws, certify, slack, always_lazy, backend)
+
+    def blocks(self, seeds: Seeds) -> Iterator[tuple[slice, LazyRows, RowDraws]]:
+        """Ranges of rows that fit into memory, prepared, with the draws of those that see a key."""
+        groups = 1 if self.built is None else self.built.groups
+        budgeted = 0 if self.always_lazy else self.draws
+        for block in row_blocks(self.rows.visible.shape, 40 * max(self.draws, self.k, groups)):
+            lazy = prepare(self.rows.at(block), self.built, self.k, self.certify, self.backend, budgeted, self.slack)
+            yield block, lazy, lazy.draw_each(self.draws, seeds.generator(block.start))
+
+
 def index_that_pays(
-    rows: Rows, index: Index, k: int, draws: float, certify: bool = True, backend: str = "auto"
+    rows: Rows,
+    index: Index,
+    k: int,
+    draws: float,
+    certify: bool = True,
+    backend: str = "auto",
+    slack: float | None = None,
 ) -> BuiltIndex | None:
     """The index of the keys of `rows`, of which each will be drawn from so many times; None if it does not pay to search.
 
@@ -257,8 +334,10 @@ def index_that_pays(
         return None
     built = build_index(index, rows.keys)
     count = rows.visible.shape[1]
-    some = torch.arange(0, count, -(-count // PILOTS), device=rows.visible.device)
-    pilots = _search(replace(rows, queries=rows.queries[:, some], visible=rows.visible[:, some]), built, k, certify, backend)
+    most = max(1, min(PILOTS, int(count * PILOT_SHARE)))
+    some = torch.arange(0, count, -(-count // most), device=rows.visible.device)
+    chosen = replace(rows, queries=rows.queries[:, some], visible=rows.visible[:, some])
+    pilots = _search(chosen, built, k, certify, backend, slack)
     dense = pilots.rows.visible.double().flatten()
     search = dense if pilots.scored is None else pilots.scored
     spent = SEARCH_COST * search + torch.minimum(_lazy_costs(pilots, draws), dense)
@@ -266,37 +345,45 @@ def index_that_pays(
 
 
 def prepare(
-    rows: Rows, built: BuiltIndex | None, k: int, certify: bool = True, backend: str = "auto", draws: float | Tensor = 0
+    rows: Rows,
+    built: BuiltIndex | None,
+    k: int,
+    certify: bool = True,
+    backend: str = "auto",
+    draws: float | Tensor = 0,
+    slack: float | None = None,
 ) -> LazyRows:
     """Find the near keys of every row and the bounds for the others.
 
     Args:
         built: None: all rows are drawn from their full softmax.
-        certify: ask the index for bounds that hold. If False, or if the index knows none, the smallest near score is used, as
-            the paper prints it; draws are then exact only where the near set is the true top k.
+        certify: ask the index for bounds that hold. If False, or if the index knows none, the bound is the smallest near score,
+            as the paper prints it, plus `slack`.
         draws: how many draws there will be, of each row or `[flat]`. A row whose draws would cost more lazily than from its full
             softmax is `dense`; the law is the same. 0: rows are dense only if a single draw would look at more than
             `GIVE_UP_SHARE` of their keys.
+        slack: by how much a key that the index left out may exceed the smallest near score. None: nobody knows; draws are then
+            exact only where the near set is the true top k.
     """
     if built is None:
         return _unsearched(rows, backend)
-    lazy = _search(rows, built, k, certify, backend)
-    dense = _lazy_costs(lazy, draws) > lazy.rows.visible.flatten().clamp(min=1)
-    return replace(lazy, dense=dense, certified=lazy.certified or bool((dense | (rows.visible.flatten() == 0)).all()))
+    lazy = _search(rows, built, k, certify, backend, slack)
+    return replace(lazy, dense=_lazy_costs(lazy, draws) > lazy.rows.visible.flatten().clamp(min=1))
 
 
-def _search(rows: Rows, built: BuiltIndex, k: int, certify: bool, backend: str) -> LazyRows:
+def _search(rows: Rows, built: BuiltIndex, k: int, certify: bool, backend: str, slack: float | None) -> LazyRows:
     """Rows that are all drawn lazily."""
     logits, ids, scored = built.find(rows.queries, k, rows.causal_offset)
     cutoffs = built.cutoffs(rows.queries, ids, rows.causal_offset) if certify else None
-    certified = cutoffs is not None
+    bounded_by: Literal["index", "slack"] | None = "index"
     if cutoffs is None:
-        cutoffs = _printed_cutoffs(rows, logits, ids)
+        bounded_by = None if slack is None else "slack"
+        cutoffs = _printed_cutoffs(rows, logits, ids, slack or 0.0)
     flat_ids, order = ids.masked_fill(ids == PADDING, rows.length).flatten(0, 1).sort(-1)
     near_logits = logits.flatten(0, 1).gather(-1, order).double()
     none_dense = torch.zeros(len(flat_ids), dtype=torch.bool, device=ids.device)
     counted = None if scored is None else scored.flatten()
-    return LazyRows(rows, flat_ids, near_logits, cutoffs, certified, none_dense, backend, counted)
+    return LazyRows(rows, flat_ids, near_logits, cutoffs, bounded_by, none_dense, backend, counted)
 
 
 def _unsearched(rows: Rows, backend: str) -> LazyRows:
@@ -305,7 +392,7 @@ def _unsearched(rows: Rows, backend: str) -> LazyRows:
     none = torch.zeros(flat, 0, dtype=torch.long, device=device)
     cutoffs = Cutoffs.one_group(torch.full_like(rows.visible, -torch.inf, dtype=torch.float64), rows.visible, rows.length)
     dense = torch.ones(flat, dtype=torch.bool, device=device)
-    return LazyRows(rows, none, none.double(), cutoffs, True, dense, backend, rows.visible.flatten())
+    return LazyRows(rows, none, none.double(), cutoffs, None, dense, backend, rows.visible.flatten())
 
 
 def _lazy_costs(lazy: LazyRows, draws: float | Tensor) -> Tensor:
@@ -314,7 +401,8 @@ def _lazy_costs(lazy: LazyRows, draws: float | Tensor) -> Tensor:
     return lazy.points() * per_point.clamp(min=1 / GIVE_UP_SHARE)
 
 
-def _printed_cutoffs(rows: Rows, logits: Tensor, ids: Tensor) -> Cutoffs:
-    smallest = logits.masked_fill(ids == PADDING, torch.inf).amin(-1)
+def _printed_cutoffs(rows: Rows, logits: Tensor, ids: Tensor, slack: float) -> Cutoffs:
+    """min_S z + slack for every row that leaves a key out."""
+    bound = logits.masked_fill(ids == PADDING, torch.inf).amin(-1) + slack
     complete = (ids != PADDING).sum(-1) >= rows.visible
-    return Cutoffs.one_group(smallest.masked_fill(complete, -torch.inf), rows.visible, rows.length)
+    return Cutoffs.one_group(bound.masked_fill(complete, -torch.inf), rows.visible, rows.length)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_fraction, check_index, check_positive
+from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
 from nearfield.knn.index.base import PADDING, Index, default_k
@@ -52,6 +52,7 @@ class RandomWalk:
     Args:
         walks: draws per row, at least 2.
         k, index: near keys of the lazy Gumbel sampler (None: ceil(sqrt(Lk))), and what finds them, built already or not.
+        slack: how far a key that the index left out may lie above the smallest near one (see `LazyGumbel`).
 
     Cost: one search per row, plus O(walks * (E[m] + 1) * dim) per row; memory O(inputs).
 
@@ -63,15 +64,17 @@ class RandomWalk:
     walks: int = 64
     k: int | None = None
     index: Index = field(default_factory=ExactIndex)
+    slack: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("walks", self.walks, least=2)
         check_positive("k", self.k, optional=True)
         check_index("index", self.index)
+        check_not_negative("slack", self.slack, optional=True)
 
     @torch.no_grad()
     def estimate(self, rows: Rows, grad_output: Tensor, seeds: Seeds, dropout: Dropout | None = None) -> Gradients:
-        return shared_walks(Walker(rows, self.index, self.k, self.walks), grad_output, self.walks, seeds, dropout)
+        return shared_walks(Walker(rows, self.index, self.k, self.walks, self.slack), grad_output, self.walks, seeds, dropout)
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,11 @@ class PrintedWalk:
 class Walker:
     """Takes steps from rows to keys, with an index that is built once, if it pays for so many `walks` from a row."""
 
-    def __init__(self, rows: Rows, index: Index, k: int | None, walks: float) -> None:
+    def __init__(self, rows: Rows, index: Index, k: int | None, walks: float, slack: float | None = None) -> None:
         self.rows = rows
         self.k = default_k(k, rows.length)
-        self.built = index_that_pays(rows, index, self.k, walks)
+        self.slack = slack
+        self.built = index_that_pays(rows, index, self.k, walks, slack=slack)
 
     def blocks(self, walks: int) -> Iterator[slice]:
         """Ranges of rows for which `walks` walks each fit into memory."""
@@ -145,7 +149,7 @@ class Walker:
         return row_blocks(self.rows.visible.shape, 80 * max(walks, self.k, groups))
 
     def prepare(self, block: slice, draws: int | Tensor) -> LazyRows:
-        return prepare(self.rows.at(block), self.built, self.k, draws=draws)
+        return prepare(self.rows.at(block), self.built, self.k, draws=draws, slack=self.slack)
 
     def carried(self, block: slice, lazy: LazyRows, drawn: RowDraws, dropout: Dropout | None) -> Tensor:
         """What walks from the rows of a block carry, `[seen, draws]`: the dropout factors of their pairs, or ones."""

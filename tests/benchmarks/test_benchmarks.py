@@ -57,6 +57,22 @@ def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., 
 
 
 @pytest.mark.long
+def test_the_benchmark_of_lazy_draws_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_lazy", "--quick")
+    for word in ("rule / dense", "keys read by Algorithm 2", "(1 of the true one)"):
+        assert word in shown
+
+
+def test_a_wrong_slack_shows_in_the_law(load: Callable[[str], Any]) -> None:
+    told = load("bench_lazy").told
+    half, true = told(0.5, 40_000), told(1.0, 40_000)
+    # The distance of exact draws, by chance alone, is known within some 5%.
+    assert half["distance"] > 1.1 * half["noise"]
+    assert true["distance"] < 1.05 * true["noise"]
+    assert all(0 < row["per_draw"] <= row["bound"] for row in (half, true))
+
+
+@pytest.mark.long
 def test_sections_of_the_gpu_benchmark_that_train_run_without_one(
     load: Callable[[str], Any], run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

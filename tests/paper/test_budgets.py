@@ -11,7 +11,7 @@ from scipy import stats
 
 from nearfield.audit import audit_quantile, audit_rows
 from nearfield.knn.tail import tail_condition
-from nearfield.paper.budgets import FORMS, GROUP_FAILURE, Budget, budget, every_budget
+from nearfield.paper.budgets import FORMS, GROUP_FAILURE, Budget, budget, every_budget, keys_read, sublinear_from
 
 PAIRS = [(theorem, form) for theorem, forms in FORMS.items() for form in forms]
 SIZES = ("k", "ell", "draws", "groups", "group_size", "walks", "buffer")
@@ -339,3 +339,25 @@ def test_bad_audit_arguments(arguments: tuple[float, float]) -> None:
 def test_bad_audit_row_counts(rows: object) -> None:
     with pytest.raises(ValueError, match="rows must be a positive integer"):
         audit_quantile(rows)
+
+
+@pytest.mark.parametrize(
+    ("eps", "delta", "d"), [(0.3, 0.1, 64), (0.05, 0.01, 32), (0.9, 0.9, 32), (0.25, 0.3, 1), (0.15, 0.1, 1)]
+)
+def test_from_where_on_lazy_draws_read_fewer_keys(eps: float, delta: float, d: int) -> None:
+    """k + draws (n-k)/(k+1) < n if and only if draws < k + 1."""
+    found = sublinear_from(eps, delta, d=d)
+    sizes = [found - 1, *(round(found * 1.01**power) for power in range(1000))]
+    for n in sizes:
+        k = math.isqrt(n - 1) + 1
+        draws = budget(n, eps, delta, d=d, theorem="median-of-means", form="tight").draws
+        assert draws is not None
+        assert (draws < k + 1) == (n >= found)
+        assert keys_read(n, eps, delta, d=d) == pytest.approx(k + draws * (n - k) / (k + 1))
+
+
+def test_the_size_from_which_lazy_draws_pay() -> None:
+    assert 2e7 < sublinear_from(0.3, 0.1) < 4e7
+    assert 3e9 < sublinear_from(0.1, 0.1) < 5e9
+    with pytest.raises(ValueError, match="eps"):
+        sublinear_from(1.0, 0.1)

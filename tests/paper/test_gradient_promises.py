@@ -233,7 +233,9 @@ def test_shared_walks_keep_their_promise_in_all_heads(causal: bool) -> None:
     assert asked == nf.budget(12 * 9, 0.3, ALPHA, d=3, theorem="dq").draws
     allowed = inputs.of_covariances(0.3)
     assert max(worst(inputs.errors(RandomWalk(walks=asked), 5), allowed)) <= 1
-    assert min(worst(inputs.errors(RandomWalk(walks=2), 5), allowed)) > 1
+    # Two walks are too few, for each of the three: in one of a few runs at least.
+    tried = [worst(inputs.errors(RandomWalk(walks=2), seed), allowed) for seed in range(5)]
+    assert min(map(max, zip(*tried, strict=True))) > 1
 
 
 units = st.floats(0, 1)

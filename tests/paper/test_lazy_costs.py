@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from by_hand import seeded
@@ -30,13 +32,32 @@ def test_many_draws_of_few_keys_look_at_each_key_once(length: int, eps: float) -
     assert found["certified"]
 
 
-@pytest.mark.parametrize("index", [nf.ExactIndex(), nf.KMeansIndex(probes=4)], ids=["exact", "k-means"])
-def test_it_pays_to_search_for_few_draws_alone(index: nf.Index) -> None:
+def test_it_pays_to_search_for_few_draws_alone() -> None:
     rows = rows_of("clustered", 16384, 160)
+    index = nf.KMeansIndex(probes=4)
     assert int(rows.visible.sum()) >= lazy.LEAST_KEYS
+    flat = rows_of("gaussian", 16384, 160)
+    assert index_that_pays(flat, nf.ExactIndex(), 128, 1) is None, "an index that scores every key saves little"
     assert index_that_pays(rows, index, 128, 1) is not None
     assert index_that_pays(rows, index, 128, 4096) is None
     assert index_that_pays(rows.at(slice(0, 100)), index, 128, 1) is None, "little to do"
+
+
+def test_few_rows_are_searched_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "LEAST_KEYS", 0)
+    searched: list[int] = []
+    search = lazy._search
+
+    def counted(rows: Rows, *arguments: Any) -> lazy.LazyRows:
+        searched.append(rows.visible.shape[1])
+        return search(rows, *arguments)
+
+    monkeypatch.setattr(lazy, "_search", counted)
+    for count in (5, 160, 2000):
+        index_that_pays(rows_of("gaussian", 2000, count, dim=4), nf.ExactIndex(), 20, 1)
+    assert searched[0] == 1
+    assert searched[1] == 10
+    assert 16 < searched[2] <= 32
 
 
 def test_each_row_goes_the_cheaper_way() -> None:
@@ -114,6 +135,6 @@ def test_rows_that_see_nothing_do_not_decide() -> None:
     visible = rows.visible.clone()
     visible[:, :3] = 0
     rows = Rows(rows.queries, rows.keys, rows.values, visible)
-    built = index_that_pays(rows, nf.ExactIndex(), 128, 1)
+    built = index_that_pays(rows, nf.KMeansIndex(probes=4), 128, 1)
     assert built is not None
     assert prepare(rows, built, 128, draws=1).points()[:3].tolist() == [0, 0, 0]
