@@ -462,9 +462,9 @@ MUTANTS = (
     ),
     Mutant(
         "one seed reused across blocks of rows",
-        "LazyGumbel._estimate",
-        "call.seeds.generator(block.start)",
-        "call.seeds.generator(0)",
+        "Sampler.blocks",
+        "seeds.generator(block.start)",
+        "seeds.generator(0)",
         ("test_blocks_of_rows_draw_apart",),
     ),
     Mutant(
