@@ -116,6 +116,15 @@ def test_the_generator_decides_everything() -> None:
     assert not torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("always_lazy", [False, True])
+def test_rows_draw_apart(always_lazy: bool) -> None:
+    query, key = inputs(8, heads=2, kv_heads=1, queries=1, keys=60, batch=3)
+    query, key = query[:1, :1].expand(3, 2, 5, -1), key[:1].expand(3, -1, -1, -1)
+    found = nf.sample(query, key, 20, enable_gqa=True, always_lazy=always_lazy, generator=seeded(9))
+    assert bool(found.dense.all()) != always_lazy
+    assert len(set(map(tuple, found.ids.flatten(0, -2).tolist()))) == 30
+
+
 @pytest.mark.usefixtures("lazy_draws")
 @pytest.mark.parametrize("index", [OwnIndex(), Skipping(0), nf.ConcentricLSH()], ids=["own", "skipping", "LSH"])
 def test_rows_are_certified_one_by_one(index: nf.Index) -> None:
