@@ -72,7 +72,7 @@ def test_a_wrong_slack_shows_in_the_law(load: Callable[[str], Any]) -> None:
     assert all(0 < row["per_draw"] <= row["bound"] for row in (half, true))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sections_of_the_gpu_benchmark_that_train_run_without_one(
     load: Callable[[str], Any], run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
