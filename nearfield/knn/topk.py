@@ -20,7 +20,9 @@ from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.kernels.reference import weighted_softmax
+from nearfield.knn import fused
 from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores
+from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.own import build_index, check_built
 from nearfield.knn.index.tally import Tally
@@ -118,7 +120,7 @@ class TopK:
             raise ValueError(f"tail=0 leaves keys out and promises nothing; leave it out, or eps={self.eps!r} and delta")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
-        rows = problem.rows
+        rows = problem.grouped
         promise = None if self.eps is None or self.delta is None else TailPromise(self.eps, self.delta, self.joint)
         k, tail = self._sizes(rows, promise)
         if k == rows.length:
@@ -126,6 +128,11 @@ class TopK:
             exact = Exact().run(problem, call)
             promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})
+        sizes = fused.sizes_of(self.index, problem, call, rows, k, tail)
+        if sizes is not None:
+            assert isinstance(self.index, CellIndex)
+            return Outcome(problem.by_head(fused.attend(rows, problem.scale, self.index, sizes, k, tail, call.seeds)))
+        rows = problem.rows
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
         built = build_index(self.index, rows.keys)
         met = None

@@ -70,8 +70,13 @@ def test_it_scores_fewer_keys_than_there_are_and_says_how_many() -> None:
 @pytest.mark.parametrize(("k", "size", "probes"), [(10, 16, 8), (1000, 512, None)])
 def test_cells_hold_several_times_the_keys_that_are_wanted(k: int, size: int, probes: int | None, causal: bool) -> None:
     sizes = CellIndex(cell_size=size, probes=probes).sizes(10**6, k, causal, True)
-    assert sizes.probes == (probes or math.ceil((8 if causal else 4) * k / size))
+    assert sizes.probes == (probes or math.ceil((8 if causal else 4.04) * k / size))
     assert (sizes.segment > 0) == causal
+
+
+def test_longer_sequences_take_fewer_times_the_keys() -> None:
+    over = [CellIndex(cell_size=1).sizes(length, 1000, False, True).probes / 1000 for length in (1000, 2**15, 2**20, 10**8)]
+    assert over == [8, 8, 4, 4]
 
 
 @pytest.mark.parametrize(("k", "kernels"), [(30, True), (400, False)])

@@ -26,9 +26,9 @@ from nearfield.knn.index.candidates import best_of_lists
 if TYPE_CHECKING:
     from nearfield.knn.index.cells_triton import KernelCells
 
-OVER, OVER_CAUSAL = 4, 8
-"""A row opens cells with so many times as many keys as it wants. A causal row sees several spans, each with cells of its own for
-the same keys."""
+OVER, LEAST_OVER, SHORT = 8, 4, 32_768
+"""A row opens cells with `OVER` times as many keys as it wants. Without a mask this falls with the fifth root of the length, from
+`SHORT` keys on, to `LEAST_OVER`: an exchange of recall for time. A causal row sees several spans, each with cells of its own."""
 
 LEAST_PROBES = 8
 
@@ -43,14 +43,15 @@ class CellIndex:
     A causal row sees the past as spans of closed segments, each with k-means cells made of its own keys alone, and the keys of
     its own segment one by one. So nothing it finds depends on a later key, and all rows share what is built: a search costs
     about as much with a mask as without. A row scores its cells as `Cells` does (q.mu_c + 3 sqrt(u_c)), then every key of those
-    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made; these
-    kernels were tested in Triton's interpreter and compiled, and have not been timed on a card.
+    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made. There a
+    forward pass of `TopK` with this index reads half precision as it is and keeps nothing: docs/gpu.md has its time and memory.
 
     It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed it is made anew.
 
     Args:
         cell_size: keys per cell; None: by the length, as `Cells`.
-        probes: cells that a row opens; None: as many as hold four times k keys (with a causal mask eight times), at least 8.
+        probes: cells that a row opens; None: as many as hold eight times k keys, at least 8 (without a mask fewer from
+            32,768 keys on: four times k at a million).
         segment: causal: keys per segment; None: by the length, as `Cells`.
         iterations: of k-means; None: those of `Cells`.
         seed: of k-means. The same seed gives the same index; the global generator is not used.
@@ -85,7 +86,7 @@ class CellIndex:
         """The sizes of a search for k of `length` keys."""
         size = self.cell_size or default_cell_size(length, causal, on_gpu)
         segment = (self.segment or default_segment(length, on_gpu)) if causal else 0
-        over = OVER_CAUSAL if causal else OVER
+        over = OVER if causal or length <= SHORT else max(LEAST_OVER, OVER * (SHORT / length) ** 0.2)
         probes = self.probes or max(LEAST_PROBES, math.ceil(over * k / size))
         levels = span_levels(length, segment) if causal else 1
         return CellSizes(
