@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from nearfield.checks import check_fraction, check_index, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.knn.index.base import BuiltIndex, Index, default_k
+from nearfield.knn.index.base import BuiltIndex, Index, default_k, row_table
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.own import build_index
 from nearfield.knn.index.tally import Tally
@@ -82,19 +82,34 @@ class LazyGumbel:
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.rows
         k = default_k(self.k, rows.length)
-        groups, size = self._sizes(rows)
         with torch.no_grad():
-            outcome = self._estimate(problem, rows.detach(), k, groups, size, call)
+            plain = rows.detach()
+            output, lse, stderr, info = self._estimate(plain, self._built(plain, k, call), k, call, problem.dropout_p)
+        outcome = Outcome(
+            problem.by_head(output), problem.by_head(lse), None if stderr is None else problem.by_head(stderr), info
+        )
         if call.gradient is not None or not torch.is_grad_enabled():
             return outcome
         if problem.dropout_p and any(x.requires_grad for x in (rows.queries, rows.keys, rows.values)):
             raise ValueError("LazyGumbel cannot be differentiated with dropout; use TopK or Exact, or dropout_p=0")
         own: Gradient = RandomWalk(index=self.index, k=self.k)
-        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds)
-        return replace(outcome, output=problem.by_head(output))
+        with_path = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds)
+        return replace(outcome, output=problem.by_head(with_path))
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         return False
+
+    @torch.no_grad()
+    def attend_rows(self, rows: Rows, built: BuiltIndex, k: int, call: Call) -> Tensor:
+        """Output `[batch, rows, value_dim]` of rows with `k` near keys each, by an index of their keys that is there already."""
+        return self._estimate(rows, built, k, call)[0]
+
+    def _built(self, rows: Rows, k: int, call: Call) -> BuiltIndex | None:
+        """The index of the keys, if it pays to build it; see `always_lazy`."""
+        if self.always_lazy:
+            return build_index(self.index, rows.keys)
+        groups, size = self._sizes(rows)
+        return index_that_pays(rows, self.index, k, groups * size, self.certify, call.backend)
 
     def _sizes(self, rows: Rows) -> tuple[int, int]:
         """How many groups, and how many draws in each."""
@@ -109,19 +124,19 @@ class LazyGumbel:
         groups -= 1 - groups % 2  # odd, so that the median is one of the means
         return groups, self.draws // groups
 
-    def _estimate(self, problem: Problem, rows: Rows, k: int, groups: int, size: int, call: Call) -> Outcome:
+    def _estimate(
+        self, rows: Rows, built: BuiltIndex | None, k: int, call: Call, dropout_p: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """What an `Outcome` has, in the layout of the rows."""
         batch, count = rows.visible.shape
+        groups, size = self._sizes(rows)
         draws = groups * size
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
-        if self.always_lazy:
-            built: BuiltIndex | None = build_index(self.index, rows.keys)
-        else:
-            built = index_that_pays(rows, self.index, k, draws, self.certify, call.backend)
         groups_of_keys = 1 if built is None else built.groups
         kernel = backends.pair_kernels(call.backend, rows.keys.device)
-        table = rows.values.flatten(0, 1)
+        table, step = row_table(rows.values)
         certified, evaluated, dense, expected, tally, searches = True, 0, 0, 0.0, Tally(built), Tally(built)
         for block in row_blocks((batch, count), 40 * max(draws, k, groups_of_keys)):
             part = rows.at(block)
@@ -135,19 +150,19 @@ class LazyGumbel:
                 searches.add(lazy.scored, part.visible.flatten())
             expected += float(lazy.expected_evaluations().sum())
 
-            place = drawn.place.view(-1, size)
-            weights = rows.values.new_full(place.shape, 1.0 / size)
-            if problem.dropout_p:
+            place = drawn.ids + (lazy.seen // part.visible.shape[1] * step)[:, None]
+            weights = rows.values.new_full((place.numel() // size, size), 1.0 / size)
+            if dropout_p:
                 row = lazy.seen // part.visible.shape[1] * count + block.start + lazy.seen % part.visible.shape[1]
-                keep = hashed_uniform(call.seeds.base, row[:, None], drawn.ids) >= problem.dropout_p
-                weights = weights * keep.view(weights.shape) / (1 - problem.dropout_p)
-            means = kernel.pair_sums(weights, table, place).view(len(lazy.seen), groups, -1)
+                keep = hashed_uniform(call.seeds.base, row[:, None], drawn.ids) >= dropout_p
+                weights = weights * keep.view(weights.shape) / (1 - dropout_p)
+            means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(len(lazy.seen), groups, -1)
             output[:, block] = lazy.spread(means.median(1).values)
             # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
             log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
             lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
-            if call.diagnostics and not problem.dropout_p:
-                stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
+            if call.diagnostics and not dropout_p:
+                stderr[:, block] = lazy.spread(_standard_error(table, place, means))
         searches.warn(built)
         info = {
             **tally.info(),
@@ -160,9 +175,7 @@ class LazyGumbel:
             "dense_rows": dense,
             "backend": backend,
         }
-        return Outcome(
-            problem.by_head(output), problem.by_head(lse), None if problem.dropout_p else problem.by_head(stderr), info
-        )
+        return output, lse, None if dropout_p else stderr, info
 
 
 def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:
