@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from catalogue import cache, calibrate, cells, methods, ready, triton
+from catalogue import cache, calibrate, cells, indices, methods, ready, triton
 from catalogue.mutant import Mutant
 
-MUTANTS = methods.MUTANTS + cells.MUTANTS + triton.MUTANTS + ready.MUTANTS + cache.MUTANTS + calibrate.MUTANTS
+MUTANTS = methods.MUTANTS + indices.MUTANTS + cells.MUTANTS + triton.MUTANTS + ready.MUTANTS + cache.MUTANTS + calibrate.MUTANTS
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -373,7 +373,7 @@ class BuiltIndex(ABC):
 
     def _check_unchanged(self) -> None:
         if _compat.version_of(self._source) != self._version:
-            raise RuntimeError("the keys were changed in place after this index was built; build it again")
+            raise RuntimeError("the keys were changed in place after this index was built; call build(keys) again")
 
     def _check(self, queries: Tensor) -> None:
         self._check_unchanged()
