@@ -449,7 +449,7 @@ MUTANTS = (
     Mutant(
         "dropout not compensated",
         "LazyGumbel._estimate",
-        "weights = weights * keep.view(weights.shape) / (1 - problem.dropout_p)",
+        "weights = weights * keep.view(weights.shape) / (1 - dropout_p)",
         "weights = weights * keep.view(weights.shape)",
         ("test_dropout_is_unbiased_and_repeatable",),
     ),

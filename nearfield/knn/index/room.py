@@ -35,7 +35,7 @@ class Room:
         """The first `length` keys and these behind them, `[batch, length + more, dim]`, and the room in which they are."""
         count = length + keys.shape[1]
         room = self
-        if not self.has_space(length, keys.shape[1]):
+        if keys.shape[1] and not self.has_space(length, keys.shape[1]):
             room = Room(self.table[:, :length], 2 * count)
         room._write(keys)
         return room, room.table[:, :count]
