@@ -124,4 +124,11 @@ MUTANTS = (
         "call.rows > call.keys",
         ("test_exact_decoding_is_told_once",),
     ),
+    Mutant(
+        "growth: an index learns from keys that it was asked to leave",
+        "BuiltIndex.add",
+        "self._with_added(everything) if take_in else self._with_rest(everything)",
+        "self._with_added(everything)",
+        ("test_what_is_not_taken_in_teaches_nothing",),
+    ),
 )
