@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,6 +17,8 @@ from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
 from nearfield.hf.masks import LazyMask, Pattern
 from nearfield.problem import Method, is_traced, needs_grad
+
+_log = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.5
 """A method serves the last rows of a sequence if there are at least this many of them per key."""
@@ -189,6 +193,8 @@ def _serve_tensor_mask(call: LayerCall, mask: Tensor, bias: Tensor | None) -> Te
         )
     if bias is None and call.rows > 1 and mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1:
         return call.by_method(False, mask[:, 0, 0])
+    if bias is None and mask.shape[1] == mask.shape[2] == 1:
+        _tell_if_searchable(call)
     given = TensorMask(mask if mask.dtype == torch.bool else mask.to(call.query.dtype))
     return exact(call, given if bias is None else BiasedMask(given, bias))
 
@@ -211,7 +217,23 @@ def _serve_lazy_mask(call: LayerCall, mask: LazyMask) -> Tensor:
         return call.by_method(True, mask.key_padding)
     if mask.is_causal and call.rows + mask.shift == mask.keys and _are_enough_rows(call):
         return _serve_last_rows(call, mask.key_padding)
+    _tell_if_searchable(call)
     return exact(call, mask)
+
+
+def _tell_if_searchable(call: LayerCall) -> None:
+    """Say so where rows that follow others are exact attention, although their method could search."""
+    if hasattr(call.method, "attend_rows") and call.rows < call.keys and not is_traced():
+        tell_exact()
+
+
+@functools.cache
+def tell_exact() -> None:
+    """Say, once in a process, that single tokens are exact attention although the registered method looks at few keys."""
+    _log.warning(
+        "tokens after the prompt attend exactly, not by the registered TopK or LazyGumbel, because their cache has no index; to "
+        "decode by the method, pass past_key_values=hf.CellCache(method, config=model.config)"
+    )
 
 
 def _are_enough_rows(call: LayerCall) -> bool:

@@ -59,6 +59,9 @@ def register(
     time: single queries, sliding windows (only keys within reach are read), and all other masks. What a model asks for beyond
     masks, such as soft-capping or attention sinks, raises an error.
 
+    So new tokens after a prompt attend exactly with a cache of Transformers, whatever the method; with `TopK` and `LazyGumbel` a
+    line in the log says so, once. They attend by a method where the cache does: `hf.CellCache(method)`.
+
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from nearfield import hf

@@ -317,3 +317,46 @@ def test_own_indices_grow() -> None:
 
 def test_every_kind_takes_part() -> None:
     assert {type(index) for index in KINDS.values()} >= set(nf.knn.index.BUILT_IN.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("length", [0, 40, 195, 200])
+def test_the_first_keys_of_an_index(kind: str, length: int, small_rest: None) -> None:
+    """Of one that has a rest, and of none: the keys stay where they are, and what is behind them is not written over."""
+    keys, queries = random(2, 260, 8, seed=31), random(2, 20, 8, seed=32)
+    for built in (build(kind, keys[:, :190]).add(keys[:, 190:200], take_in=False), build(kind, keys[:, :200])):
+        first = built.first(length)
+        assert first.build(keys[:, :length]) is first
+        assert not length or first.keys.data_ptr() == built.keys.data_ptr()
+        for offset in (None, 0, 150):
+            assert_contract(kind, first, queries, 5, offset)
+        other = first.add(-keys[:, :30])
+        assert_contract(kind, other, queries, 5, None)
+        assert built.build(keys[:, :200]) is built
+    with pytest.raises(ValueError, match="length must be at most 200, the number of keys, got 201"):
+        built.first(201)
+
+
+def test_reserved_room(kind: str) -> None:
+    keys, queries = random(2, 200, 8, seed=33), random(2, 20, 8, seed=34)
+    built = build(kind, keys[:, :100]).reserve(100)
+    assert built.reserve(100) is built
+    assert built.keys.untyped_storage().nbytes() == keys.nbytes
+    place = built.keys.data_ptr()
+    for step in range(100, 200, 25):
+        built = built.add(keys[:, step : step + 25])
+    assert built.keys.data_ptr() == place
+    assert built.build(keys) is built
+    assert_contract(kind, built, queries, 5, None)
+
+
+def test_what_is_not_taken_in_teaches_nothing(kind: str, small_rest: None) -> None:
+    """Rows that see no more than the first keys find what they found, and so do those that see some of the others."""
+    keys, queries = random(2, 200, 8, seed=35), random(2, 20, 8, seed=36)
+    other = keys.clone()
+    other[:, 160:] *= -3
+    base = build(kind, keys[:, :150])
+    one, two = (base.add(x[:, 150:], take_in=False) for x in (keys, other))
+    assert same(one, two, queries, 5, torch.full((1,), 155) - torch.arange(20))
+    assert same(one, base, queries, 5, torch.full((1,), 149) - torch.arange(20))
+    assert_contract(kind, one, queries, 5, None)
+    assert_contract(kind, one.add(keys[:, :0]), queries, 5, None)

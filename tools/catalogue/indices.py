@@ -35,9 +35,9 @@ MUTANTS = (
     ),
     Mutant(
         "growth: space is written twice",
-        "Room.append",
-        "if self.used != length or self.table.shape[1] < count:",
-        "if self.table.shape[1] < count:",
+        "Room.has_space",
+        "self.used == length and self.table.shape[1] >= length + more",
+        "self.table.shape[1] >= length + more",
         ("test_two_that_grow_from_one",),
     ),
     Mutant(
@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "growth: keys are never taken in",
         "PrefixBuilt._with_added",
-        "if count - base.length > max(LEAST_REST, math.isqrt(base.length)):",
-        "if False:",
+        "if count - base.length <= max(LEAST_REST, math.isqrt(base.length)):",
+        "if True:",
         ("test_growth_costs_a_root_a_key",),
     ),
     Mutant(
@@ -98,14 +98,14 @@ MUTANTS = (
     ),
     Mutant(
         "growth: old keys are kept alive by blocks",
-        "PrefixBuilt._with_added",
+        "PrefixBuilt._blocks_over",
         "block._over(keys[:, slice(*name)])",
         "block",
         ("test_old_keys_are_let_go",),
     ),
     Mutant(
         "removal: blocks that held a removed key stay",
-        "PrefixBuilt._with_kept",
+        "PrefixBuilt._blocks_over",
         " if name[1] <= same",
         "",
         ("test_removed_keys",),
