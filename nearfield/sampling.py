@@ -224,19 +224,20 @@ class Seeds:
 
 @dataclass(frozen=True)
 class Dropout:
-    """The dropout of one call: the weight of a (row, key) pair is multiplied by 0 or 1 / (1 - p), and `seed` says by which.
+    """The dropout of one call: the weight of a (row, key) pair is multiplied by 0 or 1 / (1 - p), and its seeds say by which.
 
     Whoever asks for the factor of a pair gets the same one: the forward pass, its plans, and the walks of the backward pass.
     """
 
     p: float
-    seed: int
+    seeds: Seeds
+    """not asked before the first factor is: a call that fails before has drawn nothing"""
 
     def factors(self, row: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
         """The factors of pairs, broadcast together: rows by their `Rows.numbers`, keys by their place in `Rows.keys`."""
-        return dropout_factors(self.p, dtype, self.seed, row, key)
+        return dropout_factors(self.p, dtype, self.seeds.base, row, key)
 
 
 def pair_dropout(p: float, seeds: Seeds) -> Dropout | None:
     """The dropout of the call that these seeds belong to; None: nothing is dropped."""
-    return Dropout(p, seeds.base) if p else None
+    return Dropout(p, seeds) if p else None

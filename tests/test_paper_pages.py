@@ -20,7 +20,6 @@ README = (FOLDER / "README.md").read_text()
 STATUS = {"runs", "corrected", "refuted", "not claimed here"}
 
 # What the tables name and what is not in this tree yet.
-PENDING: set[str] = set()
 
 
 def rows() -> list[list[str]]:
@@ -65,8 +64,6 @@ def test_every_row_has_a_status_and_a_correction_its_reason() -> None:
 
 @pytest.mark.parametrize(("name", "target"), NAMED, ids=[name for name, _ in NAMED])
 def test_functions_and_classes_exist(name: str, target: str) -> None:
-    if name in PENDING:
-        return
     path = ROOT / place(FOLDER / "README.md", target)
     if path == ROOT / "experiments" / name:
         return  # a folder of that name
@@ -87,7 +84,7 @@ def test_the_notation_names_what_there_is() -> None:
     lines = [line for line in (FOLDER / "notation.md").read_text().splitlines() if line.startswith("| ")]
     names = {name for line in lines for name in re.findall(r"`([^`]+)`", re.split(r"(?<!\\)\|", line)[4])}
     assert len(names) > 60
-    for name in names - PENDING:
+    for name in names:
         if name.startswith("nf."):
             reduce(getattr, name.split(".")[1:], nearfield)
         path = name.startswith("experiments/")
@@ -96,8 +93,6 @@ def test_the_notation_names_what_there_is() -> None:
 
 @pytest.mark.parametrize("name", TESTS)
 def test_tests_exist(name: str) -> None:
-    if name in PENDING:
-        return
     path, _, function = name.partition("::")
     pattern = r"def test_\w+\(" if function == "test_*" else rf"def {function}\("
     assert re.search(pattern, (ROOT / "tests" / path).read_text())
@@ -115,8 +110,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in targets:
         there = place(page, target)
         path, _, anchor = there.partition("#")
-        if there in PENDING or path in PENDING:
-            continue
         assert (ROOT / path).exists(), target
         assert not anchor or anchor in headings(ROOT / path), target
     assert targets
@@ -161,8 +154,6 @@ def quotes() -> list[tuple[str, str, str]]:
 def test_measured_numbers_are_in_the_results() -> None:
     checked = 0
     for row, text, path in quotes():
-        if path in PENDING and not (ROOT / path).exists():
-            continue
         written, values = numbers_in(ROOT / path)
         for number in re.findall(NUMBER, text):
             digits = len(number.partition(".")[2])

@@ -70,7 +70,7 @@ class MemoryPolicy(NamedTuple):
     def of(problem: Problem) -> MemoryPolicy:
         """The policy for a call.
 
-        Many keys take less: a pass takes a quarter more than its inputs and output instead of 0.4 times more, and 1 to 4% longer.
+        Many keys take less, which makes a pass a little slower.
         In training, the forward pass may use the memory that the backward pass will take anyway. A model that goes on with a
         transposed output keeps that for its own backward pass; an output already laid out that way is kept once for both.
         """

@@ -23,9 +23,10 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.command import COLORS, main
 from experiments.corpus import Corpus
 from experiments.digest import digest
-from experiments.efficiency.plan import extrapolated, measured
+from experiments.efficiency.plan import measured
 from experiments.error_vs_k.tell import minimal
 from experiments.experiment import Experiment, Rows, Section, Unit, Verdict
+from experiments.growth import extrapolated
 from experiments.page import STYLE, VERDICTS, figure, table, text
 from experiments.page import finding as page_of
 from experiments.printed_law import printed_gradients, sizes

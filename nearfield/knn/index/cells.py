@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, BuiltIndex, CausalOffset, Found
 from nearfield.knn.index.candidates import best_of_lists
 
+if TYPE_CHECKING:
+    from nearfield.knn.index.cells_triton import KernelCells
+
 OVER, OVER_CAUSAL = 4, 8
 """A row opens cells with so many times as many keys as it wants. A causal row sees several spans, each with cells of its own for
 the same keys."""
@@ -40,7 +43,8 @@ class CellIndex:
     A causal row sees the past as spans of closed segments, each with k-means cells made of its own keys alone, and the keys of
     its own segment one by one. So nothing it finds depends on a later key, and all rows share what is built: a search costs
     about as much with a mask as without. A row scores its cells as `Cells` does (q.mu_c + 3 sqrt(u_c)), then every key of those
-    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made.
+    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made; these
+    kernels were tested in Triton's interpreter and compiled, and have not been timed on a card.
 
     It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed it is made anew.
 
@@ -97,61 +101,58 @@ class BuiltCells(BuiltIndex):
     def __init__(self, keys: Tensor, recipe: CellIndex) -> None:
         super().__init__(keys)
         self.recipe = recipe
-        self._made: dict[bool, object] = {}
+        self._in_torch: dict[bool, list[_EntryCells]] = {}
+        self._by_triton: dict[bool, KernelCells] = {}
 
     def _anew(self, keys: Tensor) -> BuiltCells:
         return BuiltCells(keys, self.recipe)
 
-    @cached_property
-    def _uses_triton(self) -> bool:
-        device = self._source.device
-        return backends.runs_triton(device) and unsupported(self._source, probes=self.recipe.probes or 0) is None
-
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
-        scores, ids, _ = self.find(queries, k, causal_offset)
-        if not self._uses_triton:
-            return scores, ids
         # The kernels leave them in the order of their cells.
+        scores, ids, _ = self.find(queries, k, causal_offset)
         scores, place = scores.sort(stable=True, descending=True)
         return scores, ids.gather(-1, place)
 
     def find(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> Found:
-        """See `BuiltIndex`; where the Triton kernels run, in any order."""
+        """See `BuiltIndex`; in any order."""
         self._check(queries)
         check_positive("k", k)
         visible = self.visible(queries, causal_offset)
+        with full_precision(queries):
+            return self._search(queries.detach(), k, visible)
+
+    def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
         if not (queries.shape[0] and queries.shape[1] and self.length):
             scores = torch.full((*queries.shape[:2], k), -torch.inf, dtype=self.keys.dtype, device=queries.device)
             return Found(scores, torch.full_like(scores, PADDING, dtype=torch.int64), visible)
         causal = bool((visible < self.length).any())
-        sizes = self.recipe.sizes(self.length, min(k, self.length), causal, self._uses_triton)
-        with full_precision(queries):
-            if self._uses_triton:
-                return self._by_kernels(queries.detach(), k, visible, sizes)
-            return self._search(queries.detach().to(self.keys.dtype), k, visible)
-
-    def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
-        """In torch, entry by entry."""
-        causal = bool((visible < self.length).any())
-        sizes = self.recipe.sizes(self.length, min(k, self.length), causal, False)
-        if causal not in self._made:
-            self._made[causal] = [_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys]
-        made = self._made[causal]
-        assert isinstance(made, list)
-        found = [cells.find(queries[i], k, visible[i], sizes) for i, cells in enumerate(made)]
+        near = min(k, self.length)
+        if backends.runs_triton(queries.device):
+            sizes = self.recipe.sizes(self.length, near, causal, True)
+            if self._unsupported(sizes) is None:
+                return self._by_kernels(queries, k, visible, sizes)
+        sizes = self.recipe.sizes(self.length, near, causal, False)
+        if causal not in self._in_torch:
+            self._in_torch[causal] = [_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys]
+        made = zip(self._in_torch[causal], queries.to(self.keys.dtype), visible, strict=True)
+        found = [cells.find(rows, k, seen, sizes) for cells, rows, seen in made]
         return Found(*(torch.stack(x) for x in zip(*found, strict=True)))
+
+    def _unsupported(self, sizes: CellSizes) -> str | None:
+        """What the kernels cannot serve."""
+        segments = self.length // sizes.segment if sizes.segment else 1
+        return unsupported(self._source, segments=segments, probes=sizes.probes, cells=self.length // sizes.cell_size)
 
     def _by_kernels(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         from nearfield.knn.index.cells_triton import KernelCells
 
         # How cells are made does not depend on how many are opened.
         causal = sizes.segment > 0
-        if causal not in self._made:
+        if causal not in self._by_triton:
             # The kernels read half precision as it is.
-            self._made[causal] = KernelCells(self._source.flatten(0, -3), sizes, self.recipe.iterations, self.recipe.seed)
-        made = self._made[causal]
-        assert isinstance(made, KernelCells)
-        return made.find(queries, k, visible, sizes)
+            keys = self._source.flatten(0, -3)
+            self._by_triton[causal] = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed)
+        return self._by_triton[causal].find(queries, k, visible, sizes)
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,10 @@ class _EntryCells:
     keys: Tensor
     table: CellTable
     spans: Spans
+    order: Tensor
+    """keys cell by cell, and behind them all keys in their order, for those of a row's own segment"""
+    sizes: Tensor
+    """`[cells + 1]`: how many keys; the last, which is also number -1, has none"""
 
     @staticmethod
     def of(keys: Tensor, sizes: CellSizes, recipe: CellIndex) -> _EntryCells:
@@ -174,7 +179,9 @@ class _EntryCells:
         if not sizes.segment and len(edges) > 1:
             edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
         # No values are needed: a single column of zeros stands for them.
-        return _EntryCells(keys, tabulate(keys, keys.new_zeros(length, 1), cell_of, edges), spans)
+        table = tabulate(keys, keys.new_zeros(length, 1), cell_of, edges)
+        order = torch.cat([table.order, torch.arange(length, device=keys.device)])
+        return _EntryCells(keys, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
 
     def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
         """The best k keys of rows `[rows, dim]` that see the first `visible` `[rows]` keys."""
@@ -191,12 +198,7 @@ class _EntryCells:
                 some = own[part]
                 best = open_best(*moments(queries[some], seen), sizes.probes)
                 opened[some, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
-        # Lists of keys: the cells that a row has opened, and behind them all keys in their order, for those of its own segment.
-        order = torch.cat([self.table.order, torch.arange(len(self.keys), device=device)])
-        starts = self.table.starts[opened.clamp(min=0)]
-        # The number -1 is that of a last cell, without any keys.
-        counts = torch.nn.functional.pad(self.table.starts.diff(), (0, 1))[opened]
-        starts = torch.cat([starts, (len(self.table.order) + closed)[:, None]], 1)
-        counts = torch.cat([counts, (visible - closed)[:, None]], 1)
+        starts = torch.cat([self.table.starts[opened.clamp(min=0)], (len(self.table.order) + closed)[:, None]], 1)
+        counts = torch.cat([self.sizes[opened], (visible - closed)[:, None]], 1)
         entry = torch.zeros(rows, dtype=torch.int64, device=device)
-        return best_of_lists(queries, self.keys[None], entry, order, starts, counts, k)
+        return best_of_lists(queries, self.keys[None], entry, self.order, starts, counts, k)
