@@ -12,8 +12,9 @@ from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
 from nearfield.hf.config import by_layer
+from nearfield.hf.register import registered_methods
 from nearfield.hf.stored import StoredKeys
-from nearfield.knn.store import IndexMethod, IndexStore
+from nearfield.knn.store import IndexMethod, IndexStore, can_search
 from nearfield.problem import to_autocast_dtype
 
 try:
@@ -109,7 +110,7 @@ def _make_store(method: CacheMethod, audit: bool, offload: bool) -> CellStore | 
     """An empty store for this method; raises where there is none."""
     if isinstance(method, Cells):
         return CellStore(method, audit=audit, offload=offload)
-    if isinstance(method, type) or not hasattr(method, "attend_rows"):
+    if not can_search(method):
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
     if offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
@@ -127,6 +128,8 @@ class CellCache(Cache):
     Args:
         method: `Cells(...)`, as for `CellStore`; `TopK(...)` or `LazyGumbel(...)`, as for `IndexStore`. A mapping gives layers
             methods of their own: its keys are layer numbers, and `"default"` for all other layers (`Cells()` if it is missing).
+            None: what is registered for the model of `config`, layer by layer, where that is `TopK` or `LazyGumbel`; else
+            `Cells()`.
         config: of the model. Layers that have a sliding window or another kind of state then get the cache that Transformers has
             for them, and new tokens attend to it exactly. Needed for models with such layers.
         audit: compare each step of each layer with exact attention over all stored keys; see `errors`. It may be switched on and
@@ -154,7 +157,7 @@ class CellCache(Cache):
         audit: bool = False,
         offload: bool = False,
     ) -> None:
-        self.methods: dict[int | str, CacheMethod] = by_layer(method, Cells())
+        self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         for one in self.methods.values():
             _make_store(one, audit, offload)  # raises if it cannot be
         self._audit, self._offload = audit, offload
@@ -195,3 +198,11 @@ class CellCache(Cache):
 
     def _cell_layers(self) -> dict[int, CellLayer]:
         return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CellLayer)}
+
+
+def _registered(config: Any) -> dict[int | str, CacheMethod] | None:
+    """The registered methods of a model, with `Cells()` in place of those that no store can attend by; None: there are none."""
+    if config is None:
+        return None
+    methods = registered_methods(getattr(config.get_text_config(decoder=True), "_attn_implementation", None) or "eager")
+    return None if methods is None else {layer: method if can_search(method) else Cells() for layer, method in methods.items()}

@@ -16,6 +16,7 @@ from nearfield.attention import attention
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
 from nearfield.hf.masks import LazyMask, Pattern
+from nearfield.knn.store import can_search
 from nearfield.problem import Method, is_traced, needs_grad
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class LayerCall:
     dropout: float = 0.0
     prefill: Method | None = None
     """what serves causal calls in place of `method`, where no gradient is wanted; None: `method`"""
+    has_window: bool = False
+    """whether the layer has a sliding window, in which rows attend exactly whatever their cache is"""
 
     @property
     def rows(self) -> int:
@@ -223,7 +226,7 @@ def _serve_lazy_mask(call: LayerCall, mask: LazyMask) -> Tensor:
 
 def _tell_if_searchable(call: LayerCall) -> None:
     """Say so where rows that follow others are exact attention, although their method could search."""
-    if hasattr(call.method, "attend_rows") and call.rows < call.keys and not is_traced():
+    if can_search(call.method) and call.rows < call.keys and not call.has_window and not is_traced():
         tell_exact()
 
 
@@ -232,7 +235,7 @@ def tell_exact() -> None:
     """Say, once in a process, that single tokens are exact attention although the registered method looks at few keys."""
     _log.warning(
         "tokens after the prompt attend exactly, not by the registered TopK or LazyGumbel, because their cache has no index; to "
-        "decode by the method, pass past_key_values=hf.CellCache(method, config=model.config)"
+        "decode by the method, pass past_key_values=hf.CellCache(config=model.config) to generate()"
     )
 
 

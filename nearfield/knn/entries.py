@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 
 import torch
 from torch import Tensor
@@ -71,12 +71,25 @@ class Entry:
     def rooms(self) -> tuple[Room | None, Room]:
         return self.index._room, self.room
 
-    def parts(self) -> Iterator[BuiltIndex]:
-        """The index, and what it consists of."""
-        yield self.index
-        base = getattr(self.index, "_base", None)
-        if base is not None:
-            yield base
+    def learned(self) -> Iterator[Tensor]:
+        """All tensors of the index, its keys among them; some may share memory."""
+        return _tensors_in(self.index)
+
+
+def _tensors_in(holder: object) -> Iterator[Tensor]:
+    if isinstance(holder, Tensor):
+        yield holder
+        return
+    if isinstance(holder, Mapping):
+        parts: Iterable[object] = holder.values()
+    elif isinstance(holder, list | tuple):
+        parts = holder
+    elif isinstance(holder, BuiltIndex) or is_dataclass(holder):
+        parts = vars(holder).values()
+    else:
+        return
+    for part in parts:
+        yield from _tensors_in(part)
 
 
 def _clean(key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor | None]:

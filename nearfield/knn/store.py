@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -171,7 +171,7 @@ class IndexStore:
             yield from (("keys", key), ("values", value))
         for entry in filter(None, state.entries):
             yield from (("keys", entry.index.keys), ("values", entry.values))
-            yield from (("index", x) for part in entry.parts() for x in vars(part).values() if isinstance(x, Tensor))
+            yield from (("index", x) for x in entry.learned())
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys and values `[batch, heads, new, dim]`; `counts` `[batch, new]` is False for padding."""
@@ -296,7 +296,6 @@ class IndexStore:
 
     def _attend_entry(self, entry: Entry, query: Tensor, seen: list[int], scale: float, output: Tensor) -> None:
         """Fill in the output `[query heads, rows, value_dim]` of rows of one batch entry that see so many keys each."""
-        call = Call(Seeds(self.generator, query.device))
         heads = len(entry.values)
         start = 0
         # With k=None, a row has as many near keys as if it came alone.
@@ -310,6 +309,7 @@ class IndexStore:
             counts = torch.tensor(visible, device=query.device).repeat(len(query) // heads).expand(heads, -1)
             bad = queries.isfinite().all(-1).logical_not_() | entry.spoils(counts)
             rows = Rows(queries.masked_fill(bad[..., None], 0.0), entry.index.keys, entry.values, counts)
+            call = Call(Seeds(self.generator, query.device))
             found = self.method.attend_rows(rows, entry.index, k, call).masked_fill(bad[..., None], torch.nan)
             output[:, part] = found.reshape(len(query), len(visible), -1)
 
@@ -333,11 +333,16 @@ class IndexStore:
         return self._state
 
 
+def can_search(method: object) -> TypeGuard[IndexMethod]:
+    """Whether this can attend by an index that is there already."""
+    return not isinstance(method, type) and callable(getattr(method, "attend_rows", None))
+
+
 def check_method(method: object) -> None:
     """Raise unless this attends by an index, which is a recipe."""
-    if isinstance(method, type) or not callable(getattr(method, "attend_rows", None)):
+    if not can_search(method):
         raise TypeError(f"an index store attends by TopK(...) or LazyGumbel(...), got {method!r}")
-    if isinstance(getattr(method, "index", None), BuiltIndex):
+    if isinstance(method.index, BuiltIndex):
         raise ValueError(f"a store builds an index of its own keys, got one that is built already: {method!r}; give its recipe")
 
 

@@ -180,7 +180,55 @@ def test_exact_decoding_is_told_once(nets: tuple[Any, Any], caplog: pytest.LogCa
         for _ in range(2):
             assert torch.equal(generated(ours, DynamicCache(config=ours.config), prompts()), theirs)
     assert [record.name for record in caplog.records] == ["nearfield.hf.calls"]
-    assert "past_key_values=hf.CellCache(method" in caplog.text
+    assert "past_key_values=hf.CellCache(config" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_nothing_is_told_of_windows(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Layers with a sliding window attend exactly by every cache, and no other cache would change that."""
+    calls.tell_exact.cache_clear()
+    plain, ours = pair(family, NAME)
+    given = {"input_ids": tokens(1, LENGTH)}
+    with caplog.at_level(logging.WARNING, logger="nearfield"):
+        cache = hf.CellCache(config=ours.config)
+        assert torch.equal(generated(ours, cache, given), generated(plain, None, given))
+    searched = [isinstance(getattr(layer, "store", None), IndexStore) for layer in cache.layers]
+    assert searched == [False, family == "gemma3"]
+    assert not caplog.records
+
+
+@torch.no_grad()
+def test_registering_decides_how_tokens_attend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is told no method attends by the registered one, layer by layer, and its index grows with the tokens."""
+    near = nf.TopK(3, index=nf.KMeansIndex(probes=10**6))
+    lazy = nf.LazyGumbel(draws=4, estimator="mean")
+    hf.register("nearfield-decides", {0: near, 1: nf.Exact(), "default": lazy})
+    ours = model("llama", num_hidden_layers=3)
+    assert [layer.store.method for layer in hf.CellCache(config=ours.config).layers] == [nf.Cells()] * 3
+    ours.set_attn_implementation("nearfield-decides")
+    cache = hf.CellCache(config=ours.config)
+    assert [layer.store.method for layer in cache.layers] == [near, nf.Cells(), lazy]
+    assert [layer.store.method for layer in hf.CellCache(nf.Cells(4), config=ours.config).layers] == [nf.Cells(4)] * 3
+    hf.register("nearfield-decides", near)
+    cache = hf.CellCache(config=ours.config)
+    seen: list[tuple[IndexStore, Tensor, Tensor]] = []
+    attend = IndexStore.attend
+
+    def watched(self: IndexStore, query: Tensor, scale: float | None = None) -> Tensor:
+        seen.append((self, query, attend(self, query, scale)))
+        truth = nf.attention(query, self.keys, self.values, enable_gqa=True, method=near)  # type: ignore[arg-type]
+        assert torch.allclose(seen[-1][2], truth, atol=1e-6)
+        return seen[-1][2]
+
+    monkeypatch.setattr(IndexStore, "attend", watched)
+    builds: list[int] = []
+    build = nf.KMeansIndex.build
+    monkeypatch.setattr(nf.KMeansIndex, "build", lambda self, keys: (builds.append(keys.shape[-2]), build(self, keys))[1])
+    generated(ours, cache, {"input_ids": tokens(1, LENGTH)})
+    assert len(seen) == 3 * (NEW - 1)
+    # What the test itself asks for is a build in every step; the stores have built theirs of the prompt, once.
+    assert builds.count(LENGTH) == 3 + 3
+    assert all(layer.store.closed == LENGTH + NEW - 1 for layer in cache.layers)
 
 
 def test_nothing_is_told_of_other_methods(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,8 @@ BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 150, 16, 12
 STEPS = (37, 1, 1, 30, 9, 1, 71)
 EVERYTHING = nf.KMeansIndex(probes=10**6, iterations=2)
 """It opens all cells, so it finds what `ExactIndex` finds, but learns, takes in and forgets on the way."""
-INDICES = {"exact": nf.ExactIndex(), "kmeans": EVERYTHING, "own": OwnIndex()}
+CELLS = nf.CellIndex(cell_size=8, probes=10**6, segment=16)
+INDICES = {"exact": nf.ExactIndex(), "kmeans": EVERYTHING, "cells": CELLS, "own": OwnIndex()}
 
 Data = tuple[Tensor, Tensor, Tensor]
 
@@ -155,6 +156,20 @@ def test_the_tail_has_the_law_of_a_call(index: Any) -> None:
     assert not torch.equal(store.attend(query)[0].view_as(ours), ours)
 
 
+def test_rows_of_one_call_draw_by_themselves() -> None:
+    """The rows that see 16 and 17 keys have 4 and 5 near ones, the first, and draw one of 12 others: alike once in 12 times."""
+    key = torch.linspace(1e-3, 0, 17, dtype=torch.float64)[None, None, :, None]
+    value = torch.eye(17, dtype=torch.float64)[None, None]
+    store = IndexStore(nf.TopK(tail=1), generator=seeded(6))
+    store.append(key, value)
+    query, alike = torch.ones(1, 1, 2, 1, dtype=torch.float64), 0
+    for _ in range(240):
+        first, second = store.attend(query)[0, 0]
+        alike += int(first[4:].argmax() == second[5:].argmax())
+    # 20 are expected; by the binomial law, more than 50 come once in 10^8 times.
+    assert 2 < alike < 50
+
+
 @pytest.mark.parametrize(("index", "always_lazy"), [(nf.KMeansIndex(cells=12, probes=2), False), (nf.ExactIndex(), True)])
 def test_lazy_gumbel(index: Any, always_lazy: bool) -> None:
     """With n draws, an entry of the mean is off by sqrt(sum P v^2 / n) at most: the square root of its variance."""
@@ -172,12 +187,14 @@ def test_lazy_gumbel(index: Any, always_lazy: bool) -> None:
     assert 0.8 < error.square().mean() < 1.25
 
 
-def test_recall_of_a_grown_store() -> None:
+@pytest.mark.parametrize("index", [nf.KMeansIndex(), nf.CellIndex(cell_size=32, probes=6)], ids=["kmeans", "cells"])
+def test_recall_of_a_grown_store(index: Any) -> None:
     """Keys one by one, after a prompt; a fresh index has as many of the true top k, within 0.01."""
-    index, length, k = nf.KMeansIndex(), 1536, 32
+    length, k = 1536, 32
     key = clustered(length, 32, seed=40)[None, None]
     store = IndexStore(nf.TopK(k, index=index))
     store.append(key[:, :, :900], key[:, :, :900])
+    store.attend(key[:, :, 899:900])
     for step in range(900, length):
         store.append(key[:, :, step : step + 1], key[:, :, step : step + 1])
         store.close()
@@ -407,6 +424,11 @@ def test_room() -> None:
     assert store.nbytes["keys"] == key.nbytes
     # 20 to 25 cells with a centroid, and a number per key.
     assert BATCH * HEADS * (20 * 4 * DIM + 8 * 396) < store.nbytes["index"] < 2 * BATCH * HEADS * (25 * 4 * (DIM + 5) + 8 * 400)
+    cells = IndexStore(nf.TopK(9, index=CELLS))
+    cells.append(key, value)
+    cells.attend(key[:, :, -1:])
+    # 50 cells with two moments, and three numbers per key.
+    assert BATCH * HEADS * (50 * 8 * DIM + 24 * 400) < cells.nbytes["index"] < 2 * BATCH * HEADS * (50 * 8 * DIM + 24 * 400)
     store.append(key[:, :, :1], value[:, :, :1])
     store.close()
     assert store.nbytes["keys"] < 2.1 * key.nbytes

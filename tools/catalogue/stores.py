@@ -97,6 +97,13 @@ MUTANTS = (
         ("test_the_tail_has_the_law_of_a_call",),
     ),
     Mutant(
+        "index store: rows with other numbers of near keys draw the same",
+        "IndexStore._attend_entry",
+        "attend_rows(rows, entry.index, k, call)",
+        "attend_rows(rows, entry.index, k, Call(self.__dict__.setdefault('seeds', call.seeds)))",
+        ("test_rows_of_one_call_draw_by_themselves",),
+    ),
+    Mutant(
         "topk: values of entries that lie apart are taken from elsewhere",
         "_WeightedAttention.forward",
         "flat_ids(plan.ids, step)",
@@ -123,6 +130,27 @@ MUTANTS = (
         "call.rows < call.keys",
         "call.rows > call.keys",
         ("test_exact_decoding_is_told_once",),
+    ),
+    Mutant(
+        "cell cache: exact decoding in a window is told",
+        "_tell_if_searchable",
+        "not call.has_window and ",
+        "",
+        ("test_nothing_is_told_of_windows",),
+    ),
+    Mutant(
+        "cell cache: what is registered is not asked for",
+        "CellCache.__init__",
+        "_registered(config) if method is None else method",
+        "method",
+        ("test_registering_decides_how_tokens_attend",),
+    ),
+    Mutant(
+        "cell cache: what is registered has the last word",
+        "CellCache.__init__",
+        "_registered(config) if method is None else method",
+        "_registered(config) or method",
+        ("test_registering_decides_how_tokens_attend",),
     ),
     Mutant(
         "growth: an index learns from keys that it was asked to leave",

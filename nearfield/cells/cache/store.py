@@ -244,7 +244,10 @@ class CellStore:
 def check_method(method: object) -> None:
     """Raise unless this is `Cells(...)` without samples and without blocks of rows."""
     if not isinstance(method, Cells):
-        raise TypeError(f"a cell cache attends by Cells(...), got {method!r}")
+        raise TypeError(
+            f"a cell cache attends by Cells(...), got {method!r}; for TopK(...) and LazyGumbel(...) there are hf.CellCache and "
+            "nearfield.knn.store.IndexStore"
+        )
     if method.samples:
         raise ValueError(f"a cell cache draws no samples, got {method!r}; leave samples out")
     if method.share is not None and method.share > 1:
