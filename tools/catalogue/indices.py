@@ -167,6 +167,13 @@ MUTANTS = (
         ("test_growth_of_cells_costs_a_root_a_key",),
     ),
     Mutant(
+        "cell index: kernels make the cells of an index that has grown",
+        "BuiltCells._search",
+        "(causal or not self._has_changed) and ",
+        "",
+        ("test_kernels_are_not_asked_for_cells_that_take_keys_in",),
+    ),
+    Mutant(
         "cell index: as few cells are opened when keys are gone",
         "BuiltCells._in_torch",
         "max(1.0, made[0].made_of / self.length)",
