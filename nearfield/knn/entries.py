@@ -73,10 +73,10 @@ class Entry:
 
     def learned(self) -> Iterator[Tensor]:
         """All tensors of the index, its keys among them; some may share memory."""
-        return _tensors_in(self.index)
+        return _memory_of(self.index)
 
 
-def _tensors_in(holder: object) -> Iterator[Tensor]:
+def _memory_of(holder: object) -> Iterator[Tensor]:
     if isinstance(holder, Tensor):
         yield holder
         return
@@ -89,7 +89,7 @@ def _tensors_in(holder: object) -> Iterator[Tensor]:
     else:
         return
     for part in parts:
-        yield from _tensors_in(part)
+        yield from _memory_of(part)
 
 
 def _clean(key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor | None]:
