@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, default_k
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, default_k, row_table
 from nearfield.knn.index.own import build_index, check_built
 from nearfield.paper.full import cumulative_weights
 from nearfield.problem import Rows
@@ -246,10 +246,10 @@ class LazyRows:
         return near[torch.searchsorted(near, pair).clamp(max=len(near) - 1)] != pair
 
     def _logits(self, row: Tensor, key: Tensor) -> Tensor:
-        queries, keys = self.rows.queries.flatten(0, 1), self.rows.keys
-        place = row // self.rows.queries.shape[1] * self.rows.length + key
-        kernel = backends.pair_kernels(self.backend, keys.device)
-        return kernel.pair_scores(queries[row], keys.flatten(0, 1), place[:, None])[:, 0].double()
+        queries, (table, step) = self.rows.queries.flatten(0, 1), row_table(self.rows.keys)
+        place = row // self.rows.queries.shape[1] * step + key
+        kernel = backends.pair_kernels(self.backend, table.device)
+        return kernel.pair_scores(queries[row], table, place[:, None])[:, 0].double()
 
     def _draw_densely(self, segment: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Keys and perturbed maxima drawn from the full softmax of their rows, of which each may have another number of draws."""

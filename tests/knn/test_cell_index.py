@@ -90,6 +90,24 @@ def test_more_cells_than_the_kernels_can_open_are_opened_in_torch(k: int, kernel
     assert asked == ([k] if kernels else [])
 
 
+def test_kernels_are_not_asked_for_cells_that_take_keys_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would make all cells anew. Causal rows have spans of their own, which are made anew in any case."""
+    query, key = torch.randn(2, 1, 200, 8, generator=seeded(0)).unbind(0)
+    asked: list[int] = []
+    built = CellIndex(cell_size=8).build(key[:, :150])
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    empty = Found(query[..., :1], query[..., :1].long())
+    monkeypatch.setattr(type(built), "_by_kernels", lambda self, *x: asked.append(self.length) or empty)
+    built.find(query, 3)
+    grown, shrunk = built.add(key[:, 150:]), built.remove([3])
+    for index in (grown, grown.add(key[:, :1]), shrunk):
+        found = index.find(query, 3)
+        assert int(found.ids.max()) > 100
+    assert asked == [150]
+    grown.find(query, 3, 0)
+    assert asked == [150, 200]
+
+
 @pytest.mark.parametrize("name", ["cell_size", "probes", "segment", "iterations", "seed"])
 def test_bad_sizes_are_refused(name: str) -> None:
     with pytest.raises((TypeError, ValueError), match=name):

@@ -35,9 +35,9 @@ MUTANTS = (
     ),
     Mutant(
         "growth: space is written twice",
-        "Room.append",
-        "if self.used != length or self.table.shape[1] < count:",
-        "if self.table.shape[1] < count:",
+        "Room.has_space",
+        "self.used == length and self.table.shape[1] >= length + more",
+        "self.table.shape[1] >= length + more",
         ("test_two_that_grow_from_one",),
     ),
     Mutant(
@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "growth: keys are never taken in",
         "PrefixBuilt._with_added",
-        "if count - base.length > max(LEAST_REST, math.isqrt(base.length)):",
-        "if False:",
+        "if count - base.length <= max(LEAST_REST, math.isqrt(base.length)):",
+        "if True:",
         ("test_growth_costs_a_root_a_key",),
     ),
     Mutant(
@@ -98,14 +98,14 @@ MUTANTS = (
     ),
     Mutant(
         "growth: old keys are kept alive by blocks",
-        "PrefixBuilt._with_added",
+        "PrefixBuilt._blocks_over",
         "block._over(keys[:, slice(*name)])",
         "block",
         ("test_old_keys_are_let_go",),
     ),
     Mutant(
         "removal: blocks that held a removed key stay",
-        "PrefixBuilt._with_kept",
+        "PrefixBuilt._blocks_over",
         " if name[1] <= same",
         "",
         ("test_removed_keys",),
@@ -134,9 +134,51 @@ MUTANTS = (
     Mutant(
         "cell index: a causal row sees cells of all keys",
         "BuiltCells._search",
-        "causal = bool((visible < self.length).any())",
+        "causal = bool((visible < (self._base or self).length).any())",
         "causal = False",
         ("test_later_keys_change_nothing_for_a_causal_row",),
+    ),
+    Mutant(
+        "cell index: keys that are taken in are in no cell",
+        "_EntryCells.grown",
+        "torch.cat([self._cell_of(), joined[0]])",
+        "torch.cat([self._cell_of(), joined[0] * 0 - 1])",
+        ("test_recall_of_a_grown_index",),
+    ),
+    Mutant(
+        "cell index: keys that are taken in go to any cell",
+        "_EntryCells.grown",
+        "self.table.centroid - offset, offset",
+        "offset - self.table.centroid, offset",
+        ("test_recall_of_a_grown_index",),
+    ),
+    Mutant(
+        "cell index: an index fills in the cells of the one it grew from",
+        "BuiltCells._take_in",
+        "self._whole = [cells.grown(keys, start) for cells, keys in self._cells_and_keys()]",
+        "self._whole = [cells.grown(keys, start) for cells, keys in self._cells_and_keys()] or self._whole",
+        ("test_cells_that_are_made_late_are_those_of_their_keys",),
+    ),
+    Mutant(
+        "cell index: an index that has grown makes its cells anew",
+        "BuiltCells._take_in",
+        "self._whole = [cells.grown(keys, start) for cells, keys in self._cells_and_keys()]",
+        "self._whole = []",
+        ("test_growth_of_cells_costs_a_root_a_key",),
+    ),
+    Mutant(
+        "cell index: kernels make the cells of an index that has grown",
+        "BuiltCells._search",
+        "(causal or not self._has_changed) and ",
+        "",
+        ("test_kernels_are_not_asked_for_cells_that_take_keys_in",),
+    ),
+    Mutant(
+        "cell index: as few cells are opened when keys are gone",
+        "BuiltCells._in_torch",
+        "max(1.0, made[0].made_of / self.length)",
+        "1.0",
+        ("test_cells_that_lost_keys_are_opened_in_larger_numbers",),
     ),
     Mutant(
         "cell index: the k-th score itself is left out",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nearfield.cells.far_field import moments, open_best
 from nearfield.cells.moments import CellTable, tabulate
-from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.partition.kmeans import KMeans, nearest
 from nearfield.cells.sizes import CellSizes, default_cell_size, default_segment, span_levels
 from nearfield.cells.spans import Spans, closed_keys
 from nearfield.cells.torch.head import assign
@@ -20,8 +21,9 @@ from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import PADDING, BuiltIndex, CausalOffset, Found
+from nearfield.knn.index.base import PADDING, CausalOffset, Found
 from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.prefixes import PrefixBuilt
 
 if TYPE_CHECKING:
     from nearfield.knn.index.cells_triton import KernelCells
@@ -46,7 +48,9 @@ class CellIndex:
     it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made. There a
     forward pass of `TopK` with this index reads half precision as it is and keeps nothing: docs/gpu.md has its time and memory.
 
-    It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed it is made anew.
+    It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed, rows that see all keys it
+    has learned from search cells that take keys in, as those of `KMeansIndex` do (`nearfield.knn.index.prefixes`), in torch on
+    any device. Spans for rows that see fewer are made anew, when such rows come.
 
     Args:
         cell_size: keys per cell; None: by the length, as `Cells`.
@@ -94,7 +98,7 @@ class CellIndex:
         )
 
 
-class BuiltCells(BuiltIndex):
+class BuiltCells(PrefixBuilt):
     """What is built for rows that see all keys, and for others, when it is first asked for."""
 
     advice = "Use a smaller k or fewer probes."
@@ -102,11 +106,35 @@ class BuiltCells(BuiltIndex):
     def __init__(self, keys: Tensor, recipe: CellIndex) -> None:
         super().__init__(keys)
         self.recipe = recipe
-        self._in_torch: dict[bool, list[_EntryCells]] = {}
+        self._whole: list[_EntryCells] = []
+        """by batch entry, cells for rows that see everything; empty: not made yet. Shared by all copies with the same base."""
+        self._spans: list[_EntryCells] = []
+        """likewise for causal rows, of all keys"""
         self._by_triton: dict[bool, KernelCells] = {}
+        self._has_changed = False
+        """whether keys were added or removed: kernels can take none in"""
 
     def _anew(self, keys: Tensor) -> BuiltCells:
         return BuiltCells(keys, self.recipe)
+
+    def _over(self, keys: Tensor) -> BuiltCells:
+        other = super()._over(keys)
+        assert isinstance(other, BuiltCells)
+        other._spans, other._by_triton, other._has_changed = [], {}, True
+        return other
+
+    def _take_in(self, start: int) -> None:
+        self._whole = [cells.grown(keys, start) for cells, keys in self._cells_and_keys()]
+
+    def _leave_out(self, kept: Tensor) -> None:
+        self._whole = [cells.kept(keys, kept) for cells, keys in self._cells_and_keys()]
+        if self._whole and self._whole[0].cell_size > self.recipe.sizes(self.length, 1, False, False).cell_size:
+            # So few keys have smaller cells, which find more: these are made when asked for.
+            self._whole = []
+
+    def _cells_and_keys(self) -> list[tuple[_EntryCells, Tensor]]:
+        """By batch entry; none where no cells were made yet: they will be made of all keys."""
+        return list(zip(self._whole, self.keys, strict=True)) if self._whole else []
 
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
         # The kernels leave them in the order of their cells.
@@ -126,18 +154,32 @@ class BuiltCells(BuiltIndex):
         if not (queries.shape[0] and queries.shape[1] and self.length):
             scores = torch.full((*queries.shape[:2], k), -torch.inf, dtype=self.keys.dtype, device=queries.device)
             return Found(scores, torch.full_like(scores, PADDING, dtype=torch.int64), visible)
-        causal = bool((visible < self.length).any())
+        causal = bool((visible < (self._base or self).length).any())
+        if self._base is not None and not causal:
+            # Those of the base by its cells, and the others one by one.
+            return super()._search(queries.to(self.keys.dtype), k, visible)
         near = min(k, self.length)
-        if backends.runs_triton(queries.device):
+        if (causal or not self._has_changed) and backends.runs_triton(queries.device):
             sizes = self.recipe.sizes(self.length, near, causal, True)
             if self._unsupported(sizes) is None:
                 return self._by_kernels(queries, k, visible, sizes)
-        sizes = self.recipe.sizes(self.length, near, causal, False)
-        if causal not in self._in_torch:
-            self._in_torch[causal] = [_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys]
-        made = zip(self._in_torch[causal], queries.to(self.keys.dtype), visible, strict=True)
-        found = [cells.find(rows, k, seen, sizes) for cells, rows, seen in made]
-        return Found(*(torch.stack(x) for x in zip(*found, strict=True)))
+        found = zip(*self._in_torch(queries.to(self.keys.dtype), k, visible, causal), strict=True)
+        return Found(*(torch.stack(x) for x in found))
+
+    def _search_all(self, queries: Tensor, k: int) -> Found:
+        return self._search(queries, k, self.visible(queries, None))
+
+    def _in_torch(self, queries: Tensor, k: int, visible: Tensor, causal: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        made = self._spans if causal else self._whole
+        near = min(k, self.length)
+        if not made:
+            sizes = self.recipe.sizes(self.length, near, causal, False)
+            made.extend([_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys])
+        # The number of cells stays. With keys added they are larger, and with keys removed smaller: then more of them are opened.
+        sizes = replace(self.recipe, cell_size=made[0].cell_size).sizes(self.length, near, causal, False)
+        sizes = sizes._replace(probes=math.ceil(sizes.probes * max(1.0, made[0].made_of / self.length)))
+        for cells, keys, rows, seen in zip(made, self.keys, queries, visible, strict=True):
+            yield cells.find(keys, rows, k, seen, sizes)
 
     def _unsupported(self, sizes: CellSizes) -> str | None:
         """What the kernels cannot serve."""
@@ -160,7 +202,10 @@ class BuiltCells(BuiltIndex):
 class _EntryCells:
     """The cells of the keys of one batch entry, in torch."""
 
-    keys: Tensor
+    cell_size: int
+    """keys per cell, when these were made"""
+    made_of: int
+    """how many keys there were then"""
     table: CellTable
     spans: Spans
     order: Tensor
@@ -179,16 +224,39 @@ class _EntryCells:
         edges = spans.edges(sizes.cells_in(segment))
         if not sizes.segment and len(edges) > 1:
             edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
-        # No values are needed: a single column of zeros stands for them.
-        table = tabulate(keys, keys.new_zeros(length, 1), cell_of, edges)
-        order = torch.cat([table.order, torch.arange(length, device=keys.device)])
-        return _EntryCells(keys, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
+        return _EntryCells._listed(keys, cell_of, edges, spans, sizes.cell_size, length)
 
-    def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
-        """The best k keys of rows `[rows, dim]` that see the first `visible` `[rows]` keys."""
+    @staticmethod
+    def _listed(keys: Tensor, cell_of: Tensor, edges: list[int], spans: Spans, cell_size: int, made_of: int) -> _EntryCells:
+        # No values are needed: a single column of zeros stands for them.
+        table = tabulate(keys, keys.new_zeros(len(keys), 1), cell_of, edges)
+        order = torch.cat([table.order, torch.arange(len(keys), device=keys.device)])
+        return _EntryCells(cell_size, made_of, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
+
+    def _cell_of(self) -> Tensor:
+        """`[keys]`: the cell of each, where all are in a single span."""
+        return torch.empty_like(self.table.cell).scatter_(0, self.table.order, self.table.cell)
+
+    def grown(self, keys: Tensor, start: int) -> _EntryCells:
+        """Of these keys, of which those from `start` on are new. A new key goes to the nearest cell; one span. O(n dim)."""
+        # Differences of squares lose precision far from the origin, as in `lloyd`.
+        offset = self.table.centroid.mean(0, keepdim=True)[None]
+        joined, _ = nearest(keys[None, start:], self.table.centroid - offset, offset)
+        return self._with_cells(keys, torch.cat([self._cell_of(), joined[0]]))
+
+    def kept(self, keys: Tensor, kept: Tensor) -> _EntryCells:
+        """Of these keys, those with the ids `kept` so far; one span."""
+        return self._with_cells(keys, self._cell_of()[kept])
+
+    def _with_cells(self, keys: Tensor, cell_of: Tensor) -> _EntryCells:
+        return self._listed(keys, cell_of[None], self.table.spans, self.spans, self.cell_size, self.made_of)
+
+    def find(self, keys: Tensor, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
+        """The best k of the keys of this entry for rows `[rows, dim]` that see the first `visible` `[rows]` of them."""
         device, rows = queries.device, len(queries)
         closed = closed_keys(visible, sizes)
-        opened = torch.full((rows, sizes.probes), -1, dtype=torch.int64, device=device)
+        probes = min(sizes.probes, self.table.cells)
+        opened = torch.full((rows, probes), -1, dtype=torch.int64, device=device)
         for edge in closed.unique().tolist():
             segments = edge // sizes.segment if sizes.segment else int(edge > 0)
             if not segments:
@@ -197,9 +265,9 @@ class _EntryCells:
             own = (closed == edge).nonzero()[:, 0]
             for _, part in row_chunks(1, len(own), len(seen), SCORES_PER_PASS):
                 some = own[part]
-                best = open_best(*moments(queries[some], seen), sizes.probes)
+                best = open_best(*moments(queries[some], seen), probes)
                 opened[some, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
         starts = torch.cat([self.table.starts[opened.clamp(min=0)], (len(self.table.order) + closed)[:, None]], 1)
         counts = torch.cat([self.sizes[opened], (visible - closed)[:, None]], 1)
         entry = torch.zeros(rows, dtype=torch.int64, device=device)
-        return best_of_lists(queries, self.keys[None], entry, self.order, starts, counts, k)
+        return best_of_lists(queries, keys[None], entry, self.order, starts, counts, k)
