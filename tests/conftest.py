@@ -51,7 +51,7 @@ def nothing_is_remembered() -> None:
 @pytest.fixture
 def lazy_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are drawn lazily, by the index they are given, also where there are so few keys that it costs more."""
-    for cost in ("POINT_COST", "SEARCH_COST", "LEAST_KEYS"):
+    for cost in ("POINT_COST", "SEARCH_COST", "SCAN_COST", "BUILD_COST", "LEAST_KEYS"):
         monkeypatch.setattr(f"nearfield.paper.lazy.{cost}", 0)
     monkeypatch.setattr("nearfield.paper.lazy.PILOT_SHARE", 1)
 

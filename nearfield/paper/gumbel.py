@@ -16,7 +16,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
 from nearfield.paper.budgets import budget
 from nearfield.paper.gradients import with_gradient
-from nearfield.paper.lazy import Sampler
+from nearfield.paper.sampler import Sampler
 from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
@@ -142,9 +142,7 @@ class LazyGumbel:
                 weights = weights * dropout.factors(row[:, None], drawn.ids, weights.dtype).view(weights.shape)
             means = kernel.pair_sums(weights, table, place).view(len(lazy.seen), groups, -1)
             output[:, block] = lazy.spread(means.median(1).values)
-            # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
-            log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
-            lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
+            lse[:, block] = lazy.spread(drawn.log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and dropout is None:
                 stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
         searches.warn(sampler.built)

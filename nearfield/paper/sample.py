@@ -11,7 +11,7 @@ from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Index
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
-from nearfield.paper.lazy import Sampler
+from nearfield.paper.sampler import Sampler
 from nearfield.problem import Problem, check, isolate_non_finite
 from nearfield.results import Samples
 from nearfield.sampling import Seeds
@@ -87,18 +87,20 @@ def sample(
 
 def _draw(problem: Problem, sampler: Sampler, seeds: Seeds) -> Samples:
     visible = sampler.rows.visible
-    ids = torch.full((*visible.shape, sampler.draws), PADDING, device=visible.device)
+    parts: list[Tensor] = []
     looked_at, dense, certified = torch.zeros_like(visible), visible > 0, visible >= 0
     searches = Tally(sampler.built)
     for block, lazy, drawn in sampler.blocks(seeds):
         seen = lazy.rows.visible > 0
-        ids[:, block] = lazy.spread(drawn.ids).masked_fill(seen.logical_not()[..., None], PADDING)
-        looked_at[:, block] = lazy.spread(drawn.evaluated.sum(-1))
+        found = lazy.spread(drawn.ids)
+        parts.append(found if bool(seen.all()) else found.masked_fill(seen.logical_not()[..., None], PADDING))
+        looked_at[:, block] = lazy.spread(drawn.evaluated)
         dense[:, block] = lazy.dense.view(seen.shape) & seen
         certified[:, block] = lazy.certified.view(seen.shape)
         if lazy.scored is not None:
             searches.add(lazy.scored, lazy.rows.visible.flatten())
     searches.warn(sampler.built)
+    ids = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if problem.key_padding is not None:
         # Keys that padding hides are gone from the rows; name the others as the caller does.
         named = problem.kept_keys.gather(1, ids.clamp(min=0).flatten(1)).view_as(ids)
