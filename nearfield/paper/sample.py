@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_index, check_not_negative, check_positive
+from nearfield.checks import check_index, check_not_negative, check_positive, general_mask_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Index
@@ -72,10 +72,7 @@ def sample(
     problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if problem.has_general_mask:
         assert problem.attn_mask is not None
-        raise ValueError(
-            "attn_mask must be a boolean key-padding mask, broadcastable from [batch, 1, 1, key_length]; got "
-            f"{problem.attn_mask.dtype} of shape {tuple(problem.attn_mask.shape)}"
-        )
+        raise general_mask_error("sample", problem.attn_mask, "Leave out the keys that a row must not see.")
     backends.check_backend(backend, query.device)
     problem = isolate_non_finite(problem, check_finite)
     if problem.is_empty:
