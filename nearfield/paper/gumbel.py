@@ -45,8 +45,8 @@ class LazyGumbel:
             their full softmax need none).
         always_lazy: draw lazily also where that costs more. Otherwise a row whose draws together would cost more than its full
             softmax is drawn from that, which is the same law (`info["dense_rows"]`), and where that can be expected of most
-            rows, the index is neither built nor asked. A row for which a single draw would look at a quarter of its keys is
-            drawn from its full softmax in any case.
+            rows, or an index is not built yet and too dear for so few, it is neither built nor asked. A row for which a single
+            draw would look at a quarter of its keys is drawn from its full softmax in any case.
         slack: c, your word that no key which the index leaves out has a logit (scale q.k) more than c above the smallest of
             its near keys (paper, approximate k-MIPS). The cutoff is then M - min_S z - c, draws are exact if that is true, and
             `info["certified_by"]` is `"slack"`. An index that bounds its keys by itself is believed instead (`"index"`), unless

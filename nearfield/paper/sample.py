@@ -54,7 +54,8 @@ def sample(
         certain (`certified`). Nothing has a gradient.
 
     Cost: the search, plus O(draws * (log k + E[m])) per row and one score for every key looked at, with E[m] <= n/k far keys per
-    draw, (n/k) e^slack with a slack. A row whose draws would cost more than its full softmax is drawn from that.
+    draw, (n/k) e^slack with a slack. A row whose draws would cost more than its full softmax is drawn from that; where
+    that is so for most rows, or an index is not built yet and too dear for so few, no index is built or asked.
 
     Example:
         >>> found = nearfield.sample(q, k, draws=5, is_causal=True)
