@@ -27,7 +27,7 @@ SCORES = 1 << 22
 """Rows times keys of every timed call."""
 MOST_POINTS = 1 << 22
 """Always lazy is not timed where its draws would look at more keys than that."""
-LARGE, FEW_DRAWS, LARGE_ROWS = (65_536, 131_072, 262_144, 524_288, 1_048_576), (1, 4, 16, 64), 32
+LARGE, FEW_DRAWS, LARGE_ROWS = (65_536, 131_072, 262_144, 524_288, 1_048_576), (1, 4, 16, 64), 64
 PROMISES = ((0.3, 0.1), (0.3, 0.01), (0.1, 0.1))
 DIM, ROUNDS = 64, 15
 EPS, DELTA = 0.3, 0.1
@@ -213,7 +213,7 @@ def measure(quick: bool) -> dict[str, Any]:
     with_index = [
         row
         for family, n in each(families, lambda case: f"{case[0]} keys with an index, n = {case[1]}")
-        for row in with_an_index(family, n, few, rows, rounds)
+        for row in with_an_index(family, n, few, rows, max(1, rounds // 2))
     ]
     results = {
         "dim": DIM,

@@ -37,18 +37,22 @@ POINTS_AT_A_TIME = 1 << 18
 GIVE_UP_SHARE = 0.25
 """A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
 
-POINT_COST, SEARCH_COST, SCAN_COST, BUILD_COST = 64.0, 16.0, 1.0, 512.0
+POINT_COST, SEARCH_COST, SCAN_COST, BUILD_COST = 48.0, 16.0, 1.0, 512.0
 """What it costs, in keys of a row that is drawn from its full softmax: a lazy draw, and every Poisson point of it; a key that an
 index scores, or scores where it scores them all; and a key that an index is built of, if it is not built yet."""
 
 BUILD_SHARE = 1 / 8
 """An index is built if that costs at most this share of all full softmaxes: only then it shows whether its bounds are good."""
 
+MOST_SPENT = 0.5
+"""An index is searched where that, and what follows, is expected to cost at most this share of full softmaxes: the costs above
+are those of one machine, and vary with the number of keys by a factor of two."""
+
 PILOTS, PILOT_SHARE = 32, 1 / 16
 """At most so many rows of a batch entry, and that share of them, are searched to see whether it pays to search the others."""
 
-LEAST_KEYS = 1 << 21
-"""With fewer keys, those of all rows together, looking at them all is faster than asking an index."""
+LEAST_KEYS = 1 << 22
+"""With fewer keys, those of all rows together, it takes too long to find out whether it pays to ask an index."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +315,7 @@ def index_that_pays(
 
     First by what is known before anything is built: nothing is where there is little to do, where the draws alone cost more than
     full softmaxes, and where the index would score every key, or take too long to build. Then by some rows: to search them and
-    to do what is cheaper has to cost less than to draw from full softmaxes.
+    to do what is cheaper has to cost less than half of full softmaxes.
     """
     total, length = int(rows.visible.sum()), rows.length
     built_for_free = isinstance(index, BuiltIndex | ExactIndex)
@@ -330,7 +334,7 @@ def index_that_pays(
     dense = pilots.rows.visible.double().flatten()
     search = SCAN_COST * dense if built.scans or pilots.scored is None else SEARCH_COST * pilots.scored
     spent = search + torch.minimum(_lazy_costs(pilots, draws), dense)
-    return built if float(spent.sum()) < float(dense.sum()) else None
+    return built if float(spent.sum()) < MOST_SPENT * float(dense.sum()) else None
 
 
 def prepare(

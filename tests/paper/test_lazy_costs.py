@@ -35,13 +35,13 @@ def test_many_draws_of_few_keys_look_at_each_key_once(length: int, eps: float) -
 
 
 def test_it_pays_to_search_for_few_draws_alone() -> None:
-    rows = rows_of("clustered", 65536, 40)
+    rows = rows_of("clustered", 131072, 40)
     index = nf.KMeansIndex(probes=4).build(rows.keys)
     assert int(rows.visible.sum()) >= lazy.LEAST_KEYS
-    assert index_that_pays(rows, nf.ExactIndex(), 256, 1) is None, "an index that scores every key saves nothing"
-    assert index_that_pays(rows, index, 256, 1) is index
-    assert index_that_pays(rows, index, 256, 60) is None, "by the points of its draws"
-    assert index_that_pays(rows.at(slice(0, 30)), index, 256, 1) is None, "little to do"
+    assert index_that_pays(rows, nf.ExactIndex(), 363, 1) is None, "an index that scores every key saves nothing"
+    assert index_that_pays(rows, index, 363, 1) is index
+    assert index_that_pays(rows, index, 363, 60) is None, "by the points of its draws"
+    assert index_that_pays(rows.at(slice(0, 15)), index, 363, 1) is None, "little to do"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Counting:
 
 @pytest.mark.parametrize(
     ("length", "rows", "draws", "built"),
-    [(512, 4200, 1, True), (512, 3900, 1, False), (512, 4200, 8, False), (1024, 1024, 1, False)],
+    [(2048, 4200, 1, True), (2048, 3900, 1, False), (2048, 4200, 48, False), (1024, 1024, 1, False)],
     ids=["many rows", "fewer rows", "many draws", "little to do"],
 )
 def test_what_cannot_pay_is_not_built(length: int, rows: int, draws: int, built: bool) -> None:
@@ -71,7 +71,7 @@ def test_what_cannot_pay_is_not_built(length: int, rows: int, draws: int, built:
 
 def test_nothing_is_searched_where_an_index_scores_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy, "_search", None)
-    rows = rows_of("gaussian", 16384, 160)
+    rows = rows_of("gaussian", 16384, 320)
     assert index_that_pays(rows, nf.ExactIndex(), 128, 1) is None
     assert index_that_pays(rows, nf.ExactIndex().build(rows.keys), 128, 1) is None
 
@@ -79,7 +79,7 @@ def test_nothing_is_searched_where_an_index_scores_all_keys(monkeypatch: pytest.
 def test_a_sample_of_few_rows_builds_nothing() -> None:
     query, key, _ = make("clustered", 1, 1, 65536, 8, seed=0)
     index = Counting([])
-    found = nf.sample(query[:, :, :40], key, 1, index, generator=seeded(0))
+    found = nf.sample(query[:, :, :80], key, 1, index, generator=seeded(0))
     assert bool(found.dense.all())
     assert not index.seen
     nf.sample(query[:, :, :4], key[:, :, :500], 1, index, always_lazy=True, generator=seeded(0))
@@ -186,10 +186,10 @@ def test_a_row_of_very_many_points_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rows_that_see_nothing_do_not_decide() -> None:
-    rows = rows_of("clustered", 65536, 40)
+    rows = rows_of("clustered", 131072, 40)
     visible = rows.visible.clone()
     visible[:, :3] = 0
     rows = Rows(rows.queries, rows.keys, rows.values, visible)
-    built = index_that_pays(rows, nf.KMeansIndex(probes=4).build(rows.keys), 256, 1)
+    built = index_that_pays(rows, nf.KMeansIndex(probes=4).build(rows.keys), 363, 1)
     assert built is not None
-    assert prepare(rows, built, 256, draws=1).points()[:3].tolist() == [0, 0, 0]
+    assert prepare(rows, built, 363, draws=1).points()[:3].tolist() == [0, 0, 0]
