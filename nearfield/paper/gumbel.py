@@ -16,7 +16,7 @@ from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
 from nearfield.paper.budgets import budget
 from nearfield.paper.gradients import with_gradient
-from nearfield.paper.lazy import Sampler
+from nearfield.paper.sampler import Sampler
 from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
@@ -45,8 +45,8 @@ class LazyGumbel:
             their full softmax need none).
         always_lazy: draw lazily also where that costs more. Otherwise a row whose draws together would cost more than its full
             softmax is drawn from that, which is the same law (`info["dense_rows"]`), and where that can be expected of most
-            rows, the index is neither built nor asked. A row for which a single draw would look at a quarter of its keys is
-            drawn from its full softmax in any case.
+            rows, or an index is not built yet and too dear for so few, it is neither built nor asked. A row for which a single
+            draw would look at a quarter of its keys is drawn from its full softmax in any case.
         slack: c, your word that no key which the index leaves out has a logit (scale q.k) more than c above the smallest of
             its near keys (paper, approximate k-MIPS). The cutoff is then M - min_S z - c, draws are exact if that is true, and
             `info["certified_by"]` is `"slack"`. An index that bounds its keys by itself is believed instead (`"index"`), unless
@@ -157,9 +157,7 @@ class LazyGumbel:
                 weights = weights * dropout.factors(row[:, None], drawn.ids, weights.dtype).view(weights.shape)
             means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(len(lazy.seen), groups, -1)
             output[:, block] = lazy.spread(means.median(1).values)
-            # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
-            log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
-            lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
+            lse[:, block] = lazy.spread(drawn.log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and dropout is None:
                 stderr[:, block] = lazy.spread(_standard_error(table, place, means))
         searches.warn(sampler.built)
