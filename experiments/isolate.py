@@ -21,7 +21,7 @@ Prepare = Callable[..., tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]
 """Makes inputs and returns the call to be timed, and a function that judges what it returned."""
 GIGABYTE = 1 << 30
 COMPILING, JUDGING = 60.0, 5.0
-"""Seconds that the kernels of a call may take to compile, and that judging its output may take."""
+"""Seconds that the kernels of a call may take to compile, and that judging its output usually may take."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def apart(
     memory_limit: float,
     warm_up: bool = False,
     rounds: Rounds = USUAL,
+    judging: float = JUDGING,
 ) -> Measured:
     """Measure in a new process, which is ended when the first timed call, or the others on average, take too long.
 
@@ -104,6 +105,7 @@ def apart(
         time_limit: in seconds.
         memory_limit: in gigabytes.
         warm_up: call once before, in as much time again and what it takes to compile kernels.
+        judging: seconds that judging its output may take.
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -114,13 +116,13 @@ def apart(
     try:
         receive.recv()  # the inputs are made
         answer = None
-        for wait in [time_limit + COMPILING, JUDGING + time_limit] if warm_up else [time_limit]:
+        for wait in [time_limit + COMPILING, judging + time_limit] if warm_up else [time_limit]:
             if not receive.poll(wait):
                 return Measured("time")
             answer = receive.recv()
             if answer is not None:  # it ended before its time: out of memory
                 return answer
-        if not receive.poll(JUDGING + rounds.most * time_limit):
+        if not receive.poll(judging + rounds.most * time_limit):
             return Measured("time")
         answer = receive.recv()
     except EOFError:
