@@ -16,6 +16,9 @@ from experiments.settings import Settings
 from experiments.timing import stale, timed
 
 LENGTHS = (10_000, 30_000, 100_000, 300_000, 1_000_000)
+ON_GPU_LENGTHS = LENGTHS[1:]
+"""Calls of 10,000 keys are too short there to be fitted."""
+SHORT = 100_000
 QUICK_LENGTHS = (512, 1024)
 ON_CPU, ON_GPU = Rounds(3, 10.0), Rounds(5, 5.0)
 JUDGING = 60.0
@@ -52,7 +55,8 @@ def series_on(device: str) -> list[list[Series]]:
 
 
 def plan(settings: Settings) -> list[Unit]:
-    """Those that matter most first, for the whole run may have a limit: short lengths, long ones, the tails of the others.
+    """Those that matter most first, for the whole run may have a limit: short lengths, long ones, the tails of the others. On a
+    GPU long ones take no longer than it takes to start a process.
 
     In every group lengths from short to long; each knows how the shorter ones of its series went.
     """
@@ -66,16 +70,17 @@ def plan(settings: Settings) -> list[Unit]:
 
     if settings.quick:
         methods = methods_on(settings.device)
-        return units([[series for series in QUICK_SERIES if series.method.removesuffix(TAIL) in methods]], QUICK_LENGTHS)
+        return units([[series for series in QUICK_SERIES if series.method.removesuffix(TAIL) in methods]], lengths_of(settings))
     *first, last = series_on(settings.device)
-    short, long = LENGTHS[:3], LENGTHS[3:]
-    return [*units(first, short), *units(first, long), *units([last], LENGTHS)]
+    lengths = lengths_of(settings)
+    short = tuple(n for n in lengths if n <= SHORT) if on_cpu(settings.device) else lengths
+    return [*units(first, short), *units(first, lengths[len(short) :]), *units([last], lengths)]
 
 
 def unit(settings: Settings, series: Series, n: int, is_over: Callable[[], bool]) -> Unit:
     def measure(done: Done) -> Rows:
-        lengths = QUICK_LENGTHS if settings.quick else LENGTHS
-        return [measured(settings, series, n, [done[series.name(m)][0] for m in lengths if m < n], is_over)]
+        shorter = [done[series.name(m)][0] for m in lengths_of(settings) if m < n]
+        return [measured(settings, series, n, shorter, is_over)]
 
     sizes = (heads_on(settings.device), DIM, JUDGED_ROWS, RECALL_ROWS, PROBES, str(dtype_on(settings.device)))
     made_with = digest(*sizes, rounds_on(settings.device), series, recipe(series.method, n))
@@ -103,6 +108,10 @@ def is_due(rows: Rows, settings: Settings) -> bool:
     if row["status"] == "missing":
         return not is_missing(row["method"])
     return row["status"] == "left" or stale(rows, settings)
+
+
+def lengths_of(settings: Settings) -> tuple[int, ...]:
+    return QUICK_LENGTHS if settings.quick else LENGTHS if on_cpu(settings.device) else ON_GPU_LENGTHS
 
 
 def rounds_on(device: str) -> Rounds:

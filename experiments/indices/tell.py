@@ -20,7 +20,7 @@ Case = tuple[str, tuple[str, bool]]
 
 def tell(rows: Rows) -> Section:
     heads = {row["heads"] for row in rows}
-    many = "one head" if heads == {1} else f"{max(heads)} heads"
+    many = "one head" if heads == {1} else f"{max(heads)} heads (the same rows in random orders)"
     return Section(
         paper="Its theorem needs an index that finds the k = n^{1/2} keys of largest inner product in time n^{1/2} or so; with "
         "it kNN attention takes n^{3/2}. Its experiments are said to scale sub-quadratically and to handle n = 10^{6}; "

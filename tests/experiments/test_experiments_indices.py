@@ -20,7 +20,7 @@ from experiments import isolate, runner
 from experiments.experiment import Row, Rows
 from experiments.indices import EXPERIMENT, methods, plan
 from experiments.indices.draw import draw
-from experiments.indices.methods import NAMES, TAIL, recall, recipe
+from experiments.indices.methods import INPUTS, NAMES, TAIL, inputs_of, recall, recipe
 from experiments.indices.plan import LENGTHS, Series, is_due, measured, series_on
 from experiments.indices.tell import against_sdpa, both, found_at, gaps, million, scaling, space, table, tell
 from experiments.settings import Settings
@@ -158,13 +158,13 @@ def test_a_missing_faiss_is_a_gap_until_it_is_there(monkeypatch: pytest.MonkeyPa
     assert is_due(rows[:1], Settings())
 
 
-@pytest.mark.parametrize(("device", "count"), [("cpu", 33), ("cuda", 18)])
-def test_every_case_is_planned_once_and_the_short_ones_first(device: str, count: int) -> None:
+@pytest.mark.parametrize(("device", "lengths", "count"), [("cpu", LENGTHS, 33), ("cuda", LENGTHS[1:], 18)])
+def test_every_case_is_planned_once_and_the_short_ones_first(device: str, lengths: tuple[int, ...], count: int) -> None:
     keys = [unit.key for unit in plan(Settings(device=device))]
-    assert len(keys) == len(set(keys)) == count * len(LENGTHS)
+    assert len(keys) == len(set(keys)) == count * len(lengths)
     for group in series_on(device):
         for series in group:
-            places = [keys.index(series.name(n)) for n in LENGTHS]
+            places = [keys.index(series.name(n)) for n in lengths]
             assert places == sorted(places)
     assert keys[-1].startswith("kmeans+tail")
     assert any(key.startswith("lsh") for key in keys) == (device == "cpu")
@@ -190,6 +190,16 @@ def test_recall_is_that_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(methods, "index_of", lambda name, n: First())
     assert (recall("kmeans", query, key, False, 0) or 0) < 0.2
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_heads_hold_the_same_pairs_of_keys_and_values_in_other_orders(kind: str) -> None:
+    one, many = inputs_of(kind, 1, 50, 0, "cpu"), inputs_of(kind, 3, 50, 0, "cpu")
+    assert all(x.shape == (1, 3, 50, 64) for x in many)
+    rows = {tuple(row) for row in torch.cat(one[1:], -1)[0, 0].tolist()}
+    for head in range(3):
+        assert torch.equal(many[0][0, head], one[0][0, 0]) == torch.equal(many[1][0, head], one[1][0, 0]) == (head == 0)
+        assert {tuple(row) for row in torch.cat([x[0, head] for x in many[1:]], -1).tolist()} == rows
 
 
 def test_methods_have_the_tail_that_their_name_says() -> None:
