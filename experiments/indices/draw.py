@@ -12,7 +12,7 @@ from experiments.indices.methods import DIM, NAMES, PLACES
 from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, alike, lengths, panels, say, styled
 
 COLORS = {"sdpa": QUIET, "exact": INK, "kmeans": "#b5838d", "cells": CORAL, "ivf": SAGE, "hnsw": OCHRE, "lsh": PLUM}
-WHATS = {"seconds": "Time", "recall": "Recall of the near set", "megabytes": "Peak memory beyond the inputs"}
+WHATS = {"seconds": "Time", "recall": "Recall of the near set", "megabytes": "Peak memory"}
 SLOPES = {"n^{3/2}": 1.5, "n^2": 2.0}
 
 

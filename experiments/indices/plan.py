@@ -55,8 +55,8 @@ def series_on(device: str) -> list[list[Series]]:
 
 
 def plan(settings: Settings) -> list[Unit]:
-    """Those that matter most first, for the whole run may have a limit: short lengths, long ones, the tails of the others. On a
-    GPU long ones take no longer than it takes to start a process.
+    """Those that matter most first, for the whole run may have a limit: on a CPU short lengths of all groups, then, on a GPU at
+    once, group after group, and the tails of the others at last.
 
     In every group lengths from short to long; each knows how the shorter ones of its series went.
     """
@@ -73,8 +73,9 @@ def plan(settings: Settings) -> list[Unit]:
         return units([[series for series in QUICK_SERIES if series.method.removesuffix(TAIL) in methods]], lengths_of(settings))
     *first, last = series_on(settings.device)
     lengths = lengths_of(settings)
-    short = tuple(n for n in lengths if n <= SHORT) if on_cpu(settings.device) else lengths
-    return [*units(first, short), *units(first, lengths[len(short) :]), *units([last], lengths)]
+    short = tuple(n for n in lengths if n <= SHORT and on_cpu(settings.device))
+    everything = [series for group in first for series in group]
+    return [*units([everything], short), *units(first, lengths[len(short) :]), *units([last], lengths)]
 
 
 def unit(settings: Settings, series: Series, n: int, is_over: Callable[[], bool]) -> Unit:

@@ -75,6 +75,16 @@ def test_noise_is_no_verdict(power: float) -> None:
     assert "nothing to fit" in scaling(short).evidence
 
 
+@pytest.mark.parametrize(("noisy", "verdict"), [(("lsh",), "confirmed"), (("cells", "kmeans", "ivf", "hnsw"), "untested")])
+def test_a_few_fits_among_many_that_are_open_are_no_verdict(noisy: tuple[str, ...], verdict: str) -> None:
+    rows = [
+        row | {"seconds": row["seconds"] * 4.0 ** (SIZES.index(row["n"]) % 2)} if row["method"].startswith(noisy) else row
+        for row in growing(1.5)
+    ]
+    assert scaling(rows).verdict == both(rows).verdict == verdict
+    assert f"The exponents of {5 * len(noisy)} are left open" in both(rows).evidence
+
+
 def test_space_is_judged_by_memory_and_not_by_time() -> None:
     rows = growing(1.5)
     assert space(rows).verdict == "confirmed"
