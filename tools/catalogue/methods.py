@@ -553,9 +553,9 @@ MUTANTS = (
     ),
     Mutant(
         "biased normaliser",
-        "LazyGumbel._estimate",
-        "log_total = math.log(max(1, draws - 1))",
-        "log_total = math.log(draws)",
+        "LazyRows.draw_each",
+        "math.log(max(1, draws - 1))",
+        "math.log(draws)",
         ("test_the_normaliser_is_unbiased",),
     ),
     Mutant(
