@@ -95,7 +95,7 @@ def test_it_attends_to_what_the_index_finds(causal: bool, monkeypatch: pytest.Mo
     from nearfield.knn.index import cells_triton
     from nearfield.knn.index.cells_triton import KernelCells
 
-    monkeypatch.setattr(fused, "ROWS_TOGETHER", 80)
+    monkeypatch.setattr(fused, "ROWS_TOGETHER", 40)
     monkeypatch.setattr(cells_triton, "SCORES_BYTES", 8 * 64 * 16)
     query, key, value = (x.to(DEVICE) for x in make("clustered", 1, 2, 70, 16))
     problem = check(query, key, value, is_causal=causal)
