@@ -23,6 +23,7 @@ from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
 from nearfield.paper.gumbel import LazyGumbel
 from nearfield.paper.sample import sample
+from nearfield.plans import Explanation, explain, explain_sizes, plan
 from nearfield.problem import Call, Method, Problem
 from nearfield.results import Audit, Estimate, Outcome, Samples
 
@@ -41,6 +42,7 @@ __all__ = [
     "Estimate",
     "Exact",
     "ExactIndex",
+    "Explanation",
     "FaissIndex",
     "HashBuckets",
     "Index",
@@ -58,11 +60,14 @@ __all__ = [
     "audit_rows",
     "budget",
     "estimate",
+    "explain",
+    "explain_sizes",
     "gradients",
     "index",
     "lsh_budget",
     "needed_k",
     "nn",
+    "plan",
     "sample",
 ]
 

@@ -17,6 +17,12 @@ from nearfield.results import Audit
 
 CONFIDENCE = 0.95
 
+MOST_ERROR = 1e6
+"""A pooled relative error beyond this counts as infinite."""
+
+BISECTIONS = 30
+"""How often a bound is halved: it is found to nine digits."""
+
 MOST_ROWS = 1024
 """How many rows a kernel is given at a time."""
 
@@ -39,20 +45,76 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
         for part in torch.arange(size, device=chosen.device).split(_rows_at_a_time(problem)) if size else ():
             exact[part] = _exact_rows(problem, chosen[part])
     got = output.detach().reshape(total, problem.value.shape[3])[chosen].to(problem.compute_dtype)
+    return audit_of(problem, chosen, exact, got, looks, everything=size == total)
+
+
+def audit_of(problem: Problem, chosen: Tensor, exact: Tensor, got: Tensor, looks: int = 1, everything: bool = False) -> Audit:
+    """What rows `got` `[rows, value_dim]`, drawn at random, and what they should be say about all rows: see `run_audit`.
+
+    `chosen` `[rows]`: their numbers over batch, heads and positions. `everything`: they are all rows there are.
+    """
+    size = len(chosen)
     error = torch.linalg.vector_norm(got - exact, dim=-1)
-    additive = error / _value_norm(problem)[chosen // (length * problem.group_size)] if size else error
+    per_group = problem.query.shape[2] * problem.group_size
+    additive = error / value_norm(problem)[chosen.to(error.device) // per_group] if size else error
     size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
     relative = torch.where(error == 0, error, error / size_of_exact)
-    quantile = 1.0 if size == total else audit_quantile(size, 1.0 - (1.0 - CONFIDENCE) / looks)
+    miss = (1.0 - CONFIDENCE) / looks
+    pooled = _pooled(error, size_of_exact)
     return Audit(
         rows=size,
-        quantile=quantile,
-        confidence=1.0 if size == total else CONFIDENCE,
+        quantile=1.0 if everything else audit_quantile(size, 1.0 - miss),
+        confidence=1.0 if everything else CONFIDENCE,
         additive=float(additive.max()) if size else 0.0,
         relative=float(relative.max()) if size else 0.0,
         additive_errors=additive,
         relative_errors=relative,
+        pooled=pooled,
+        pooled_bound=pooled if everything else pooled_bound(error, size_of_exact, 1.0 - miss),
     )
+
+
+def _pooled(error: Tensor, size: Tensor) -> float:
+    off, whole = float(error.double().square().sum()), float(size.double().square().sum())
+    return math.sqrt(off / whole) if whole else (math.inf if off else 0.0)
+
+
+def pooled_bound(error: Tensor, size: Tensor, confidence: float = CONFIDENCE) -> float:
+    """A bound on the pooled relative error of all rows but a few, from rows that were drawn at random, for any data and method.
+
+    `error`, `size` `[s]`: the norms of the errors and of the exact rows. Let d = error^2 - eps^2 size^2, D the largest d drawn, G
+    all rows whose d is at most D, and a half of 1 - confidence. G is a fraction a^(1/s) of all rows or more, but with probability
+    a. Given D, the other s - 1 rows are drawn from G. By the inequality of Dvoretzky, Kiefer, Wolfowitz and Massart, their
+    distribution is nowhere more than t = sqrt(ln(1/a) / (2 (s - 1))) too low, but with probability a. So the mean of d over G is
+    at most what it is for the sample if the share t of it with the smallest d had D. Where that is not positive, the pooled error
+    of G is at most eps. The smallest such eps is returned; infinity where there is none.
+
+    It is larger than the pooled error of the sample: for 128 rows of similar errors, by a tenth to a half.
+    """
+    check_fraction("confidence", confidence)
+    off, whole = error.double().square().cpu(), size.double().square().cpu()
+    miss = (1.0 - confidence) / 2
+    share = math.sqrt(-math.log(miss) / (2 * (len(off) - 1))) if len(off) > 1 else 1.0
+    if share >= 1.0 or not bool(torch.isfinite(off).all() and torch.isfinite(whole).all()):
+        return math.inf
+    kept = (1.0 - share) * (len(off) - 1)
+    weight = (kept - torch.arange(len(off) - 1, dtype=torch.float64)).clamp(0.0, 1.0) / (len(off) - 1)
+
+    def is_bound(eps: float) -> bool:
+        d = (off - eps**2 * whole).sort(descending=True).values
+        return float(d[0] * share + (weight * d[1:]).sum()) <= 0.0
+
+    low, high = 0.0, 1.0
+    while not is_bound(high):
+        low, high = high, 2.0 * high
+        if high > MOST_ERROR:
+            return math.inf
+    if is_bound(0.0):
+        return 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_bound(middle) else (middle, high)
+    return high
 
 
 def _rows_at_a_time(problem: Problem) -> int:
@@ -102,7 +164,7 @@ def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: 
     return torch.einsum("rn,rnd->rd", weights, problem.value[entry, kv].to(compute))
 
 
-def _value_norm(problem: Problem) -> Tensor:
+def value_norm(problem: Problem) -> Tensor:
     """The root mean square norm of the values that count, for each key-value head: `[batch * kv_heads]`."""
     return reference.rms_norm(problem.value, problem.key_padding).reshape(-1)
 

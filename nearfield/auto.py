@@ -1,63 +1,81 @@
-"""Auto: the fastest method for a shape and a device, or one that meets an error tolerance."""
+"""Auto: the fastest method for a shape and a device whose error is known to be within a tolerance."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
-from nearfield import crossover
-from nearfield.audit import CONFIDENCE, audit_rows, run_audit
-from nearfield.cells.method import Cells, check_share
+from nearfield import _compat, crossover
+from nearfield.cells.method import Cells, check_share, is_captured
 from nearfield.checks import check_fraction, check_positive
 from nearfield.exact import Exact
+from nearfield.pilot import UNITS, Choice, run_choice, run_pilot
 from nearfield.problem import Call, Method, Problem, is_traced
 from nearfield.results import Outcome
 
-STEPS = 4
-"""How many budgets are tried, at most, before exact attention."""
+EPS = 0.1
+"""The default tolerance."""
 
-GROWTH = 3
-"""Each budget opens this many times as many cells as the one before."""
+LONG = 16_384
+"""From so many keys on, exact attention where nobody has measured cells is worth a word."""
 
-MOST_NEAR = 0.3
-"""Opening more than this share of the keys is no faster than exact attention."""
+GPU_TIMES = 4
+"""On a GPU, a pilot waits for the card and starts many small kernels. A call is taken to repay that from this many times the
+crossover length on, where it does 16 times the work. This is an estimate."""
 
-QUANTILE = 0.95
-"""The share of all rows that is promised to be within eps."""
+_log = logging.getLogger("nearfield")
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Exact attention where that is fastest, `Cells` where they are; with `eps`, a result that is known to be within it.
+    """Exact attention, or `Cells` where they are faster and known to be within `eps` of it. The default method.
 
-    Without `eps`: torch's SDPA up to a crossover length that was measured for the device and the dtype, causal and not
-    (`nearfield bench --calibrate` measures it on your machine), and `Cells()` beyond. With a mask beyond key padding, or with
-    `gradient=`, it is always exact attention.
+    Up to a crossover length that was measured for the device and the dtype, causal and not (`nearfield bench --calibrate`
+    measures it on your machine), it is torch's SDPA. So it is with a mask beyond key padding, and with `gradient=`. Beyond, a
+    pilot looks before anything runs: keys are grouped into cells, 128 random rows are computed exactly and with several budgets,
+    and the smallest budget that is within eps serves all rows, once and with the same cells. If there is none among those that
+    are faster than exact attention, the result *is* exact attention.
 
-    With `eps`: run `Cells`, recompute random rows exactly, and open more cells until all of these rows are within eps of exact
-    attention (in units of the rms norm of the values). If no budget that could be faster than exact attention achieves that, the
-    result *is* exact attention. Each audit looks at fresh rows, enough of them that the promise holds whichever audit is the one
-    that passes: with confidence 95%, at least 95% of all rows are within eps. The rows of all heads count together, so those
-    beyond eps may all lie in one head. The audits are in `estimate(...).info`.
+    What is promised, for any data, with confidence 95% over the choice of rows (each budget gets its share of the 5%):
+
+    - `unit="output"`: leaving out at most 5% of all rows, the pooled relative error sqrt(sum ||o - o*||^2 / sum ||o*||^2) is at
+      most eps. `Audit.pooled_bound` is that error with its safety margin, `Audit.pooled` the error of the audited rows.
+    - `unit="values"`: at least 95% of all rows have ||o - o*|| <= eps times the rms norm of the values.
+
+    The rows of all heads count together, so those beyond eps may lie in one head, unless `per_head` is set. The budget is a
+    property of the call: its choice looks at rows and keys of all positions, causal or not. Nothing else does: given the budget,
+    no causal row depends on a later key. Without `generator=` the same places are looked at in every call, so a call repeats bit
+    for bit. Gradients are those of what ran. With dropout, the pilot looks at attention without it. What each budget would have
+    done is in `estimate(...).info["steps"]`.
+
+    Where nothing can be looked at (torch.compile, torch.func, CUDA graph capture) it is exact attention. `nearfield.plan` makes a
+    method to use there.
 
     Args:
-        eps: the tolerance, between 0 and 1; None: whatever `Cells()` gives.
-        crossover: the number of keys from which on to use cells, in place of the measured one. On a GPU it is meant for eight
-            heads; with fewer heads it takes more keys.
+        eps: the tolerance, between 0 and 1; None: 0.1.
+        crossover: the number of keys from which on cells may be used, in place of the measured one. On a GPU it is meant for
+            eight heads; with fewer heads it takes more keys, and with `check` four times as many.
         share: that of its cells, see `Cells`.
+        unit: of eps, `"output"` or `"values"`.
+        per_head: every head is within eps by itself, at a confidence of 95% for all of them; those that are not get exact
+            attention. Heads that share keys do so together. 128 rows of each head are looked at.
+        check: False: no pilot and no promise. `Cells()` beyond the crossover length, whatever their error.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
         >>> est = nearfield.estimate(q, k, v, method=Auto(eps=0.05, crossover=256))
-        >>> est.info["chosen"], est.info["audit"].additive <= 0.05
+        >>> est.info["chosen"], bool(est.info["steps"][0]["pooled"] > 0.05)
         ('Exact()', True)
     """
 
     eps: float | None = None
     crossover: int | None = None
     share: int | None = None
+    unit: str = "output"
+    per_head: bool = False
+    check: bool = True
 
     any_mask = True
     drops_pairs = True
@@ -67,51 +85,74 @@ class Auto:
             check_fraction("eps", self.eps)
         check_positive("crossover", self.crossover, optional=True)
         check_share(self.share)
+        if self.unit not in UNITS:
+            raise ValueError(f'unit must be "output" (the rms norm of the output) or "values", got {self.unit!r}')
+        for name in ("per_head", "check"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not self.check and (self.eps is not None or self.per_head):
+            raise ValueError(f"check=False promises no error; got eps={self.eps!r} and per_head={self.per_head}: leave them out")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
-        if self._prefers_exact(problem, call):
+        if call.gradient is not None or self.prefers_exact(problem):
+            if self.crossover is None and not is_traced():
+                tell_if_unmeasured(problem.query, problem.key, problem.is_causal)
             return _run_chosen(Exact(), problem, call)
-        if self.eps is None:
-            return _run_chosen(self._cells, problem, call)
-        if is_traced():
-            raise RuntimeError(
-                f"Auto(eps={self.eps}) looks at its own error and cannot be traced; use Cells(...) under torch.compile and vmap"
+        if not self.check:
+            return _run_chosen(self.cells, problem, call)
+        if _cannot_look(problem):
+            tell(
+                "traced",
+                "exact attention ran under torch.compile, torch.func or the capture of a CUDA graph, where the error of cells "
+                "cannot be looked at; make a method before, plan = nearfield.plan(q, k, v), and pass method=plan",
             )
-        if problem.dropout_p:
-            raise ValueError(f"Auto(eps={self.eps}) compares with attention without dropout; got dropout_p={problem.dropout_p}")
+            return _run_chosen(Exact(), problem, call)
+        choice = self.choose(problem, call)
+        if isinstance(choice.method, Exact) and choice.steps:
+            tell(
+                "pilot",
+                f"exact attention ran for {problem.key.shape[2]} keys: with cells, the error would have been {choice.best:.2g} "
+                f"at best, and eps is {self.tolerance}; nearfield.explain(q, k, v) says more, and "
+                "method=nearfield.Auto(eps=...) allows more",
+            )
         # Each call looks at its own error.
-        return self._within_eps(problem, replace(call, signature=None))
+        outcome = run_choice(choice, problem, replace(call, signature=None))
+        if not call.diagnostics:
+            return outcome
+        info = {"chosen": repr(choice.method), "steps": choice.steps, "audit": choice.audit}
+        return replace(outcome, info={**outcome.info, **info})
+
+    def choose(self, problem: Problem, call: Call) -> Choice:
+        """What the pilot of a call finds."""
+        generator = call.seeds.repeated(-2)
+        return run_pilot(self.cells, problem, call, self.tolerance, self.unit, self.limit(problem), generator, self.per_head)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
-        return self.eps is None and self._cells.is_async(problem, backend)
+        looks = self.check and not _cannot_look(problem) and not self._is_short(problem)
+        return not looks and self.cells.is_async(problem, backend)
 
     @property
-    def _cells(self) -> Cells:
+    def cells(self) -> Cells:
+        """What it uses beyond the crossover length, with the default budget."""
         return Cells(share=self.share)
 
-    def _prefers_exact(self, problem: Problem, call: Call) -> bool:
-        if call.gradient is not None or problem.has_general_mask:
-            return True
-        return is_exact_faster(problem.query, problem.key, problem.is_causal, self.crossover)
+    @property
+    def tolerance(self) -> float:
+        """What eps means if it is not given."""
+        return EPS if self.eps is None else self.eps
 
-    def _within_eps(self, problem: Problem, call: Call) -> Outcome:
-        assert self.eps is not None
-        # Any of several audits may be the one that passes, so each gets its share of the 5%.
-        rows = audit_rows(QUANTILE, 1.0 - (1.0 - CONFIDENCE) / STEPS)
-        steps: list[dict[str, Any]] = []
-        method: Cells | Exact = self._cells
-        while True:
-            if isinstance(method, Cells) and (len(steps) == STEPS or _near_share(method, problem) > MOST_NEAR):
-                method = Exact()
-            outcome = method.run(problem, call)
-            generator = call.seeds.generator(-2 - len(steps))
-            audit = run_audit(problem, outcome.output.to(problem.query.dtype), rows, generator, looks=STEPS)
-            steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
-            if isinstance(method, Exact) or audit.additive <= self.eps:
-                return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": steps, "audit": audit})
-            sizes = method.sizes(problem)
-            # Rows that open cells together by default go on doing so.
-            method = replace(method, probes=GROWTH * sizes.probes, share=sizes.share if sizes.share > 1 else method.share)
+    def limit(self, problem: Problem) -> float:
+        """The crossover length."""
+        if self.crossover is not None:
+            return self.crossover
+        return crossover.length(problem.query.device, problem.query.dtype, problem.is_causal)
+
+    def _is_short(self, problem: Problem) -> bool:
+        return is_exact_faster(problem.query, problem.key, problem.is_causal, self.crossover, self.check)
+
+    def prefers_exact(self, problem: Problem) -> bool:
+        """Whether it is exact attention without looking at values."""
+        return problem.has_general_mask or self._is_short(problem)
 
 
 def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
@@ -121,10 +162,18 @@ def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
     return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": [], "audit": None})
 
 
-def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | None = None) -> bool:
-    """Whether SDPA is faster than cells. `limit`: the crossover length, in place of the measured one."""
+def _cannot_look(problem: Problem) -> bool:
+    """Whether there are no values to look at, or nothing may wait for them."""
+    return is_traced() or is_captured(problem.query)
+
+
+def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | None = None, checked: bool = True) -> bool:
+    """Whether SDPA is faster than cells. `limit`: the crossover length, in place of the measured one. `checked`: with a pilot."""
     length, queries = key.shape[2], query.shape[2]
-    limit = crossover.length(query.device, query.dtype, is_causal) if limit is None else limit
+    if limit is None:
+        limit = crossover.length(query.device, query.dtype, is_causal)
+    if checked and query.is_cuda:
+        limit = GPU_TIMES * limit
     # Cells group all keys before the first query is answered. Few queries do not repay that.
     if length < limit or queries < limit / 4:
         return True
@@ -132,8 +181,23 @@ def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | 
     return query.is_cuda and query.shape[0] * query.shape[1] * queries * length < crossover.heads(query.device) * limit**2
 
 
-def _near_share(method: Cells, problem: Problem) -> float:
-    """About what share of the keys a row would open."""
-    sizes = method.sizes(problem)
-    seen = problem.key.shape[2] / (2 if problem.is_causal else 1)
-    return sizes.probes * sizes.cell_size / max(1.0, seen)
+def tell_if_unmeasured(query: Tensor, key: Tensor, is_causal: bool) -> None:
+    """Log that many keys got exact attention, if the reason is that nobody has measured cells here."""
+    length = key.shape[2]
+    if length >= LONG and crossover.length(query.device, query.dtype, is_causal) == float("inf"):
+        tell(
+            "unmeasured",
+            f"exact attention ran for {length} keys: nobody has measured from which length on cells are faster on "
+            f"{crossover.device_name(query.device)} with {crossover.dtype_name(query.dtype)}; `nearfield bench --calibrate` does",
+        )
+
+
+_TOLD: set[str] = set()
+
+
+@_compat.constant_for_compile
+def tell(kind: str, message: str) -> None:
+    """Log, once in a process for each kind of reason, that exact attention ran where cells were to be expected, and why."""
+    if kind not in _TOLD:
+        _TOLD.add(kind)
+        _log.warning(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,11 +52,18 @@ class Audit:
     """`[rows]`"""
     relative_errors: Tensor
     """`[rows]`"""
+    pooled: float = 0.0
+    """sqrt(sum ||estimate - exact||^2 / sum ||exact||^2) over the audited rows: their error in units of the rms norm
+    of the output"""
+    pooled_bound: float = math.inf
+    """with this `confidence`, the pooled error of all rows but a fraction of at most 1 - ((1 - confidence) / 2)^(1 / rows), those
+    that are worse than the worst audited one; see `audit.pooled_bound`. Infinite where so few rows cannot tell."""
 
     def __str__(self) -> str:
         return (
             f"with confidence {self.confidence:.0%}, {self.quantile:.1%} of the rows are within {self.additive:.3g} "
-            f"of exact attention (in units of the rms value norm; relative {self.relative:.3g})"
+            f"of exact attention (in units of the rms value norm; relative {self.relative:.3g}); pooled over rows the error is "
+            f"{self.pooled:.3g} of the rms output norm (at most {self.pooled_bound:.3g})"
         )
 
 

@@ -17,13 +17,13 @@ from by_hand import inputs, seeded
 from typer.testing import CliRunner
 
 import nearfield as nf
-from nearfield import auto, crossover
+from nearfield import crossover
 from nearfield.app import calibrate
 from nearfield.app.cli import app
 from nearfield.app.deadline import Deadline
 from nearfield.audit import audit_quantile, run_audit
 from nearfield.problem import check
-from nearfield.synthetic import FAMILIES, make
+from nearfield.synthetic import make
 
 CPU = torch.device("cpu")
 
@@ -149,17 +149,18 @@ def test_plain_calls_on_a_card_go_straight_to_sdpa(name: str, monkeypatch: pytes
 
 def test_long_inputs_get_cells() -> None:
     q, k, v = inputs(1, 1, queries=200, dim=8)
-    est = nf.estimate(q, k, v, method=nf.Auto(crossover=100))
+    est = nf.estimate(q, k, v, method=nf.Auto(crossover=100, check=False))
     assert est.info["chosen"] == repr(nf.Cells())
     assert torch.equal(est.output, nf.attention(q, k, v, method=nf.Cells()))
 
 
-@pytest.mark.parametrize("eps", [None, 0.5])
-def test_its_cells_have_the_share_that_is_given(eps: float | None) -> None:
+@pytest.mark.parametrize("check", [False, True])
+def test_its_cells_have_the_share_that_is_given(check: bool) -> None:
     q, k, v = make("clustered", 1, 1, 8192, 32, seed=3)
-    est = nf.estimate(q, k, v, method=nf.Auto(eps, crossover=512, share=32), generator=seeded(0))
-    assert est.info["chosen"] == repr(nf.Cells(share=32))
-    assert torch.equal(est.output, nf.attention(q, k, v, method=nf.Cells(share=32)))
+    est = nf.estimate(q, k, v, method=nf.Auto(crossover=512, share=32, check=check), generator=seeded(0))
+    chosen = nf.Cells(share=32, probes=est.info["probes"] if check else None)
+    assert est.info["chosen"] == repr(chosen)
+    assert torch.equal(est.output, nf.attention(q, k, v, method=chosen))
     with pytest.raises(ValueError, match="share must be 1"):
         nf.Auto(share=3)
 
@@ -178,7 +179,7 @@ def test_masks_and_monte_carlo_gradients_get_exact_attention() -> None:
     walk = nf.gradients.RandomWalk(walks=4)
     assert nf.estimate(q, k, v, method=nf.Auto(crossover=100), gradient=walk).info["chosen"] == "Exact()"
     padding = torch.arange(200) < 150
-    assert "Cells" in nf.estimate(q, k, v, padding, method=nf.Auto(crossover=100)).info["chosen"]
+    assert "Cells" in nf.estimate(q, k, v, padding, method=nf.Auto(crossover=100, check=False)).info["chosen"]
 
 
 def test_a_later_nan_does_not_reach_earlier_rows_on_the_short_way() -> None:
@@ -213,44 +214,6 @@ def test_nan_on_the_short_way_is_nan_in_every_row_that_sees_it() -> None:
         assert bool(hit.all() if place == 1 else hit[..., 3].all())
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_eps_is_honoured(family: str, causal: bool) -> None:
-    q, k, v = make(family, 1, 1, 2048, 32, seed=3)
-    est = nf.estimate(q, k, v, is_causal=causal, method=nf.Auto(eps=0.05, crossover=512), generator=seeded(1))
-    audit: nf.Audit = est.info["audit"]
-    assert audit.additive <= 0.05
-    assert audit.rows == 86
-    assert audit.quantile == pytest.approx(0.95, abs=0.001)
-    assert audit.confidence == 0.95
-    assert est.info["steps"][-1]["additive"] == audit.additive
-    # What was promised, looked at on every row.
-    exact = nf.attention(q, k, v, is_causal=causal, method=nf.Exact())
-    unit = v.square().sum(-1).mean().sqrt()
-    assert float(((est.output - exact).norm(dim=-1) / unit <= 0.05).double().mean()) >= 0.95
-
-
-def test_the_budget_grows_until_it_passes_and_ends_with_exact_attention() -> None:
-    q, k, v = make("sharp", 1, 1, 4096, 32, seed=0)
-    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.01, crossover=512), generator=seeded(0))
-    steps = est.info["steps"]
-    assert est.info["chosen"] == "Exact()" == steps[-1]["method"]
-    torch.testing.assert_close(est.output, F.scaled_dot_product_attention(q, k, v))
-    assert len(steps) >= 2
-    assert all("Cells" in step["method"] and step["additive"] > 0.01 for step in steps[:-1])
-    probes = nf.Cells().sizes(check(q, k, v)).probes
-    assert [f"probes={auto.GROWTH**i * probes}" in step["method"] for i, step in enumerate(steps[1:-1], 1)] == [True] * (
-        len(steps) - 2
-    )
-
-
-def test_eps_of_a_good_estimate_takes_one_step() -> None:
-    q, k, v = make("clustered", 1, 1, 4096, 32, seed=0)
-    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.2, crossover=512), generator=seeded(0))
-    assert len(est.info["steps"]) == 1
-    assert "Cells" in est.info["chosen"]
-
-
 def test_eps_keeps_gradients_and_repeats_with_its_generator() -> None:
     q, k, v = (x.requires_grad_() for x in make("clustered", 1, 2, 1500, 16, seed=0))
     method = nf.Auto(eps=0.1, crossover=512)
@@ -263,7 +226,7 @@ def test_eps_keeps_gradients_and_repeats_with_its_generator() -> None:
 def test_a_non_finite_row_does_not_spoil_the_audit() -> None:
     q, k, v = make("clustered", 1, 1, 1024, 16, seed=0)
     q[0, 0, 7] = math.nan
-    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.1, crossover=512), generator=seeded(0))
+    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.1, crossover=256), generator=seeded(0))
     assert math.isfinite(est.info["audit"].additive)
     assert bool(est.output[0, 0, 7].isnan().all())
     assert bool(est.output[0, 0, 8:].isfinite().all())
@@ -275,12 +238,9 @@ def test_bad_eps(eps: Any) -> None:
         nf.Auto(eps=eps)
 
 
-def test_bad_crossover_and_dropout() -> None:
+def test_bad_crossover() -> None:
     with pytest.raises(ValueError, match="crossover"):
         nf.Auto(crossover=0)
-    q, k, v = inputs(1, 1, queries=200, dim=8)
-    with pytest.raises(ValueError, match="dropout"):
-        nf.attention(q, k, v, dropout_p=0.1, method=nf.Auto(eps=0.1, crossover=100))
 
 
 def test_several_looks_make_an_audit_claim_less() -> None:
@@ -291,12 +251,6 @@ def test_several_looks_make_an_audit_claim_less() -> None:
     assert once.quantile == audit_quantile(59, 0.95)
     assert four.quantile == audit_quantile(59, 1 - 0.05 / 4) < once.quantile
     assert once.confidence == four.confidence == 0.95
-
-
-def test_as_many_rows_are_audited_as_several_looks_take() -> None:
-    rows = nf.audit_rows(auto.QUANTILE, 1 - (1 - auto.CONFIDENCE) / auto.STEPS)
-    assert auto.STEPS * auto.QUANTILE**rows <= 1 - auto.CONFIDENCE
-    assert auto.STEPS * auto.QUANTILE ** (rows - 1) > 1 - auto.CONFIDENCE
 
 
 def test_shipped_lengths() -> None:
@@ -312,7 +266,7 @@ def test_measured_lengths_are_kept_and_preferred(own_cache: Path) -> None:
     crossover.keep(CPU, torch.float64, {"forward": 70.0, "training": 70.0})
     assert json.loads(own_cache.read_text())["lengths"][crossover.place(CPU)].keys() == {"float32", "float64"}
     q, k, v = inputs(1, 1, queries=100, dim=8, dtype=torch.float64)
-    assert "Cells" in nf.estimate(q, k, v).info["chosen"]
+    assert "Cells" in nf.estimate(q, k, v, method=nf.Auto(check=False)).info["chosen"]
 
 
 def test_the_choice_does_not_depend_on_recording_gradients() -> None:
@@ -585,7 +539,8 @@ def test_calls_go_by_new_lengths_at_once() -> None:
     for length, is_exact in ((10.0, False), (1e6, True), (10.0, False)):
         crossover.keep(CPU, torch.float32, {"forward": length, "training": length})
         for _ in range(2):
-            assert torch.equal(nf.attention(q, k, v, backend="triton"), exact) == is_exact
+            found = nf.attention(q, k, v, method=nf.Auto(check=False), backend="triton")
+            assert torch.equal(found, exact) == is_exact
 
 
 def test_inputs_are_made_once_and_record_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

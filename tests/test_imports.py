@@ -21,9 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("app",),
     ("",),  # the package itself: the public names
     ("nn", "hf"),
-    ("attention",),
+    ("attention", "plans"),
     ("auto", "paper"),
-    ("knn",),
+    ("knn", "pilot"),
     ("cells", "exact", "audit"),
     ("problem", "kernels", "crossover"),
     ("results", "sampling", "checks", "chunks", "synthetic", "user_cache", "_compat", "_moved"),

@@ -94,8 +94,8 @@ def pooled(queries: Tensor, share: int) -> tuple[Tensor, Tensor]:
     return mean.view(runs * blocks, pools, dim), (rows > 0).expand(runs, -1).reshape(runs * blocks, pools)
 
 
-def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, count: int) -> Tensor:
-    """The columns of the `count` cells with most votes in each block; -1 where there are fewer non-empty cells.
+def votes(first: Tensor, spread: Tensor, size: Tensor, present: Tensor) -> Tensor:
+    """How many votes each cell has in each block, `[blocks, cells]`; -inf where it is empty.
 
     `first` and `spread` `[blocks * pools, cells]` are those of the means of `POOL` rows. Each mean gives every key of cell c
     e^{s_c} / sum_c' n_c' e^{s_c'} of a vote, its weight if all keys of a cell had the score of the cell; w_c is the sum over the
@@ -104,8 +104,13 @@ def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, 
     weight = score(first, spread).clamp_(max=torch.finfo(first.dtype).max)
     weight.sub_(finite(weight.amax(1, keepdim=True))).exp_()
     weight.div_((weight @ size)[:, None])
-    votes = weight.view(*present.shape, -1).masked_fill_(~present[..., None], 0.0).sum(1)
-    best, column = best_columns(votes.masked_fill_(size == 0, -torch.inf), count)
+    found = weight.view(*present.shape, -1).masked_fill_(~present[..., None], 0.0).sum(1)
+    return found.masked_fill_(size == 0, -torch.inf)
+
+
+def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, count: int) -> Tensor:
+    """The columns of the `count` cells with most `votes` in each block; -1 where there are fewer non-empty cells."""
+    best, column = best_columns(votes(first, spread, size, present), count)
     return column.masked_fill_(best == -torch.inf, -1)
 
 

@@ -13,8 +13,10 @@ from nearfield.cells import sizes as defaults
 from nearfield.cells.operator import CellsResult, Recipe, cells_attention
 from nearfield.cells.partition import Partition, check_partition, make_known, to_plain
 from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.planned import planned_attention
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
+from nearfield.cells.trial import Prepared, prepare
 from nearfield.cells.triton.limits import unsupported
 from nearfield.checks import check_positive
 from nearfield.kernels import backends
@@ -105,20 +107,46 @@ class Cells:
         if self.window is not None and not problem.is_causal:
             raise ValueError(f"window={self.window} needs is_causal=True: without it there are no latest keys")
         rows = problem.grouped
-        sizes = self.sizes(problem)
-        random = bool(self.samples or problem.dropout_p)
-        engine = self._engine(problem, sizes, call.backend)
-        seed = call.seeds.tensor() if random else _no_seed(problem.query, engine)
-        memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
-        recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
-        if engine == "triton" and call.signature is not None and not _is_captured(problem.query):
+        recipe = self._recipe(problem, call)
+        if recipe.engine == "triton" and call.signature is not None and not is_captured(problem.query):
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
-        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
-        output = result.output if memory.heads else problem.by_head(result.output)
+        seed = self._seed(problem, call, recipe)
+        return self._outcome(
+            problem, call, recipe, cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
+        )
+
+    def prepare(self, problem: Problem, call: Call) -> Prepared:
+        """What a call with any number of probes begins with: see `run_prepared`."""
+        rows = problem.grouped
+        return prepare(rows.queries, rows.keys, rows.values, rows.visible, self._recipe(problem, call))
+
+    def run_prepared(self, problem: Problem, call: Call, prepared: Prepared) -> Outcome:
+        """`run`, bit for bit, with keys that were grouped for a call that may differ in `probes`."""
+        rows = problem.grouped
+        recipe = self._recipe(problem, call)
+        # Outputs of planned calls are laid out head by head.
+        recipe = recipe._replace(memory=recipe.memory._replace(heads=0))
+        seed = self._seed(problem, call, recipe)
+        inputs = rows.queries, rows.keys, rows.values, rows.visible, seed
+        return self._outcome(problem, call, recipe, planned_attention(*inputs, recipe, prepared.given, prepared.tables))
+
+    def _recipe(self, problem: Problem, call: Call) -> Recipe:
+        sizes = self.sizes(problem)
+        engine = self._engine(problem, sizes, call.backend)
+        memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
+        return Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
+
+    def _seed(self, problem: Problem, call: Call, recipe: Recipe) -> Tensor:
+        random = bool(self.samples or problem.dropout_p)
+        return call.seeds.tensor() if random else _no_seed(problem.query, recipe.engine)
+
+    def _outcome(self, problem: Problem, call: Call, recipe: Recipe, result: CellsResult) -> Outcome:
+        output = result.output if recipe.memory.heads else problem.by_head(result.output)
         if not call.diagnostics:
             return Outcome(output)
-        info = {"keys_per_query": _keys_per_query(result, rows.visible, sizes), **sizes._asdict()}
-        if engine == "triton":
+        sizes = recipe.sizes
+        info = {"keys_per_query": _keys_per_query(result, problem.grouped.visible, sizes), **sizes._asdict()}
+        if recipe.engine == "triton":
             info["backend"] = "triton"
         stderr = problem.by_head(result.stderr) if self.samples else None
         return Outcome(output, problem.by_head(result.lse), stderr, info)
@@ -184,7 +212,7 @@ def _no_seed(query: Tensor, engine: str) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=query.device if engine == "triton" and is_traced() else "cpu")
 
 
-def _is_captured(x: Tensor) -> bool:
+def is_captured(x: Tensor) -> bool:
     """Whether a graph is being captured: a tensor that is made now belongs to it."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.cells import reference
+from nearfield.cells.moments import CellTable
 from nearfield.cells.partition import from_plain
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.reference import CellPlan
@@ -98,8 +99,12 @@ def forward(
     seed: Tensor,
     *settings: Any,
     given: Given | None = None,
+    tables: Sequence[CellTable] = (),
 ) -> tuple[Tensor, ...]:
-    """Attention of queries `[batch, group * length, dim]`. Returns what `empty_results` lists."""
+    """Attention of queries `[batch, group * length, dim]`. Returns what `empty_results` lists.
+
+    `tables`: of all entries, where they were made for these cells already; the Triton engine makes its own.
+    """
     recipe = Recipe.of(settings)
     results = empty_results(queries, keys, values, recipe.sizes, recipe.engine)
     output, lse, stderr, *plans = results
@@ -116,12 +121,13 @@ def forward(
         return results
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in plans))
-        key = _wide(keys[entry])
+        key = wide(keys[entry])
         if "cell_of" not in known:
             plan.cell_of.copy_(assign(key, visible[entry], recipe.sizes, partition))
         cell_of = plan.cell_of.long()
-        head = _head(recipe, queries, key, values, visible, cell_of, seed, entry)
-        place = output[entry] if head.values.shape[1] == values.shape[2] else _wide(output[entry])
+        table = tables[entry] if tables else None
+        head = head_of(recipe, queries, key, values, visible, cell_of, seed, entry, table=table)
+        place = output[entry] if head.values.shape[1] == values.shape[2] else wide(output[entry])
         torch_forward.forward(head, place, lse[entry], stderr[entry], plan, known)
         if recipe.engine == "reference":
             place, lse[entry] = _reference(head, plan, head.queries, head.keys, head.values)
@@ -157,8 +163,8 @@ def backward(
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, opened, order, drawn, log_factor)))
-        head = _head(recipe, queries, _wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
-        out, out_grad = _wide(output[entry]), _wide(output_grad[entry])
+        head = head_of(recipe, queries, wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
+        out, out_grad = wide(output[entry]), wide(output_grad[entry])
         if recipe.engine == "reference":
             found = _reference_backward(head, plan, out_grad)
         else:
@@ -173,7 +179,7 @@ def backward(
     return grads
 
 
-def _head(
+def head_of(
     recipe: Recipe,
     queries: Tensor,
     key: Tensor,
@@ -183,22 +189,23 @@ def _head(
     seed: Tensor,
     entry: int,
     order: Tensor | None = None,
+    table: CellTable | None = None,
 ) -> Head:
-    """One entry of the batch, for keys that are `_wide` already."""
-    query, value = _wide(queries[entry]), _wide(values[entry])
+    """One entry of the batch, for keys that are `wide` already."""
+    query, value = wide(queries[entry]), wide(values[entry])
     random = recipe.dropout_p, int(seed), entry * queries.shape[1]
-    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order)
+    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order, table)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """Rows padded with zeros to a multiple of 8 columns.
 
     A matrix product may round an unaligned row differently depending on its place in a tile, and that place depends on later
     queries.
     """
     columns = x.shape[1]
-    wide = max(8, -(-columns // 8) * 8)
-    return x if columns == wide else torch.nn.functional.pad(x, (0, wide - columns))
+    needed = max(8, -(-columns // 8) * 8)
+    return x if columns == needed else torch.nn.functional.pad(x, (0, needed - columns))
 
 
 def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

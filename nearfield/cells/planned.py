@@ -5,17 +5,26 @@ A call groups keys, puts rows in order, opens cells, and then attends. Here it i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nearfield.cells.moments import CellTable
 from nearfield.cells.operator import CellsBackward, CellsResult, Given, Recipe, forward
 from nearfield.kernels.backends import full_precision
 
 
 def planned_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe, given: Given
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    recipe: Recipe,
+    given: Given,
+    tables: Sequence[CellTable] = (),
 ) -> CellsResult:
     """`cells_attention` with a plan, or a part of it, that is `given`; the plan of the result repeats it.
 
@@ -23,10 +32,10 @@ def planned_attention(
     those that its first row sees, and -1 where there are fewer. None of that is looked at, except that a block of the Triton
     engine has room for as many keys as `probes` cells of mean size have. What is not given is found out: the cells that are
     opened, and before that the order of rows. Differentiable with respect to queries, keys and values; torch.compile and
-    torch.func do not know this call.
+    torch.func do not know this call. `tables`: see `operator.forward`.
     """
     _check(queries, keys, recipe, given)
-    return CellsResult(*_Planned.apply(queries, keys, values, visible, seed, recipe, given))
+    return CellsResult(*_Planned.apply(queries, keys, values, visible, seed, recipe, given, tables))
 
 
 def _check(queries: Tensor, keys: Tensor, recipe: Recipe, given: Given) -> None:
@@ -48,11 +57,19 @@ def _check(queries: Tensor, keys: Tensor, recipe: Recipe, given: Given) -> None:
 class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe, given: Given
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        seed: Tensor,
+        recipe: Recipe,
+        given: Given,
+        tables: Sequence[CellTable],
     ) -> tuple[Tensor, ...]:
         settings = recipe.arguments()
         with full_precision(queries):
-            results = forward(queries, keys, values, visible, seed, *settings, given=given)
+            results = forward(queries, keys, values, visible, seed, *settings, given=given, tables=tables)
         output, lse, _, *plan = results
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
@@ -62,7 +79,7 @@ class _Planned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 4
+        nothing = (None,) * 5
         if output_grad is None:
             return None, None, None, *nothing
         return *CellsBackward.apply(output_grad, *ctx.saved_tensors, *ctx.settings), *nothing

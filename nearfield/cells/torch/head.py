@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -51,16 +51,21 @@ class Head:
     """the number of its first row among the rows of all heads; what a row draws depends on its number"""
     order: Tensor | None = None
     """`[group * length]`: as in `CellPlan`; None: not known yet, or rows are in their own order"""
+    known_table: InitVar[CellTable | None] = None
+    """its table, where another head with the same keys, values and cells has made it"""
     block_of: Tensor = field(init=False)
     """`[group * length]`: the block with which each row opens cells"""
     pieces: list[Piece] = field(init=False)
     spans: Spans = field(init=False)
     table: CellTable = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, known_table: CellTable | None) -> None:
         self.cut_into_blocks(self.order)
         self.pieces = pieces(self.visible_at, self.sizes)
         self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
+        if known_table is not None:
+            self.table = known_table
+            return
         edges = self.spans.edges(self.sizes.cells_in(self.segment_length))
         if not self.sizes.segment and len(edges) > 1:
             # A partition from elsewhere may have made more of them.

@@ -75,7 +75,7 @@ def forward(
             query, sees, own_tables = queries[some], visible[some], tables.of(some)
             places = order[some] if sizes.ordered else sees
             if sizes.ordered and "order" not in known:
-                order_rows(query, own_tables, _layout_of_rows(query, sizes, max(1, layout.cells)), sizes, scale, places)
+                order_for(query, own_tables, layout, sizes, scale, places)
             if "opened" in known:
                 lists = lists_of(sees, own_tables, layout, sizes, opened[some])
             else:
@@ -92,6 +92,11 @@ def forward(
     del tables
     budget = memory_budget(inputs, (*ours, members, starts), beyond)
     _opened_cells(queries, keys, values, members, starts, cells, sizes, scale, opened, output, lse, budget)
+
+
+def order_for(queries: Tensor, tables: Tables, layout: Layout, sizes: CellSizes, scale: float, order: Tensor) -> None:
+    """Fills in `order` `[entries, rows]`: see `order_rows`. `layout`: of the keys."""
+    order_rows(queries, tables, _layout_of_rows(queries, sizes, max(1, layout.cells)), sizes, scale, order)
 
 
 def _closed_cells(

@@ -1,0 +1,216 @@
+"""The pilot: before a call runs, a few of its rows tell how many cells they need. One run then serves all rows.
+
+Keys are grouped once. Random rows are computed exactly and with several budgets, all from the same scores (`cells.trial`). The
+smallest budget whose error is within the tolerance is used for all rows, with the same cells. If there is none among those that
+would be faster than exact attention, the call is exact attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield.audit import audit_of
+from nearfield.cells import sizes as defaults
+from nearfield.cells.method import Cells
+from nearfield.cells.sizes import CellSizes
+from nearfield.cells.trial import Prepared, try_budgets
+from nearfield.exact import Exact
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+from nearfield.problem import Call, Problem
+from nearfield.results import Audit, Outcome
+
+UNITS = ("values", "output")
+
+ROWS = 128
+"""How many rows a pilot looks at, with replacement; of every head, where each has to be within the tolerance."""
+
+MOST_BUDGETS = 8
+"""How many budgets are tried at most. Each may be the one that passes, so each gets its share of the 5%."""
+
+GROWTH = 2
+"""Each budget opens this many times as many cells as the one before. The first opens half of the default."""
+
+MOST_NEAR = 0.3
+"""Opening more than this share of the keys is no faster than exact attention."""
+
+AT_CROSSOVER = 0.7
+"""About the time of cells at the crossover length, exact attention being 1. That is the first power of two at which they are
+faster by 1.05, so it lies between a half and 0.95."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a pilot found."""
+
+    method: Cells | Exact
+    """what runs; with `exact_heads`, for the other heads"""
+    steps: list[dict[str, Any]]
+    """one for each budget: what it was and its errors"""
+    audit: Audit | None
+    """of the method that runs; None for exact attention"""
+    prepared: Prepared | None = None
+    exact_heads: tuple[int, ...] = ()
+    """key-value heads that get exact attention; all of their query heads do"""
+
+    @property
+    def best(self) -> float:
+        """The smallest error that some budget had; infinity where none was tried."""
+        return min((step["error"] for step in self.steps), default=float("inf"))
+
+
+def expected_time(sizes: CellSizes, length: int, limit: float, on_gpu: bool) -> float:
+    """About how long cells take, exact attention being 1.
+
+    A row scores the cells it sees and reads the keys it opens; each was seen to take about as long as the other, on a CPU. What
+    that is worth in exact attention follows from the crossover length `limit`, for which it is known with the default sizes.
+    """
+    causal = sizes.segment > 0
+    share = 0.5 if causal else 1.0
+    size = defaults.default_cell_size(int(limit), causal, on_gpu)
+    probes = defaults.default_probes(int(limit), size, causal, on_gpu, sizes.share)
+    at_limit = share * limit / size + probes * size
+    here = share * length / sizes.cell_size + sizes.probes * sizes.cell_size
+    return AT_CROSSOVER * here / at_limit * limit / length
+
+
+def faster_budgets(sizes: CellSizes, length: int, limit: float, on_gpu: bool) -> list[int]:
+    """The budgets that a pilot tries: half the default, the default, twice that, ... as long as they are faster than exact."""
+    seen = length / (2 if sizes.segment else 1)
+    found: list[int] = []
+    budget = max(1, sizes.probes // GROWTH)
+    while len(found) < MOST_BUDGETS:
+        too_slow = expected_time(sizes._replace(probes=budget), length, limit, on_gpu) > 1.0
+        if too_slow or budget * sizes.cell_size > MOST_NEAR * seen:
+            break
+        found.append(budget)
+        budget = sizes.probes if budget < sizes.probes else GROWTH * budget
+    return found
+
+
+def draw_rows(problem: Problem, generator: torch.Generator, per_head: bool) -> Tensor:
+    """The numbers of random rows, over batch, heads and positions, drawn with replacement: `[runs, ROWS]`, ascending in a run.
+
+    `per_head`: one run for each query head; else one for all.
+    """
+    batch, heads, length, _ = problem.query.shape
+    if not per_head:
+        return torch.randint(batch * heads * length, (1, ROWS), generator=generator).sort().values
+    place = torch.randint(batch * length, (heads, ROWS), generator=generator).sort().values
+    return (place // length * heads + torch.arange(heads)[:, None]) * length + place % length
+
+
+@torch.no_grad()
+def run_pilot(
+    cells: Cells, problem: Problem, call: Call, eps: float, unit: str, limit: float, generator: torch.Generator, per_head: bool
+) -> Choice:
+    """The smallest budget that is within eps on random rows, or exact attention."""
+    sizes = cells.sizes(problem)
+    on_gpu = backends.runs_triton(problem.key.device)
+    budgets = faster_budgets(sizes, problem.key.shape[2], limit, on_gpu)
+    if not budgets:
+        return Choice(Exact(), [], None)
+    # The pilot looks at attention without dropout.
+    whole = replace(problem, dropout_p=0.0)
+    with full_precision(problem.query):
+        prepared = cells.prepare(whole, call)
+        numbers = draw_rows(problem, generator, per_head)
+        looks = len(budgets) * len(numbers)
+        audits = [_audits(whole, prepared, run, budgets, looks) for run in numbers]
+    methods = [with_budget(cells, sizes, budget) for budget in budgets]
+    errors = [[_error(audit, unit) for audit in run] for run in audits]
+    steps = [_step(methods[i], [run[i] for run in audits], [run[i] for run in errors]) for i in range(len(budgets))]
+    needs = [next((i for i, error in enumerate(run) if error <= eps), None) for run in errors]
+    group = problem.group_size
+    # Query heads that share keys also share their cells, so they get exact attention together.
+    failed = {head // group for head, need in enumerate(needs) if need is None}
+    fine = [need for head, need in enumerate(needs) if need is not None and (not per_head or head // group not in failed)]
+    if not fine or (failed and not per_head):
+        return Choice(Exact(), steps, None)
+    chosen = max(fine)
+    worst = max(range(len(audits)), key=lambda run: -1.0 if per_head and run // group in failed else errors[run][chosen])
+    return Choice(methods[chosen], steps, audits[worst][chosen], prepared, tuple(sorted(failed)))
+
+
+def with_budget(cells: Cells, sizes: CellSizes, budget: int) -> Cells:
+    """The same cells, so many of them opened. Rows that open cells together by default go on doing so."""
+    return (
+        cells if budget == sizes.probes else replace(cells, probes=budget, share=sizes.share if sizes.share > 1 else cells.share)
+    )
+
+
+def _audits(problem: Problem, prepared: Prepared, numbers: Tensor, budgets: Sequence[int], looks: int) -> list[Audit]:
+    """What each budget does to some rows `[rows]`, ascending."""
+    per_entry = prepared.queries.shape[1]
+    entry, counts = (numbers // per_entry).unique_consecutive(return_counts=True)
+    exact, found = [], []
+    for number, rows in zip(entry.tolist(), (numbers % per_entry).split(counts.tolist()), strict=True):
+        own_exact, own_found = try_budgets(prepared, number, rows.to(prepared.keys.device), budgets)
+        exact.append(own_exact)
+        found.append(own_found)
+    return [audit_of(problem, numbers, torch.cat(exact), rows, looks) for rows in torch.cat(found, 1)]
+
+
+def _error(audit: Audit, unit: str) -> float:
+    """What has to be within the tolerance."""
+    return audit.additive if unit == "values" else audit.pooled_bound
+
+
+def _step(method: Cells, audits: list[Audit], errors: list[float]) -> dict[str, Any]:
+    worst = max(range(len(audits)), key=lambda run: errors[run])
+    audit = audits[worst]
+    names = ("additive", "relative", "pooled", "pooled_bound", "rows")
+    step = {"method": repr(method), "error": errors[worst], **{name: getattr(audit, name) for name in names}}
+    return step if len(audits) == 1 else {**step, "errors": errors}
+
+
+def run_choice(choice: Choice, problem: Problem, call: Call) -> Outcome:
+    """All rows, once, by what the pilot chose."""
+    if not isinstance(choice.method, Cells):
+        return choice.method.run(problem, call)
+    assert choice.prepared is not None
+    if not choice.exact_heads:
+        return choice.method.run_prepared(problem, call, choice.prepared)
+    kv_heads = problem.key.shape[1]
+    others = [head for head in range(kv_heads) if head not in choice.exact_heads]
+    entries = [batch * kv_heads + head for batch in range(problem.key.shape[0]) for head in others]
+    by_cells = choice.method.run_prepared(_of_heads(problem, others), call, choice.prepared.of(entries))
+    exactly = Exact().run(_of_heads(problem, [*choice.exact_heads]), call)
+    place = torch.tensor([*_query_heads(problem, others), *_query_heads(problem, choice.exact_heads)]).argsort()
+
+    def joined(ours: Tensor, theirs: Tensor) -> Tensor:
+        return torch.cat([ours, theirs.to(ours.dtype)], 1).index_select(1, place.to(ours.device))
+
+    if by_cells.lse is None or exactly.lse is None:
+        return Outcome(joined(by_cells.output, exactly.output))
+    info = {**by_cells.info, "exact_heads": _query_heads(problem, choice.exact_heads)}
+    share = len(others) / kv_heads
+    near = share * by_cells.info["keys_per_query"] + (1.0 - share) * exactly.info["keys_per_query"]
+    outputs = joined(by_cells.output, exactly.output), joined(by_cells.lse, exactly.lse)
+    return Outcome(*outputs, None, {**info, "keys_per_query": near})
+
+
+def _query_heads(problem: Problem, kv_heads: Sequence[int]) -> list[int]:
+    group = problem.group_size
+    return [head * group + member for head in kv_heads for member in range(group)]
+
+
+def _of_heads(problem: Problem, kv_heads: list[int]) -> Problem:
+    """The same problem for some key-value heads, with their query heads."""
+    heads, device = _query_heads(problem, kv_heads), problem.query.device
+    own, all_own = torch.tensor(kv_heads, device=device), torch.tensor(heads, device=device)
+    mask, padding, poison = problem.attn_mask, problem.key_padding, problem.poison
+    return replace(
+        problem,
+        query=problem.query.index_select(1, all_own),
+        key=problem.key.index_select(1, own),
+        value=problem.value.index_select(1, own),
+        attn_mask=mask if mask is None or mask.shape[1] == 1 else mask.index_select(1, all_own),
+        key_padding=None if padding is None else padding.index_select(1, own),
+        poison=None if poison is None else poison.index_select(1, all_own),
+    )
