@@ -17,12 +17,6 @@ from nearfield.results import Audit
 
 CONFIDENCE = 0.95
 
-MOST_ERROR = 1e6
-"""A pooled relative error beyond this counts as infinite."""
-
-BISECTIONS = 30
-"""How often a bound is halved: it is found to nine digits."""
-
 MOST_ROWS = 1024
 """How many rows a kernel is given at a time."""
 
@@ -97,24 +91,23 @@ def pooled_bound(error: Tensor, size: Tensor, confidence: float = CONFIDENCE) ->
     share = math.sqrt(-math.log(miss) / (2 * (len(off) - 1))) if len(off) > 1 else 1.0
     if share >= 1.0 or not bool(torch.isfinite(off).all() and torch.isfinite(whole).all()):
         return math.inf
-    kept = (1.0 - share) * (len(off) - 1)
-    weight = (kept - torch.arange(len(off) - 1, dtype=torch.float64)).clamp(0.0, 1.0) / (len(off) - 1)
-
-    def is_bound(eps: float) -> bool:
-        d = (off - eps**2 * whole).sort(descending=True).values
-        return float(d[0] * share + (weight * d[1:]).sum()) <= 0.0
-
-    low, high = 0.0, 1.0
-    while not is_bound(high):
-        low, high = high, 2.0 * high
-        if high > MOST_ERROR:
+    others = len(off) - 1
+    weight = ((1.0 - share) * others - torch.arange(others, dtype=torch.float64)).clamp(0.0, 1.0) / others
+    weight = torch.cat([weight.new_tensor([share]), weight])
+    # Weights fall with the rank, so the weighted sum of the ranked d is convex in eps^2. Newton's method, which begins below its
+    # root, climbs to it and ends where the ranks no longer change.
+    square = -1.0
+    found = 0.0
+    while found > square:
+        square = found
+        rank = (off - square * whole).argsort(descending=True)
+        above, below = float(weight @ off[rank]), float(weight @ whole[rank])
+        if above == 0.0:
+            return 0.0
+        if below == 0.0:
             return math.inf
-    if is_bound(0.0):
-        return 0.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_bound(middle) else (middle, high)
-    return high
+        found = above / below
+    return math.sqrt(square)
 
 
 def _rows_at_a_time(problem: Problem) -> int:

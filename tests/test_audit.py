@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.audit import run_audit
+from nearfield.audit import pooled_bound, run_audit
 from nearfield.problem import Call, Problem, check
 from nearfield.results import Outcome
 
@@ -218,3 +218,60 @@ def test_causal_rows_are_compared_with_causal_attention() -> None:
     unit = v.square().sum(-1).mean().sqrt()
     off = (attention64(q, k, v) - attention64(q, k, v, causal_mask(20, 20))).norm(dim=-1) / unit
     torch.testing.assert_close(audit.additive_errors, off.flatten(), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("law", ["alike", "heavy", "two-kinds"])
+def test_pooled_bound_holds_as_often_as_it_says(law: str) -> None:
+    """Over many audits of rows drawn with replacement; what it says is restated here."""
+    total, size, repetitions = 4000, 64, 600
+    exact = torch.rand(total, generator=seeded(0), dtype=torch.float64) + 0.5
+    error = 0.1 * torch.rand(total, generator=seeded(1), dtype=torch.float64)
+    if law == "heavy":
+        error = error / torch.rand(total, generator=seeded(2), dtype=torch.float64)
+    elif law == "two-kinds":
+        error[: total // 10] += 1.0
+        exact[total // 2 :] *= 8.0
+    failed = 0
+    for repetition in range(repetitions):
+        rows = torch.randint(total, (size,), generator=seeded(repetition))
+        bound = pooled_bound(error[rows], exact[rows])
+        excess = error.square() - bound**2 * exact.square()
+        kept = excess <= excess[rows].max() + 1e-12
+        few = int(kept.sum()) < 0.025 ** (1 / size) * total
+        failed += few or float(error[kept].square().sum()) > bound**2 * float(exact[kept].square().sum()) * (1 + 1e-9)
+    assert failed <= stats.binom(repetitions, 0.05).isf(ALPHA)
+
+
+def test_pooled_bound_by_hand() -> None:
+    """Five rows, of which the share t of the others with the smallest excess is counted as the worst."""
+    error, exact = torch.tensor([0.3, 0.1, 0.2, 0.05, 0.1]), torch.tensor([1.0, 2.0, 1.0, 3.0, 1.5])
+    bound = pooled_bound(error, exact, 0.3)
+    others, share = 4, math.sqrt(-math.log(0.35) / 8)
+    excess = sorted((error.double().square() - bound**2 * exact.double().square()).tolist(), reverse=True)
+    left = (1 - share) * others
+    mean = sum(x * min(1.0, max(0.0, left - i)) for i, x in enumerate(excess[1:])) / others + share * excess[0]
+    assert abs(mean) < 1e-8
+    assert bound > float(error.norm() / exact.norm())
+
+
+def test_pooled_bound_at_its_limits() -> None:
+    some, none = torch.rand(128, generator=seeded(0)) + 0.5, torch.zeros(128)
+    assert pooled_bound(none, some) == 0.0
+    assert pooled_bound(some, none) == math.inf
+    assert pooled_bound(some[:2], some[:2]) == math.inf, "two rows tell nothing"
+    assert pooled_bound(some / 0, some) == math.inf
+    assert 1.0 <= pooled_bound(some, some) <= 1.001
+    assert pooled_bound(some, some.flip(0)) <= 1.5
+
+
+def test_pooled_error_of_all_rows_is_that_of_the_output() -> None:
+    errors = torch.rand(2 * 40, generator=seeded(1), dtype=torch.float64)
+    q, k, v = inputs(1, 2, queries=40, dim=4, dtype=torch.float64)
+    est = nf.estimate(q, k, v, method=Off(errors), audit=80, generator=seeded(0))
+    assert est.audit is not None
+    exact = attention64(q, k, v)
+    assert est.audit.pooled == est.audit.pooled_bound == pytest.approx(float((est.output - exact).norm() / exact.norm()))
+    some = nf.estimate(q, k, v, method=Off(errors), audit=60, generator=seeded(0)).audit
+    assert some is not None
+    assert some.pooled < some.pooled_bound < math.inf
+    assert f"{some.pooled:.3g} of the rms output norm" in str(some)

@@ -94,15 +94,15 @@ def test_it_is_the_call_with_the_budget_it_chose(causal: bool) -> None:
 def test_steps_tell_what_each_budget_does() -> None:
     """The errors of a pilot are those that an audit of the whole call finds on the same rows, up to rounding."""
     q, k, v = make("gaussian", 1, 2, 2048, 32, seed=0)
-    est = nf.estimate(q, k, v, is_causal=True, method=nf.Auto(eps=0.01, crossover=64))
-    exact = nf.attention(q, k, v, is_causal=True, method=nf.Exact())
-    problem = check(q, k, v, is_causal=True)
+    est = nf.estimate(q, k, v, method=nf.Auto(eps=0.01, crossover=64))
+    exact = nf.attention(q, k, v, method=nf.Exact())
+    problem = check(q, k, v)
     rows = pilot.draw_rows(problem, seeded(0), per_head=False)[0]
     sizes = nf.Cells().sizes(problem)
     budgets = pilot.faster_budgets(sizes, 2048, 64, on_gpu=False)
     assert len(budgets) == len(est.info["steps"]) >= 2
     for budget, step in zip(budgets, est.info["steps"], strict=True):
-        output = nf.attention(q, k, v, is_causal=True, method=nf.Cells(probes=budget))
+        output = nf.attention(q, k, v, method=nf.Cells(probes=budget))
         found = off(output.reshape(-1, 32)[rows], exact.reshape(-1, 32)[rows])
         assert step["pooled"] == pytest.approx(found, rel=1e-3, abs=1e-6)
 
@@ -179,6 +179,41 @@ def test_enough_rows_for_all_budgets() -> None:
     """What is left out of the pooled error is at most 5% of the rows, whichever budget passes."""
     miss = 0.05 / pilot.MOST_BUDGETS / 2
     assert miss ** (1 / pilot.ROWS) >= 0.95
+
+
+def test_a_pilot_shares_its_confidence_among_budgets() -> None:
+    """Each of several budgets, and of several heads, may be the one that passes by chance."""
+    q, k, v = make("clustered", 1, 2, 2048, 32, seed=0)
+    found = [nf.estimate(q, k, v, method=nf.Auto(0.9, 128, per_head=each)) for each in (False, True)]
+    for est, runs in zip(found, (1, 2), strict=True):
+        looks = runs * len(est.info["steps"])
+        assert looks > 1
+        assert est.info["audit"].quantile == pytest.approx((0.05 / looks) ** (1 / pilot.ROWS))
+
+
+def test_a_pilot_draws_nothing_from_torch() -> None:
+    q, k, v = make("local", 1, 1, 1024, 16, seed=0)
+    method = nf.Auto(crossover=128)
+    state = torch.get_rng_state()
+    first = nf.attention(q, k, v, method=method)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert torch.equal(nf.attention(q, k, v, method=method), first)
+    rows = [nf.estimate(q, k, v, method=method, generator=seeded(seed)).info["steps"][0]["pooled"] for seed in (0, 0, 1)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_plan_has_all_sizes(causal: bool) -> None:
+    q, k, v = make("clustered", 1, 1, 2048, 32, seed=0)
+    plan = nf.plan(q, k, v, is_causal=causal, crossover=128, eps=0.5)
+    assert isinstance(plan, nf.Cells)
+    sizes = (plan.cell_size, plan.probes, plan.share, plan.segment if causal else 1)
+    assert all(isinstance(size, int) for size in sizes)
+    # It goes on meaning the same for other lengths.
+    shorter = check(q[:, :, :1500], k[:, :, :1500], v[:, :, :1500], is_causal=causal)
+    assert plan.sizes(shorter).cell_size == plan.cell_size
+    assert plan.sizes(shorter).probes == plan.probes
 
 
 def test_where_nothing_can_be_looked_at_it_is_exact_attention() -> None:

@@ -56,6 +56,12 @@ def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., 
         assert word in shown
 
 
+def test_the_benchmark_of_the_default_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_default", "--quick")
+    for word in ("randn", "clustered, causal", "exact", "pooled error"):
+        assert word in shown
+
+
 def test_the_benchmark_of_a_decoding_step_runs(load: Callable[[str], Any]) -> None:
     """With all keys near, or all cells opened, nothing is off; and a step costs time."""
     found = load("bench_decode").measure(True)

@@ -94,9 +94,9 @@ MUTANTS = (
     ),
     Mutant(
         "cells: columns not filled up",
-        "_wide",
-        "wide = max(8, -(-columns // 8) * 8)",
-        "wide = columns",
+        "operator:wide",
+        "needed = max(8, -(-columns // 8) * 8)",
+        "needed = columns",
         (FUTURE,),
     ),
     Mutant(
@@ -438,21 +438,21 @@ MUTANTS = (
     ),
     Mutant(
         "cells: share: votes as if all cells had as many keys",
-        "open_together",
+        "far_field:votes",
         "weight.div_((weight @ size)[:, None])",
         "weight.div_(weight.sum(1, keepdim=True))",
         ("test_cells_share.py::test_a_block_opens_the_cells_with_most_votes",),
     ),
     Mutant(
         "cells: share: votes of rows that are not there",
-        "open_together",
+        "far_field:votes",
         ".masked_fill_(~present[..., None], 0.0)",
         "",
         ("test_cells_share.py::test_a_block_opens_the_cells_with_most_votes", "test_votes_by_hand"),
     ),
     Mutant(
         "cells: share: votes around the largest score of all blocks",
-        "open_together",
+        "far_field:votes",
         "weight.amax(1, keepdim=True)",
         "weight.amax()",
         (FUTURE + "[share-long-segments-float32]",),

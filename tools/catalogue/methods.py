@@ -798,14 +798,14 @@ MUTANTS = (
     ),
     Mutant(
         "an audit as sure as if it were the only one",
-        "run_audit",
-        "1.0 - (1.0 - CONFIDENCE) / looks",
-        "CONFIDENCE",
+        "audit_of",
+        "miss = (1.0 - CONFIDENCE) / looks",
+        "miss = 1.0 - CONFIDENCE",
         ("test_several_looks_make_an_audit_claim_less",),
     ),
     Mutant(
         "an audit in units of all values, hidden ones included",
-        "_value_norm",
+        "value_norm",
         "reference.rms_norm(problem.value, problem.key_padding)",
         "reference.rms_norm(problem.value)",
         ("test_errors_are_those_of_the_rows",),
