@@ -64,7 +64,7 @@ class Auto:
         check: False: no pilot and no promise. `Cells()` beyond the crossover length, whatever their error.
 
     Example:
-        >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
+        >>> q, k, v = torch.randn(3, 1, 2, 2048, 64).unbind(0)
         >>> est = nearfield.estimate(q, k, v, method=Auto(eps=0.05, crossover=256))
         >>> est.info["chosen"], bool(est.info["steps"][0]["pooled"] > 0.05)
         ('Exact()', True)

@@ -129,11 +129,15 @@ def run_pilot(
     group = problem.group_size
     # Query heads that share keys also share their cells, so they get exact attention together.
     failed = {head // group for head, need in enumerate(needs) if need is None}
-    fine = [need for head, need in enumerate(needs) if need is not None and (not per_head or head // group not in failed)]
-    if not fine or (failed and not per_head):
+    fine = [need for head, need in enumerate(needs) if need is not None and head // group not in failed]
+    if not fine:
         return Choice(Exact(), steps, None)
     chosen = max(fine)
-    worst = max(range(len(audits)), key=lambda run: -1.0 if per_head and run // group in failed else errors[run][chosen])
+    # More cells are hardly ever worse; where they are, for a head that passed with fewer, it is exact attention as well.
+    failed |= {head // group for head, run in enumerate(errors) if run[chosen] > eps}
+    if len(failed) == len(errors) // (group if per_head else 1):
+        return Choice(Exact(), steps, None)
+    worst = max(range(len(audits)), key=lambda run: -1.0 if run // group in failed else errors[run][chosen])
     return Choice(methods[chosen], steps, audits[worst][chosen], prepared, tuple(sorted(failed)))
 
 

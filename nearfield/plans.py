@@ -50,7 +50,8 @@ def plan(
         eps, unit, crossover, share: those of `Auto`. The others are those of `attention`.
 
     Example:
-        >>> q, k, v = nearfield.synthetic.make("clustered", 1, 2, 4096, 32)
+        >>> from nearfield.synthetic import make
+        >>> q, k, v = make("clustered", 1, 2, 4096, 32)
         >>> method = nearfield.plan(q, k, v, crossover=1024)
         >>> isinstance(method, nearfield.Cells), method.probes is not None
         (True, True)

@@ -87,12 +87,12 @@ def test_a_layer_attends_as_nearfield_does() -> None:
     ("method", "expected"),
     [
         (None, []),
-        (nf.Auto(crossover=32), [128, 128]),
-        (nf.Auto(crossover=32, share=16), [16, 16]),
+        (nf.Auto(crossover=32, check=False), [128, 128]),
+        (nf.Auto(crossover=32, share=16, check=False), [16, 16]),
         ({0: FEW, "default": nf.Exact()}, [128]),
         ({0: FEW, "default": nf.TopK(4)}, [128]),
         ({0: replace(FEW, share=1), "default": FEW}, [1, 128]),
-        ({1: replace(FEW, share=64), "default": nf.Auto(crossover=32)}, [128, 64]),
+        ({1: replace(FEW, share=64), "default": nf.Auto(crossover=32, check=False)}, [128, 64]),
     ],
     ids=["short", "auto", "auto-16", "exact", "topk", "by-itself", "mixed"],
 )

@@ -29,11 +29,11 @@ MUTANTS = [
         ("test_a_pilot_shares_its_confidence_among_budgets",),
     ),
     Mutant(
-        "pilot: a failed head spoils nothing",
+        "pilot: a head that fails gets cells all the same",
         "pilot:run_pilot",
-        "if not fine or (failed and not per_head):",
-        "if not fine:",
-        ("test_a_call_that_nobody_configured_is_close_to_sdpa", "test_per_head_gives_exact"),
+        "tuple(sorted(failed))",
+        "()",
+        ("test_per_head_gives_exact_attention_to_the_heads_that_need_it",),
     ),
     Mutant(
         "pilot: heads stay where they were put",
@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "pilot: a plan without its sizes",
         "plans:_frozen",
-        "probes=sizes.probes",
-        "probes=method.probes",
+        "cell_size=sizes.cell_size",
+        "cell_size=method.cell_size",
         ("test_a_plan_has_all_sizes",),
     ),
     Mutant(
