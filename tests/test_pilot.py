@@ -24,6 +24,7 @@ def off(output: Tensor, exact: Tensor) -> float:
     return float((output.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["randn", "sharp"])
 def test_a_call_that_nobody_configured_is_close_to_sdpa(name: str) -> None:
     q, k, v = torch.randn(3, 1, 1, 16384, 64, generator=seeded(0)) if name == "randn" else make("sharp", 1, 1, 16384, 64)
@@ -32,6 +33,7 @@ def test_a_call_that_nobody_configured_is_close_to_sdpa(name: str) -> None:
     assert off(nf.attention(q, k, v), exact) <= 0.1
 
 
+@pytest.mark.long
 def test_the_default_keeps_cells_where_they_are_good() -> None:
     q, k, v = make("clustered", 1, 1, 16384, 64)
     est = nf.estimate(q, k, v)
