@@ -232,7 +232,7 @@ def test_a_crossover_that_was_measured_again_counts(
         for crossing, cells in ((16.0, True), (5000.0, False), (16.0, True)):
             crossover.keep(cpu, torch.float32, {"forward": crossing, "training": crossing})
             for turn in range(2):
-                found = nf.attention(*inputs, method=nf.Auto(), backend="triton")
+                found = nf.attention(*inputs, method=nf.Auto(check=False), backend="triton")
                 expected = (torch.zeros_like(exact) if turn else torch.ones_like(exact)) if cells else exact
                 torch.testing.assert_close(found, expected)
     finally:
