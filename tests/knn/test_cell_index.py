@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +140,29 @@ def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, mo
         assert set(found.tolist()) == set(mine[products.topk(len(found)).indices].tolist())
         torch.testing.assert_close(scores[0, row][: len(found)], key[0, found] @ query[0, row], rtol=2e-3, atol=2e-3)
         assert bool((scores[0, row][len(found) :] == -math.inf).all())
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("offset", [None, 0])
+def test_kernels_search_the_cells_of_a_file(
+    offset: int | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("safetensors")
+    from nearfield.knn.index import cells_triton
+
+    query, key = torch.randn(2, 2, 100, 16, generator=seeded(0)).to(DEVICE, dtype).unbind(0)
+    built = CellIndex(cell_size=8, probes=3, segment=32).build(key)
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    wanted = built.find(query[:, :40], 5, offset)
+    built.save(tmp_path / "index")
+    assert {name.rpartition(".")[0] for name in built._state()} == {"kernels"}
+
+    def never(*_: Any) -> None:
+        raise AssertionError("grouped again")
+
+    monkeypatch.setattr(cells_triton, "cells_of", never)
+    loaded = nf.index.load(tmp_path / "index", device=DEVICE)
+    assert all(map(torch.equal, loaded.find(query[:, :40], 5, offset), wanted))
+    assert all(map(torch.equal, loaded._state().values(), built._state().values()))

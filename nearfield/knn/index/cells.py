@@ -22,6 +22,7 @@ from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, BuiltIndex, CausalOffset, Found
 from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.file import Learned
 
 if TYPE_CHECKING:
     from nearfield.knn.index.cells_triton import KernelCells
@@ -34,6 +35,10 @@ LEAST_PROBES = 8
 
 SCORES_PER_PASS = 1 << 21
 """Entries of one block of the (row, cell) score table in torch."""
+
+
+MASKS = {False: "all", True: "causal"}
+"""The rows for which cells are made, in a file: those that see all keys, and others."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,11 @@ class CellIndex:
         with full_precision(keys):
             return BuiltCells(keys, self)
 
+    def _restored(self, keys: Tensor, learned: Learned) -> BuiltCells:
+        built = BuiltCells(keys, self)
+        built._restore(learned)
+        return built
+
     def sizes(self, length: int, k: int, causal: bool, on_gpu: bool) -> CellSizes:
         """The sizes of a search for k of `length` keys."""
         size = self.cell_size or default_cell_size(length, causal, on_gpu)
@@ -97,12 +107,38 @@ class BuiltCells(BuiltIndex):
     """What is built for rows that see all keys, and for others, when it is first asked for."""
 
     advice = "Use a smaller k or fewer probes."
+    kind = CellIndex
 
     def __init__(self, keys: Tensor, recipe: CellIndex) -> None:
         super().__init__(keys)
         self.recipe = recipe
         self._in_torch: dict[bool, list[_EntryCells]] = {}
         self._by_triton: dict[bool, KernelCells] = {}
+        self._cell_of: dict[bool, Tensor] = {}
+        """the cells of keys as the kernels have made them, `[batch, levels, length]`"""
+
+    def _state(self) -> dict[str, Tensor]:
+        found = {f"kernels.{MASKS[causal]}": cell_of for causal, cell_of in self._cell_of.items()}
+        for causal, entries in self._in_torch.items():
+            for number, cells in enumerate(entries):
+                table = {name: getattr(cells.table, name) for name in ("order", "starts", "centroid", "variance")}
+                found |= {f"torch.{MASKS[causal]}.{number}.{name}": x for name, x in table.items()}
+        return found
+
+    def _restore(self, learned: Learned) -> None:
+        batch, length, _ = self.keys.shape
+        for causal, name in MASKS.items():
+            if name in learned.part("torch").names():
+                sizes, part = self.recipe.sizes(length, 1, causal, False), learned.part("torch").part(name)
+                parts = (part.part(str(number)) for number in range(batch))
+                self._in_torch[causal] = [_EntryCells.restored(*x, sizes) for x in zip(self.keys, parts, strict=True)]
+            part = learned.part("kernels")
+            if name in part.names():
+                sizes = self.recipe.sizes(length, 1, causal, True)
+                cell_of = part.take(name, (batch, sizes.span_levels, length), torch.int32)
+                cells = _spans(length, sizes)[1][-1]
+                part.check(name, bool(((cell_of >= -1) & (cell_of < cells)).all()))
+                self._cell_of[causal] = cell_of
 
     def _anew(self, keys: Tensor) -> BuiltCells:
         return BuiltCells(keys, self.recipe)
@@ -151,7 +187,8 @@ class BuiltCells(BuiltIndex):
         if causal not in self._by_triton:
             # The kernels read half precision as it is.
             keys = self._source.flatten(0, -3)
-            self._by_triton[causal] = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed)
+            made = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed, self._cell_of.get(causal))
+            self._by_triton[causal], self._cell_of[causal] = made, made.cell_of
         return self._by_triton[causal].find(queries, k, visible, sizes)
 
 
@@ -172,16 +209,45 @@ class _EntryCells:
         length = len(keys)
         everything = torch.full((1,), length, device=keys.device)
         cell_of = assign(keys, everything, sizes, KMeans(recipe.iterations, recipe.seed))
-        closed = int(closed_keys(everything, sizes))
-        segment = sizes.segment or max(1, closed)
-        spans = Spans(closed // segment, sizes.span_levels)
-        edges = spans.edges(sizes.cells_in(segment))
+        spans, edges = _spans(length, sizes)
         if not sizes.segment and len(edges) > 1:
             edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
         # No values are needed: a single column of zeros stands for them.
-        table = tabulate(keys, keys.new_zeros(length, 1), cell_of, edges)
-        order = torch.cat([table.order, torch.arange(length, device=keys.device)])
+        return _EntryCells._with(keys, tabulate(keys, keys.new_zeros(length, 1), cell_of, edges), spans)
+
+    @staticmethod
+    def _with(keys: Tensor, table: CellTable, spans: Spans) -> _EntryCells:
+        order = torch.cat([table.order, torch.arange(len(keys), device=keys.device)])
         return _EntryCells(keys, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
+
+    @staticmethod
+    def restored(keys: Tensor, learned: Learned, sizes: CellSizes) -> _EntryCells:
+        (length, dim), dtype = keys.shape, keys.dtype
+        spans, edges = _spans(length, sizes)
+        order, starts = (learned.take(name, (None,), torch.int64) for name in ("order", "starts"))
+        learned.check("order", bool(((order >= 0) & (order < length)).all()))
+        held = starts.diff()
+        ends = (int(starts[0]), int(starts[-1])) if len(starts) else None
+        learned.check("starts", ends == (0, len(order)) and bool((held >= 0).all()))
+        cells = len(held)
+        if not sizes.segment and len(edges) > 1:
+            edges[-1] = max(edges[-1], cells)
+        learned.check("starts", cells == edges[-1])
+        centroid, variance = (learned.take(name, (cells, dim), dtype) for name in ("centroid", "variance"))
+        size = held.to(dtype)
+        table = CellTable(
+            size=size,
+            log_exists=torch.zeros_like(size).masked_fill_(held == 0, -torch.inf),
+            centroid=centroid,
+            variance=variance,
+            value=size.new_zeros(cells, 1),
+            order=order,
+            cell=torch.arange(cells, device=keys.device).repeat_interleave(held),
+            starts=starts,
+            spans=edges,
+            cross=size.new_zeros(len(edges) - 1, 1, dim),
+        )
+        return _EntryCells._with(keys, table, spans)
 
     def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
         """The best k keys of rows `[rows, dim]` that see the first `visible` `[rows]` keys."""
@@ -202,3 +268,11 @@ class _EntryCells:
         counts = torch.cat([self.sizes[opened], (visible - closed)[:, None]], 1)
         entry = torch.zeros(rows, dtype=torch.int64, device=device)
         return best_of_lists(queries, self.keys[None], entry, self.order, starts, counts, k)
+
+
+def _spans(length: int, sizes: CellSizes) -> tuple[Spans, list[int]]:
+    """The spans of the closed segments of so many keys, and the first cell of each."""
+    closed = int(closed_keys(torch.tensor([length], device="cpu"), sizes))
+    segment = sizes.segment or max(1, closed)
+    spans = Spans(closed // segment, sizes.span_levels)
+    return spans, spans.edges(sizes.cells_in(segment))

@@ -15,6 +15,7 @@ from nearfield.cells.spans import closed_keys
 from nearfield.cells.triton.forward import cells_of, layout_for
 from nearfield.cells.triton.layout import as_read
 from nearfield.cells.triton.memory import MOST_ENTRIES, Units
+from nearfield.cells.triton.moments import moments_of, tabulate
 from nearfield.cells.triton.near import block_at, group, position_of, unit_at
 from nearfield.cells.triton.route import route
 from nearfield.kernels import backends
@@ -229,18 +230,26 @@ def _select(
 class KernelCells:
     """The cells of keys `[entries, n, dim]` as the kernels of `Cells` make them."""
 
-    def __init__(self, keys: Tensor, sizes: CellSizes, iterations: int | None, seed: int) -> None:
+    def __init__(self, keys: Tensor, sizes: CellSizes, iterations: int | None, seed: int, cell_of: Tensor | None = None) -> None:
+        """`cell_of` `[entries, levels, n]`: the cell of each key, if they are known."""
         self.keys = dense(keys)
         self.layout = layout_for(self.keys, sizes)
         entries, length, _ = keys.shape
         if entries > MOST_ENTRIES:
             raise ValueError(f"at most {MOST_ENTRIES} heads times batch entries can be searched together, got {entries}")
-        cell_of = torch.empty(entries, sizes.span_levels, length, dtype=torch.int32, device=keys.device)
+        # No values are needed, and a single column is the least there is.
+        value = self.keys[..., :1]
+        if cell_of is not None:
+            self.cell_of = cell_of
+            with backends.device_guard(keys.device):
+                found = moments_of(self.keys, value, cell_of, self.layout)
+                self.tables = tabulate(self.keys, value, cell_of, found, self.layout)
+            return
+        self.cell_of = torch.empty(entries, sizes.span_levels, length, dtype=torch.int32, device=keys.device)
         everything = torch.full((entries, 1), length, dtype=torch.int32, device=keys.device)
         iterations = KERNEL_ITERATIONS if iterations is None else iterations
         with backends.device_guard(keys.device):
-            # No values are needed, and a single column is the least there is.
-            self.tables = cells_of(self.keys, self.keys[..., :1], everything, sizes, self.layout, iterations, seed, cell_of)
+            self.tables = cells_of(self.keys, value, everything, sizes, self.layout, iterations, seed, self.cell_of)
 
     def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         """The best k keys of queries `[entries, rows, dim]`; row r sees the first `visible[., r]` keys."""

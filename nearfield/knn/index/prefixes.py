@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smallest_near_score
 from nearfield.knn.index.exact import BuiltExact
+from nearfield.knn.index.file import Learned
 
 LEAF = 1024
 
@@ -218,3 +220,38 @@ class PrefixBuilt(BuiltIndex):
         if name not in self._blocks:
             self._blocks[name] = self._build_block(self.keys[:, part.start : part.stop])
         return self._blocks[name]
+
+    def _state(self) -> dict[str, Tensor]:
+        base = self._base or self
+        found = {"counts": torch.tensor([base.length, self._learned, self._changes])}
+        parts = {"base": base} | {f"blocks.{start}-{stop}": block for (start, stop), block in self._blocks.items()}
+        return found | {f"{part}.{name}": x for part, index in parts.items() for name, x in index._lessons().items()}
+
+    @abstractmethod
+    def _lessons(self) -> dict[str, Tensor]:
+        """What was learned from the keys that it serves by itself, without growth and without blocks."""
+
+
+def restored(
+    keys: Tensor,
+    learned: Learned,
+    base_of: Callable[[Tensor, Learned], PrefixBuilt],
+    block_of: Callable[[Tensor, Learned], PrefixBuilt],
+) -> PrefixBuilt:
+    """The index of keys `[batch, length, dim]` that had this `_state`; `base_of` and `block_of` make one of its `_lessons`."""
+    length = keys.shape[1]
+    first, seen, changes = learned.take("counts", (3,), torch.int64).tolist()
+    learned.check("counts", 0 <= first <= length and seen >= 0 and changes >= 0)
+    base = base_of(keys[:, :first] if first < length else keys, learned.part("base"))
+    built = base
+    if first < length:
+        built = base._over(keys)
+        built._base = base
+    built._learned, built._changes = seen, changes
+    blocks = learned.part("blocks")
+    for name in blocks.names():
+        ends = re.fullmatch(r"([0-9]{1,18})-([0-9]{1,18})", name)
+        start, stop = (int(x) for x in ends.groups()) if ends else (0, 0)
+        blocks.check(name, start < stop <= length)
+        built._blocks[start, stop] = block_of(built.keys[:, start:stop], blocks.part(name))
+    return built
