@@ -10,7 +10,7 @@ import index_contract
 import pytest
 import torch
 from by_hand import inputs, seeded
-from index_contract import KINDS, UNSAVED, assert_loads_the_same, build, random
+from index_contract import KINDS, UNSAVED, assert_loads_the_same, assert_same_answers, build, random
 from own_indices import OwnIndex
 from torch import Tensor
 
@@ -96,6 +96,13 @@ def test_a_graph_that_threads_have_built(path: Path) -> None:
     for offset in (None, 0, -1):
         found, true = (x.search(random(2, 150, 8, seed=9), 4, offset) for x in (load(path), built))
         assert all(map(torch.equal, found, true))
+
+
+def test_blocks_have_a_number_of_cells_of_their_own(path: Path) -> None:
+    """Two cells for all keys, and six for 32: a row still opens one of either."""
+    built = searched(nf.KMeansIndex(cells=2, probes=1, leaf=32).build(random(2, 150, 8)))
+    built.save(path)
+    assert_same_answers(load(path), built, random(2, 150, 8, seed=9), 4, 0, None)
 
 
 def test_nothing_is_learned_again(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

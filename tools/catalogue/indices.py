@@ -255,7 +255,7 @@ MUTANTS = (
         "KMeansIndex._restored",
         "partial(made, self._of_blocks())",
         "partial(made, self)",
-        ("test_every_kind_loads_the_same",),
+        ("test_blocks_have_a_number_of_cells_of_their_own",),
     ),
     Mutant(
         "index file: a list may name keys that are not there",
@@ -269,7 +269,7 @@ MUTANTS = (
         "Learned.finish",
         "if unknown:",
         "if False:",
-        ("test_crafted_headers",),
+        ("test_index_file.py::test_crafted_headers",),
     ),
     Mutant(
         "index file: the numbers of a file in use change",
