@@ -1,4 +1,5 @@
-"""Lazy Gumbel draws: time against drawing from full softmaxes, keys read against n, and what a wrong slack does to the law.
+"""Lazy Gumbel draws: time against drawing from full softmaxes, for few keys and for many with an index that is built once, keys
+read against n, and what a wrong slack does to the law.
 
 python benchmarks/bench_lazy.py            # writes results/lazy.json and docs/figures/lazy.png
 python benchmarks/bench_lazy.py --quick    # small sizes, nothing written
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ SCORES = 1 << 22
 """Rows times keys of every timed call."""
 MOST_POINTS = 1 << 22
 """Always lazy is not timed where its draws would look at more keys than that."""
+LARGE, FEW_DRAWS, LARGE_ROWS = (65_536, 131_072, 262_144, 524_288, 1_048_576), (1, 4, 16, 64), 64
+PROMISES = ((0.3, 0.1), (0.3, 0.01), (0.1, 0.1))
 DIM, ROUNDS = 64, 15
 EPS, DELTA = 0.3, 0.1
 TOLD = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
@@ -66,6 +70,72 @@ def speed(n: int, draws: int, rounds: int) -> dict[str, Any]:
         seconds["always_lazy"], ratios["always_lazy"] = apart["always_lazy"], median_ratio(apart["always_lazy"], apart["dense"])
     lazy_rows = 1 - float(nf.sample(q, k, draws, generator=generator).dense.double().mean())
     return {"n": n, "draws": draws, "rows": rows, "lazy_rows": lazy_rows, "seconds": seconds, "ratio_to_dense": ratios}
+
+
+def with_an_index(family: str, n: int, draws: tuple[int, ...], rows: int, rounds: int) -> list[dict[str, Any]]:
+    """The same with a k-means index that is built once, before the clock runs."""
+    query, key, _ = make(family, 1, 1, n, DIM, seed=0)
+    q, k, generator = query[0, 0, :rows].contiguous(), key[0, 0], torch.Generator().manual_seed(n)
+    start = time.perf_counter()
+    index = nf.KMeansIndex().build(k[None])
+    building = time.perf_counter() - start
+    found = []
+    for count in draws:
+        calls: dict[str, Callable[[], object]] = {
+            "dense": lambda count=count: dense(q, k, count, generator),
+            "rule": lambda count=count: nf.sample(q, k, count, index, generator=generator),
+        }
+        seconds = side_by_side(calls, rounds)
+        drawn = nf.sample(q, k, count, index, generator=generator)
+        saved = (statistics.median(seconds["dense"]) - statistics.median(seconds["rule"])) / rows
+        found.append(
+            {
+                "family": family,
+                "n": n,
+                "draws": count,
+                "rows": rows,
+                "certified": bool(drawn.certified.all()),
+                "lazy_rows": 1 - float(drawn.dense.double().mean()),
+                "building": building,
+                "rows_to_earn_it": building / saved if saved > 0 else None,
+                "seconds": seconds,
+                "ratio_to_dense": median_ratio(seconds["rule"], seconds["dense"]),
+            }
+        )
+    return found
+
+
+def crossover(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+    """By number of draws, the first size from which on the rule is faster than dense sampling at every size."""
+    found: dict[str, int | None] = {}
+    for draws in dict.fromkeys(row["draws"] for row in rows):
+        mine = [row for row in rows if row["draws"] == draws]
+        slow = [at for at, row in enumerate(mine) if row["ratio_to_dense"] >= 1]
+        first = slow[-1] + 1 if slow else 0
+        found[str(draws)] = mine[first]["n"] if first < len(mine) else None
+    return found
+
+
+def promised(n: int, eps: float, delta: float, rounds: int) -> dict[str, Any]:
+    """Algorithm 2 with the draws that (eps, delta) asks for, against as many draws and the same means in plain torch."""
+    query, key, value = make("gaussian", 1, 1, n, DIM, seed=0)
+    q, generator = query[:, :, : 16 if n > 100_000 else 64].contiguous(), torch.Generator().manual_seed(n)
+    method = nf.LazyGumbel(eps=eps, delta=delta)
+    info = nf.estimate(q, key, value, method=method, generator=generator).info
+    draws, groups = info["draws"], info["groups"]
+
+    def plain() -> Tensor:
+        parts = q[0, 0].split(max(1, (1 << 24) // (draws * DIM)))
+        ids = (dense(part, key[0, 0], draws, generator).view(len(part), groups, -1) for part in parts)
+        return torch.cat([value[0, 0][x].mean(2).median(1).values for x in ids])
+
+    calls: dict[str, Callable[[], object]] = {
+        "dense": plain,
+        "rule": lambda: nf.attention(q, key, value, method=method, generator=generator),
+    }
+    seconds = side_by_side(calls, rounds)
+    ratio = median_ratio(seconds["rule"], seconds["dense"])
+    return {"n": n, "eps": eps, "delta": delta, "draws": draws, "rows": q.shape[2], "seconds": seconds, "ratio_to_dense": ratio}
 
 
 def reading(n: int) -> dict[str, Any]:
@@ -133,11 +203,29 @@ def distance(ids: Tensor, weights: Tensor) -> float:
 def measure(quick: bool) -> dict[str, Any]:
     sizes, draws, rounds = ((256, 512), (1, 16), 1) if quick else (SIZES, DRAWS, ROUNDS)
     cases = [(n, count) for n in sizes for count in draws]
+    large, few, rows = ((2048, 4096), (1, 4), 8) if quick else (LARGE, FEW_DRAWS, LARGE_ROWS)
+    families = [*(("clustered", n) for n in large), ("gaussian", large[len(large) // 2])]
+    kept = (
+        [(n, *promise) for n in (256,) for promise in PROMISES[:1]]
+        if quick
+        else [(n, *promise) for n in (1024, 16_384, 262_144) for promise in PROMISES]
+    )
+    with_index = [
+        row
+        for family, n in each(families, lambda case: f"{case[0]} keys with an index, n = {case[1]}")
+        for row in with_an_index(family, n, few, rows, max(1, rounds // 2))
+    ]
     results = {
         "dim": DIM,
         "eps": EPS,
         "delta": DELTA,
         "speed": [speed(n, count, rounds) for n, count in each(cases, lambda case: f"n = {case[0]}, {case[1]} draws")],
+        "with_index": with_index,
+        "crossover": crossover([row for row in with_index if row["family"] == "clustered"]),
+        "promised": [
+            promised(n, eps, delta, max(1, rounds // 3))
+            for n, eps, delta in each(kept, lambda case: f"n = {case[0]}, eps = {case[1]}, delta = {case[2]}")
+        ],
         "reading": [reading(n) for n in each(sizes[:1] if quick else sizes[:4], lambda n: f"keys read, n = {n}")],
         "sublinear_from": {str(eps): sublinear_from(eps, DELTA, d=DIM) for eps in (0.3, 0.1)},
         "slack": [
@@ -158,6 +246,19 @@ def tell(results: dict[str, Any]) -> None:
             f"{row['n']:,}", f"{row['draws']:,}", f"{row['rows']}", f"{milliseconds:.0f}", *written, f"{row['lazy_rows']:.0%}"
         )
     show(found)
+    found = table("keys", "n", "draws", "dense, ms", "rule / dense", "lazy rows", "rows to earn the index", words=("keys",))
+    for row in results["with_index"]:
+        milliseconds = 1e3 * statistics.median(row["seconds"]["dense"])
+        earned = "" if row["rows_to_earn_it"] is None else f"{row['rows_to_earn_it']:,.0f}"
+        values = (f"{milliseconds:.0f}", f"{row['ratio_to_dense']:.2f}", f"{row['lazy_rows']:.0%}", earned)
+        found.add_row(row["family"], f"{row['n']:,}", f"{row['draws']:,}", *values)
+    show(found)
+    print("faster than dense sampling from n =", results["crossover"])
+    found = table("n", "eps", "delta", "draws", "dense, ms", "LazyGumbel / dense")
+    for row in results["promised"]:
+        values = (f"{1e3 * statistics.median(row['seconds']['dense']):.0f}", f"{row['ratio_to_dense']:.2f}")
+        found.add_row(f"{row['n']:,}", f"{row['eps']:g}", f"{row['delta']:g}", f"{row['draws']:,}", *values)
+    show(found)
     found = table("n", "draws", "looks / n", "bound / n", "different keys / n", title="keys read by Algorithm 2")
     for row in results["reading"]:
         shares = (f"{row[name] / row['n']:.2f}" for name in ("looks", "bound", "distinct"))
@@ -176,7 +277,7 @@ def plot(results: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    figure, (left, large, middle, right) = plt.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)
     for colour, draws in enumerate(dict.fromkeys(row["draws"] for row in results["speed"])):
         for name, style in (("rule", "o-"), ("always_lazy", "x:")):
             mine = [row for row in results["speed"] if row["draws"] == draws and name in row["ratio_to_dense"]]
@@ -185,6 +286,11 @@ def plot(results: dict[str, Any]) -> None:
             left.plot([row["n"] for row in mine], values, style, color=f"C{colour}", label=label)
     left.axhline(1, color="grey", linewidth=1)
     left.set(xscale="log", yscale="log", xlabel="keys", title="time / dense sampling\n(dotted: always lazy)")
+    for draws in dict.fromkeys(row["draws"] for row in results["with_index"]):
+        mine = [row for row in results["with_index"] if row["draws"] == draws and row["family"] == "clustered"]
+        large.plot([row["n"] for row in mine], [row["ratio_to_dense"] for row in mine], "o-", label=f"{draws:,} draws")
+    large.axhline(1, color="grey", linewidth=1)
+    large.set(xscale="log", yscale="log", xlabel="keys", title="time / dense sampling,\nclustered keys, an index built once")
     sizes = [row["n"] for row in results["reading"]]
     middle.plot(sizes, [row["looks"] / row["n"] for row in results["reading"]], "o", label="measured, eps = 0.3")
     for eps, first in results["sublinear_from"].items():
@@ -208,7 +314,7 @@ def plot(results: dict[str, Any]) -> None:
         loc="lower right",
         ncols=2,
     )
-    for axis in (left, middle):
+    for axis in (left, large, middle):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     figure.savefig(FIGURES / "lazy.png", dpi=150)

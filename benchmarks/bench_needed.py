@@ -9,7 +9,6 @@ corrected condition holds, by its own scores. Next to it: sqrt(n), the paper's c
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import real
 import torch
-from record import FIGURES, each, read, show, table, write
+from record import each, show, table
 from torch import Tensor
 
 import nearfield as nf
@@ -134,28 +133,7 @@ def plot(results: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=real.SMOLLM2, help="folder of a causal language model")
-    parser.add_argument("--text", type=Path, help="what it reads; default: docstrings of Python's standard library")
-    parser.add_argument("--captured", type=Path, help="folder with inputs that real.py has saved, instead of a model and a text")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=16, help="rows per head, spread evenly over the last ones")
-    parser.add_argument("--quick", action="store_true", help="two layers, nothing written")
-    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
-    options = parser.parse_args()
-    if not 1 <= options.rows <= LAST:
-        parser.error(f"--rows must be between 1 and {LAST}, got {options.rows}")
-    if not options.plot_only:
-        if options.captured is None and not (options.model / "config.json").exists():
-            print(f"skipped: no model in {options.model} (`make smollm2` fetches one)")
-            return
-        results = {"source": real.source(options), **measure(real.layers(options), options.rows)}
-        report(results)
-        if options.quick:
-            return
-        print("written:", write("needed", results))
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    plot(read("needed"), FIGURES)
+    real.command_line(__doc__, "needed", 16, LAST, measure, report, plot)
 
 
 if __name__ == "__main__":

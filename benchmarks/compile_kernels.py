@@ -34,6 +34,7 @@ from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
 from nearfield.kernels import cards, exact_rows, pairs_triton
+from nearfield.knn import attend_triton
 from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.cells_triton import KernelCells
 
@@ -202,6 +203,10 @@ def search(dim: int, dtype: torch.dtype) -> None:
         cells = KernelCells(keys, sizes, None, 0)
         cells.tables.starts.zero_()
         cells.find(keys, 64, visible, sizes)
+    ids, ranks = torch.arange(1000, dtype=torch.int32).expand(8, -1).contiguous(), torch.zeros(8, 16, dtype=torch.int64)
+    drawn = attend_triton.tail_ids(ranks, ids)
+    some = keys[0, :8]
+    attend_triton.attend_rows(some, keys[0], keys[0], ids.float(), ids, drawn, ranks[:, 0], 0.1, torch.empty_like(some))
 
 
 def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) -> list[Compiled]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import FIGURES, read, write
 from torch import Tensor
 
 from nearfield import _compat
@@ -126,6 +127,40 @@ def saved_layers(folder: Path) -> int:
     if count == 0:
         raise FileNotFoundError(f"{folder} holds no layer_00.pt, ...; `python benchmarks/real.py TEXT --out {folder}` makes them")
     return count
+
+
+def command_line(
+    doc: str | None,
+    name: str,
+    rows: int,
+    most: int,
+    measure: Callable[[Collection[tuple[int, Tensor, Tensor, Tensor]], int], dict[str, Any]],
+    report: Callable[[dict[str, Any]], None],
+    plot: Callable[[dict[str, Any], Path], None],
+) -> None:
+    """Run a benchmark on the layers of a model: measure some of the last `most` rows of each head, report, save, draw."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a causal language model")
+    parser.add_argument("--text", type=Path, help="what it reads; default: docstrings of Python's standard library")
+    parser.add_argument("--captured", type=Path, help="folder with inputs that real.py has saved, instead of a model and a text")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=rows, help=f"rows per head, spread evenly over the last {most}")
+    parser.add_argument("--quick", action="store_true", help="two layers, nothing written")
+    parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
+    options = parser.parse_args()
+    if not 1 <= options.rows <= most:
+        parser.error(f"--rows must be between 1 and {most}, got {options.rows}")
+    if not options.plot_only:
+        if options.captured is None and not (options.model / "config.json").exists():
+            print(f"skipped: no model in {options.model} (`make smollm2` fetches one)")
+            return
+        results = {"source": source(options), **measure(layers(options), options.rows)}
+        report(results)
+        if options.quick:
+            return
+        print("written:", write(name, results))
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    plot(read(name), FIGURES)
 
 
 def source(options: argparse.Namespace) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from experiments import efficiency, error_vs_k, gpt2_xl, gradient_descent, shakespeare, theory
+from experiments import efficiency, error_vs_k, gpt2_xl, gradient_descent, indices, shakespeare, theory
 from experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (efficiency, error_vs_k, gradient_descent, theory, shakespeare, gpt2_xl)
+    for module in (efficiency, indices, error_vs_k, gradient_descent, theory, shakespeare, gpt2_xl)
 }

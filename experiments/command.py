@@ -30,9 +30,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the results (default: experiments/results); report: of the page too")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="results of cuda have a folder of their own")
-    parser.add_argument("--time-limit", type=_positive, default=60.0, metavar="S", help="of one timed call (efficiency)")
+    parser.add_argument("--time-limit", type=_positive, default=60.0, metavar="S", help="of one timed call (efficiency, indices)")
     parser.add_argument(
-        "--memory-limit", type=_positive, default=8.0, metavar="GB", help="of one timed call beyond its inputs (efficiency)"
+        "--memory-limit",
+        type=_positive,
+        default=8.0,
+        metavar="GB",
+        help="of one timed call beyond its inputs (efficiency, indices)",
+    )
+    parser.add_argument(
+        "--total-limit",
+        type=_positive,
+        default=math.inf,
+        metavar="S",
+        help="begin no timed call after so many seconds; the same command goes on with the others (indices)",
     )
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="what language models are trained on (default: tiny Shakespeare)"
@@ -53,9 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     threads = torch.get_num_threads()
     if asked.quick:
         torch.set_num_threads(1)  # more are no faster at small sizes, and much slower where cores are busy
-    settings = Settings(
-        asked.quick, asked.seed, asked.device, asked.time_limit, asked.memory_limit, asked.out, asked.text, asked.model
-    )
+    limits = (asked.time_limit, asked.memory_limit, asked.total_limit)
+    settings = Settings(asked.quick, asked.seed, asked.device, *limits, asked.out, asked.text, asked.model)
     console = Console()
     try:
         if asked.name == "report":

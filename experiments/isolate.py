@@ -6,6 +6,7 @@ more. Where there is no such limit (not Linux) only the time is limited.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import statistics
 import time
@@ -21,7 +22,7 @@ Prepare = Callable[..., tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]
 """Makes inputs and returns the call to be timed, and a function that judges what it returned."""
 GIGABYTE = 1 << 30
 COMPILING, JUDGING = 60.0, 5.0
-"""Seconds that the kernels of a call may take to compile, and that judging its output may take."""
+"""Seconds that the kernels of a call may take to compile, and that judging its output usually may take."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def apart(
     memory_limit: float,
     warm_up: bool = False,
     rounds: Rounds = USUAL,
+    judging: float = JUDGING,
 ) -> Measured:
     """Measure in a new process, which is ended when the first timed call, or the others on average, take too long.
 
@@ -104,6 +106,7 @@ def apart(
         time_limit: in seconds.
         memory_limit: in gigabytes.
         warm_up: call once before, in as much time again and what it takes to compile kernels.
+        judging: seconds that judging its output may take.
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -114,13 +117,13 @@ def apart(
     try:
         receive.recv()  # the inputs are made
         answer = None
-        for wait in [time_limit + COMPILING, JUDGING + time_limit] if warm_up else [time_limit]:
+        for wait in [time_limit + COMPILING, judging + time_limit] if warm_up else [time_limit]:
             if not receive.poll(wait):
                 return Measured("time")
             answer = receive.recv()
             if answer is not None:  # it ended before its time: out of memory
                 return answer
-        if not receive.poll(JUDGING + rounds.most * time_limit):
+        if not receive.poll(judging + rounds.most * time_limit):
             return Measured("time")
         answer = receive.recv()
     except EOFError:
@@ -169,6 +172,10 @@ def _restart_peak() -> float:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     elif Path("/proc/self/clear_refs").exists():
+        # What making the inputs has freed would be used again, and not be counted.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     return _peak()
 

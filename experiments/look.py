@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,14 @@ def end_labels(axis: Any, ends: Sequence[tuple[float, float, str, str]], height:
                 lift = used + gap - place
         taken.append((x, place + lift))
         say(axis, x, y, text, color, (7, lift))
+
+
+def alike(axes: Iterable[Any], room: float = 1.0) -> None:
+    """The same heights for all of them, with `room` times as much at the top."""
+    axes = list(axes)
+    low, high = min(axis.get_ylim()[0] for axis in axes), max(axis.get_ylim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_ylim(low, room * high)
 
 
 def lengths(axis: Any, sizes: Sequence[int], label: str = "keys and queries, n") -> None:

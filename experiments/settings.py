@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     time_limit: float = 60.0
-    """seconds that one timed call may take (efficiency)"""
+    """seconds that one timed call may take (efficiency, indices)"""
     memory_limit: float = 8.0
-    """gigabytes that one timed call may need beyond its inputs (efficiency); 8 is what the paper's machine had"""
+    """gigabytes that one timed call may need beyond its inputs (efficiency, indices); 8 is what the paper's machine had"""
+    total_limit: float = math.inf
+    """seconds after which no further call is begun; the others are left to the next run (indices)"""
     out: Path | None = None
     text: Path | None = None
     """what to train on; None: tiny Shakespeare"""

@@ -14,7 +14,14 @@ from experiments.settings import Settings
 
 
 def timed(
-    settings: Settings, row: Row, before: Rows, per_key: float, prepare: Prepare, arguments: tuple[Any, ...], rounds: Rounds
+    settings: Settings,
+    row: Row,
+    before: Rows,
+    per_key: float,
+    prepare: Prepare,
+    arguments: tuple[Any, ...],
+    rounds: Rounds,
+    judging: float = isolate.JUDGING,
 ) -> Row:
     """`row` with what was measured. A call that would pass a limit, going by the shorter ones `before`, is not started.
 
@@ -22,6 +29,7 @@ def timed(
         row: says which call of `n` keys it is.
         per_key: megabytes that every key is known to add.
         prepare: see `isolate`; it is given `arguments`.
+        judging: seconds that judging its output may take.
     """
     stop = hopeless(settings, row["n"], before, per_key)
     if stop is not None:
@@ -32,7 +40,7 @@ def timed(
     if settings.quick:
         result = isolate.here(prepare, *arguments, **how)
     else:
-        how |= {"time_limit": settings.time_limit, "memory_limit": settings.memory_limit}
+        how |= {"time_limit": settings.time_limit, "memory_limit": settings.memory_limit, "judging": judging}
         result = isolate.apart(prepare, *arguments, **how)
     if result.status != "ok":
         limit = settings.memory_limit if result.status == "memory" else settings.time_limit

@@ -13,7 +13,7 @@ from nearfield import crossover
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
-from nearfield.checks import check_dropped_gradient, check_gradient, check_method
+from nearfield.checks import check_dropped_gradient, check_gradient, check_method, general_mask_error
 from nearfield.exact import fuses_groups
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
@@ -204,9 +204,6 @@ def _screened(problem: Problem, method: Method, call: Call, check_finite: bool) 
     return isolate_non_finite(problem, check_finite)
 
 
-_ONLY_PADDING = "honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]"
-
-
 def _call(
     problem: Problem, generator: torch.Generator | None, backend: str, gradient: Gradient | None, diagnostics: bool = False
 ) -> Call:
@@ -227,15 +224,13 @@ def _call(
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     """What the method computes, with the gradient that is asked for."""
     if problem.has_general_mask and call.gradient is not None:
-        raise ValueError(f"gradient={call.gradient!r} {_ONLY_PADDING}; use gradient=None with any other mask")
+        assert problem.attn_mask is not None
+        raise general_mask_error(f"gradient={call.gradient!r}", problem.attn_mask, "With any other mask use gradient=None.")
     if call.gradient is not None:
         check_dropped_gradient(method, call.gradient, problem.dropout_p)
     if problem.has_general_mask and not method.any_mask:
         assert problem.attn_mask is not None
-        raise ValueError(
-            f"{type(method).__name__} {_ONLY_PADDING}; got {problem.attn_mask.dtype} of shape {tuple(problem.attn_mask.shape)}. "
-            "Exact() takes any mask."
-        )
+        raise general_mask_error(type(method).__name__, problem.attn_mask, "Exact() takes any mask.")
     if problem.is_empty:
         return _zeros(problem)
     with full_precision(problem.query):

@@ -75,6 +75,14 @@ def check_dropped_gradient(method: object, gradient: Any, dropout_p: float) -> N
         )
 
 
+def general_mask_error(who: str, attn_mask: torch.Tensor, remedy: str) -> ValueError:
+    """For a mask beyond key padding that `who` cannot honour."""
+    return ValueError(
+        f"{who} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; got {attn_mask.dtype} of "
+        f"shape {tuple(attn_mask.shape)}. {remedy}"
+    )
+
+
 def double_backward_error() -> NotImplementedError:
     return NotImplementedError(
         "nearfield does not support double backward (create_graph=True); "

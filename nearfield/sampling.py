@@ -13,7 +13,9 @@ from torch import Tensor
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Uniform on (0, 1], float64. 0 is excluded so that logarithms are finite."""
-    return 1.0 - torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+    # In place: for many numbers, new memory costs as much as to fill it.
+    below = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+    return torch.sub(below.new_ones(()), below, out=below)
 
 
 def exponential(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -51,9 +51,10 @@ def nothing_is_remembered() -> None:
 @pytest.fixture
 def lazy_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are drawn lazily, by the index they are given, also where there are so few keys that it costs more."""
-    for cost in ("POINT_COST", "SEARCH_COST", "LEAST_KEYS"):
+    for cost in ("POINT_COST", "SEARCH_COST", "SCAN_COST", "BUILD_COST", "LEAST_KEYS"):
         monkeypatch.setattr(f"nearfield.paper.lazy.{cost}", 0)
-    monkeypatch.setattr("nearfield.paper.lazy.PILOT_SHARE", 1)
+    for share in ("PILOT_SHARE", "MOST_SPENT"):
+        monkeypatch.setattr(f"nearfield.paper.lazy.{share}", 1)
 
 
 @pytest.fixture

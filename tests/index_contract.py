@@ -138,21 +138,32 @@ def assert_loads_the_same(kind: str, built: BuiltIndex, queries: Tensor, k: int,
         assert not path.exists()
         return
     built.save(path)
-    whole = load(path)
+    whole, state = load(path), built._state()
     built.save(path, keys=False)
     for loaded in (whole, load(path, keys=built._source)):
         assert type(loaded) is type(built)
         assert (loaded.recipe, loaded.dtype, loaded.groups) == (built.recipe, built.dtype, built.groups)
         assert loaded.build(built.keys) is loaded
+        assert_same_state(loaded._state(), state)
         for offset in (None, 0, built.length - queries.shape[1]):
             assert_same_answers(loaded, built, queries, k, offset)
     for more in (3, 40):
         keys = random(built.keys.shape[0], more, built.keys.shape[2], seed=more, dtype=built.dtype)
-        loaded, built = whole.add(keys), built.add(keys)
-        assert_same_answers(loaded, built, queries, k, None)
-        whole = loaded.remove([0, built.length - 1])
-        built = built.remove([0, built.length - 1])
-        assert_same_answers(whole, built, queries, k, 9)
+        for change, offset in (
+            (lambda x, keys=keys: x.add(keys), None),
+            (lambda x: x.remove([0, x.length - 1]), 9),
+            (lambda x, keys=keys: x.add(keys, take_in=False), None),
+            (lambda x: x.first(x.length - 2), 9),
+            (lambda x: x.reserve(5), None),
+        ):
+            whole, built = change(whole), change(built)
+            assert_same_answers(whole, built, queries, k, offset)
+            assert_same_state(whole._state(), built._state())
+
+
+def assert_same_state(found: dict[str, Tensor], true: dict[str, Tensor]) -> None:
+    assert found.keys() == true.keys()
+    assert_equal(tuple(found.values()), tuple(true[name] for name in found))
 
 
 def assert_same_answers(one: BuiltIndex, other: BuiltIndex, queries: Tensor, k: int, *offsets: int | None) -> None:

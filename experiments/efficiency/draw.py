@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from experiments.efficiency.methods import DIM, HEADS, NAMES
 from experiments.efficiency.paper import MARKS
 from experiments.experiment import Rows
-from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, lengths, panels, say, styled
+from experiments.look import CORAL, INK, OCHRE, PLUM, QUIET, SAGE, alike, lengths, panels, say, styled
 
 COLORS = {"naive": PLUM, "sdpa": INK, "topk-sqrt": SAGE, "topk-fourth": OCHRE, "cells": CORAL}
 
@@ -41,9 +41,7 @@ def draw(rows: Rows) -> dict[str, Figure]:
         axis.set_xlabel("")
         axis.tick_params(labelbottom=True)
     for pair in axes:
-        low, high = min(axis.get_ylim()[0] for axis in pair), max(axis.get_ylim()[1] for axis in pair)
-        for axis in pair:
-            axis.set_ylim(low, 1.6 * high)
+        alike(pair, 1.6)
     ran = [method for method in COLORS if any(row["method"] == method for row in rows)]
     handles: list[Any] = [Line2D([], [], color=COLORS[method], marker="o", label=label(method)) for method in ran]
     handles.append(Line2D([], [], color=QUIET, linestyle=":", marker="x", markersize=6, label="beyond the limit of a call"))

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nearfield as nf
+from experiments.devices import dtype_on
 from experiments.powers import power
+from experiments.row_errors import mean_error
 
 HEADS, DIM = 10, 64
 SPREAD = 1.0
 """Inputs are uniform in [-1, 1]. Time and memory hardly depend on it; errors do, and are the matter of `error_vs_k`."""
-JUDGED_ROWS = 32
 NAMES = {
     "naive": "naive",
     "sdpa": "SDPA",
@@ -27,15 +28,6 @@ NAMES = {
 METHODS = tuple(NAMES)
 KNN = ("topk-sqrt", "topk-fourth")
 """The paper's."""
-
-
-def on_cpu(device: str) -> bool:
-    return torch.device(device).type == "cpu"
-
-
-def dtype_on(device: str) -> torch.dtype:
-    """Of the inputs: what one would use there."""
-    return torch.float32 if on_cpu(device) else torch.bfloat16
 
 
 def output_megabytes(n: int, dtype: torch.dtype) -> float:
@@ -98,26 +90,3 @@ def prepare(
             return function(method, n, causal)(query, key, value)
 
     return call, lambda output: {"error": mean_error(output, query, key, value, causal, seed)}
-
-
-def mean_error(output: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool, seed: int) -> float:
-    """Mean of ||estimate - exact|| over a few random rows, in units of the rms norm of the values (as `error_vs_k`).
-
-    Exact rows are computed one by one in float32, from the inputs as the method saw them.
-    """
-    _, heads, length, dim = query.shape
-    rows = torch.randint(heads * length, (JUDGED_ROWS,), generator=torch.Generator().manual_seed(seed)).tolist()
-    total = 0.0
-    for row in rows:
-        head, position = divmod(row, length)
-        seen = slice(0, position + 1 if causal else length)
-        scores = key[0, head, seen].float() @ query[0, head, position].float() / math.sqrt(dim)
-        exact = scores.double().softmax(0).float() @ value[0, head, seen].float()
-        total += float((output[0, head, position].float() - exact).norm())
-    return total / len(rows) / rms_norm(value)
-
-
-def rms_norm(value: Tensor) -> float:
-    """Of rows; head by head, for a long input is not to be copied as a whole."""
-    squares = [float(head.float().square().sum(-1).mean()) for head in value[0]]
-    return math.sqrt(sum(squares) / len(squares))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from experiments.devices import dtype_on, on_cpu
 from experiments.digest import digest
 from experiments.efficiency.methods import (
     DIM,
     HEADS,
-    JUDGED_ROWS,
     METHODS,
     SPREAD,
-    dtype_on,
     near_keys,
-    on_cpu,
     output_megabytes,
     prepare,
     recipe,
 )
 from experiments.experiment import Done, Row, Rows, Unit
 from experiments.isolate import Rounds
+from experiments.row_errors import JUDGED_ROWS
 from experiments.settings import Settings
 from experiments.timing import stale, timed
 

@@ -11,15 +11,14 @@ import torch
 from experiments.efficiency.methods import DIM, HEADS, KNN, METHODS, NAMES, output_megabytes
 from experiments.efficiency.paper import HANDLED, MARKS, Mark
 from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
-from experiments.growth import FIXED, Fit, extrapolated, fitted
-from experiments.words import faster, listed, megabytes, middle, percent, seconds, sentence, times
+from experiments.growth import SUBQUADRATIC, extrapolated, fitted, is_below
+from experiments.row_errors import UNIT
+from experiments.timing_words import dtypes, growth, load, rounds, stopped, stops
+from experiments.words import faster, listed, megabytes, percent, seconds, sentence, times
 
-SUBQUADRATIC = 1.75
-"""Half-way from the 3/2 of the paper's theorem to 2: an exponent below this, with its margin, counts as sub-quadratic."""
 ROUNDING = 1e-5
 """Errors below are not told."""
 MASKS = {True: "causal", False: "no mask"}
-UNIT = "the rms norm of the values"
 
 
 def tell(rows: Rows) -> Section:
@@ -119,25 +118,16 @@ def faster_than_sdpa(rows: Rows) -> Finding:
     return replace(found, verdict="beyond")
 
 
-def is_below(fit: Fit) -> bool | None:
-    """Whether an exponent is sub-quadratic, True, or quadratic, False; None where its margin leaves it open, or excludes both."""
-    low, high = fit.exponent - fit.margin, fit.exponent + fit.margin
-    if high < SUBQUADRATIC:
-        return True
-    return False if low >= SUBQUADRATIC and high >= 2 else None
-
-
 def exponents(rows: Rows) -> Finding:
     parts: list[str] = []
     found: dict[tuple[str, bool], bool | None] = {}
     for causal, mask in MASKS.items():
         fits = {method: fit for method in METHODS if (fit := fitted(of(rows, method, causal))) is not None}
-        said = [f"{NAMES[method]} n^{{{fit.exponent:.2f} ± {fit.margin:.2f}}}" for method, fit in fits.items()]
+        said = [f"{NAMES[method]} {fit}" for method, fit in fits.items()]
         parts += [f"{mask}: {listed(said)}"] if said else []
         found |= {(method, causal): is_below(fits[method]) for method in KNN if method in fits}
     below, above, unclear = ([case for case in found if found[case] is answer] for answer in (True, False, None))
-    text = f"Time against n (calls from {seconds(FIXED)} on, three lengths at least; 95% confidence): "
-    text += f"{'; '.join(parts) or 'nothing to fit'}."
+    text = growth("seconds", parts)
     if found:
         steps = listed([f"{last_step(ok(rows, *case)):.2f} for {named(*case)}" for case in found])
         text += f" Between the last two lengths the exponent is {steps}."
@@ -263,43 +253,6 @@ def error(row: Row) -> str:
     return f"<{percent(ROUNDING)}" if row["error"] < ROUNDING else percent(row["error"])
 
 
-def dtypes(rows: Rows) -> str:
-    return listed(sorted({row["dtype"] for row in rows}))
-
-
-def stops(rows: Rows) -> str:
-    """The limits that stopped something; rows of several runs may have had several."""
-    words = []
-    for status, unit in (("time", "s"), ("memory", "GB")):
-        limits = sorted({row["limit"] for row in rows if row["status"] == status})
-        words += [" or ".join(f"{limit:g}" for limit in limits) + f" {unit}"] if limits else []
-    return f"The limits here: {listed(words)} for a call." if words else "No limit was reached."
-
-
-def rounds(rows: Rows) -> str:
-    """How often calls were timed, and how much their times differ."""
-    found = [row for row in rows if row["status"] == "ok"]
-    spread = [row["slowest"] / row["fastest"] - 1 for row in found if row["rounds"] > 1]
-    if not spread:
-        return "Every call is timed once."
-    fewest, most = min(row["rounds"] for row in found), max(row["rounds"] for row in found)
-    often = f"{fewest} to {most} times, long ones less often" if fewest < most else f"{most} times"
-    return (
-        f"Calls are timed {often}, and the median is told; the slowest of them took {percent(middle(spread))} longer than the "
-        f"fastest in the middle, {percent(max(spread))} at most."
-    )
-
-
-def load(rows: Rows) -> str:
-    """How busy the machine was: with more to do than it has cores, times are too long."""
-    found = [row["load"] for row in rows if row["status"] == "ok"]
-    if not found:
-        return ""
-    return (
-        f"Load of the machine before a call, earlier calls included: {middle(found):.1f} in the middle, {max(found):.1f} at most."
-    )
-
-
 def table(rows: Rows, causal: bool) -> Table:
     body = []
     for n in sorted({row["n"] for row in rows}):
@@ -309,7 +262,7 @@ def table(rows: Rows, causal: bool) -> Table:
             if row["status"] == "ok":
                 line.append(f"{seconds(row['seconds'])}, {megabytes(row['megabytes'])}, {error(row)}")
             else:
-                line.append(f"out of {row['status']}" + ("" if row["tried"] else " (predicted)"))
+                line.append(stopped(row))
         body.append(line)
     marks = "; ".join(f"{its_name(mark)} {mark.seconds:,.0f} s at {mark.n:,}" for mark in MARKS)
     title = f"Time, peak memory beyond the inputs, mean error of a row over {UNIT}; {dtypes(rows)}, {MASKS[causal]}"

@@ -1,4 +1,4 @@
-"""`CellCache`: a cache for Transformers that keeps keys and values in cells."""
+"""`CellCache`: a cache for Transformers that keeps keys and values in cells, or in an index."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.store import CellStore, StepError, check_method
+from nearfield.cells.cache.steps import StepError
+from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
 from nearfield.hf.config import by_layer
+from nearfield.hf.register import registered_methods
 from nearfield.hf.stored import StoredKeys
+from nearfield.knn.store import IndexMethod, IndexStore, can_search
 from nearfield.problem import to_autocast_dtype
 
 try:
@@ -20,14 +23,19 @@ except ImportError as error:
     raise ImportError("nearfield.hf needs Transformers 5.5 or later: pip install 'nearfield[transformers]'") from error
 
 
+CacheMethod = Cells | IndexMethod
+"""What a layer of a cache attends by: `Cells`, `TopK`, `LazyGumbel`, or a method of your own like the last two."""
+
+
 class CellLayer(CacheLayerMixin):
-    """One layer of a `CellCache`: a `CellStore` with the interface of Transformers."""
+    """One layer of a `CellCache`: a `CellStore` or an `IndexStore` with the interface of Transformers."""
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, method: Cells | None = None, audit: bool = False, offload: bool = False) -> None:
-        self.store = CellStore(method, audit=audit, offload=offload)
+    def __init__(self, method: CacheMethod | None = None, audit: bool = False, offload: bool = False) -> None:
+        self._offload = offload
+        self.store: CellStore | IndexStore = _make_store(Cells() if method is None else method, audit, offload)
 
     # In Transformers the next three are attributes.
 
@@ -45,7 +53,7 @@ class CellLayer(CacheLayerMixin):
         return self.store.values
 
     def __repr__(self) -> str:
-        return f"CellLayer({self.store.length} keys, {self.store.closed} of them in {self.store.cells} cells per head)"
+        return f"CellLayer({self.store.summary})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.store.append(key_states[:, :, :0], value_states[:, :, :0])
@@ -73,7 +81,7 @@ class CellLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.store = CellStore(self.store.method, audit=self.store.audit, offload=self.store.offload)
+        self.store = _make_store(self.store.method, self.store.audit, self._offload)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the latest `-tokens_to_remove` tokens. A positive number says how many to keep, as in older versions."""
@@ -98,22 +106,36 @@ class CellLayer(CacheLayerMixin):
     prefetch = offload
 
 
+def _make_store(method: CacheMethod, audit: bool, offload: bool) -> CellStore | IndexStore:
+    """An empty store for this method; raises where there is none."""
+    if isinstance(method, Cells):
+        return CellStore(method, audit=audit, offload=offload)
+    if not can_search(method):
+        raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
+    if offload:
+        raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
+    return IndexStore(method, audit=audit)
+
+
 class CellCache(Cache):
     """A cache of keys and values that new tokens search, instead of reading all of it.
 
     It is for models whose attention nearfield has registered. The prompt attends by the registered method. Later tokens attend
     by the cache, one at a time, a few (assisted decoding) or many (chunked prefill): exactly to their own segment and the first
-    keys, and to earlier segments through cells, of which they open the best (`nearfield.cells.cache.CellStore`).
+    keys, and to earlier segments through cells, of which they open the best (`nearfield.cells.cache.CellStore`). Or, with `TopK`
+    or `LazyGumbel`, to what an index finds that grows with the keys (`nearfield.knn.store.IndexStore`).
 
     Args:
-        method: `Cells(...)`, as for `CellStore`. A mapping gives layers methods of their own: its keys are layer numbers, and
-            `"default"` for all other layers.
+        method: `Cells(...)`, as for `CellStore`; `TopK(...)` or `LazyGumbel(...)`, as for `IndexStore`. A mapping gives layers
+            methods of their own: its keys are layer numbers, and `"default"` for all other layers (`Cells()` if it is missing).
+            None: what is registered for the model of `config`, layer by layer, where that is `TopK` or `LazyGumbel`; else
+            `Cells()`.
         config: of the model. Layers that have a sliding window or another kind of state then get the cache that Transformers has
             for them, and new tokens attend to it exactly. Needed for models with such layers.
         audit: compare each step of each layer with exact attention over all stored keys; see `errors`. It may be switched on and
             off at any time.
         offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
-            step moves only the keys and values of the cells it opens, and the first ones.
+            step moves only the keys and values of the cells it opens, and the first ones. For `Cells` only.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -129,15 +151,15 @@ class CellCache(Cache):
 
     def __init__(
         self,
-        method: Cells | Mapping[int | str, Cells] | None = None,
+        method: CacheMethod | Mapping[int | str, CacheMethod] | None = None,
         *,
         config: Any = None,
         audit: bool = False,
         offload: bool = False,
     ) -> None:
-        self.methods: dict[int | str, Cells] = by_layer(method, Cells())
+        self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         for one in self.methods.values():
-            check_method(one)
+            _make_store(one, audit, offload)  # raises if it cannot be
         self._audit, self._offload = audit, offload
         kinds = DynamicCache(config=config).layers
         # Without a config, Transformers calls this for each layer when it first needs it.
@@ -167,7 +189,7 @@ class CellCache(Cache):
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of all cell layers, by what they are for."""
+        """Bytes of all layers with cells or an index, by what they are for."""
         total: dict[str, int] = {}
         for layer in self._cell_layers().values():
             for what, size in layer.store.nbytes.items():
@@ -176,3 +198,11 @@ class CellCache(Cache):
 
     def _cell_layers(self) -> dict[int, CellLayer]:
         return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CellLayer)}
+
+
+def _registered(config: Any) -> dict[int | str, CacheMethod] | None:
+    """The registered methods of a model, with `Cells()` in place of those that no store can attend by; None: there are none."""
+    if config is None:
+        return None
+    methods = registered_methods(getattr(config.get_text_config(decoder=True), "_attn_implementation", None) or "eager")
+    return None if methods is None else {layer: method if can_search(method) else Cells() for layer, method in methods.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,7 +16,10 @@ from nearfield.attention import attention
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
 from nearfield.hf.masks import LazyMask, Pattern
+from nearfield.knn.store import can_search
 from nearfield.problem import Method, is_traced, needs_grad
+
+_log = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.5
 """A method serves the last rows of a sequence if there are at least this many of them per key."""
@@ -35,6 +40,8 @@ class LayerCall:
     dropout: float = 0.0
     prefill: Method | None = None
     """what serves causal calls in place of `method`, where no gradient is wanted; None: `method`"""
+    has_window: bool = False
+    """whether the layer has a sliding window, in which rows attend exactly whatever their cache is"""
 
     @property
     def rows(self) -> int:
@@ -189,6 +196,8 @@ def _serve_tensor_mask(call: LayerCall, mask: Tensor, bias: Tensor | None) -> Te
         )
     if bias is None and call.rows > 1 and mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1:
         return call.by_method(False, mask[:, 0, 0])
+    if bias is None and mask.shape[1] == mask.shape[2] == 1:
+        _tell_if_searchable(call)
     given = TensorMask(mask if mask.dtype == torch.bool else mask.to(call.query.dtype))
     return exact(call, given if bias is None else BiasedMask(given, bias))
 
@@ -211,7 +220,23 @@ def _serve_lazy_mask(call: LayerCall, mask: LazyMask) -> Tensor:
         return call.by_method(True, mask.key_padding)
     if mask.is_causal and call.rows + mask.shift == mask.keys and _are_enough_rows(call):
         return _serve_last_rows(call, mask.key_padding)
+    _tell_if_searchable(call)
     return exact(call, mask)
+
+
+def _tell_if_searchable(call: LayerCall) -> None:
+    """Say so where rows that follow others are exact attention, although their method could search."""
+    if can_search(call.method) and call.rows < call.keys and not call.has_window and not is_traced():
+        tell_exact()
+
+
+@functools.cache
+def tell_exact() -> None:
+    """Say, once in a process, that single tokens are exact attention although the registered method looks at few keys."""
+    _log.warning(
+        "tokens after the prompt attend exactly, not by the registered TopK or LazyGumbel, because their cache has no index; to "
+        "decode by the method, pass past_key_values=hf.CellCache(config=model.config) to generate()"
+    )
 
 
 def _are_enough_rows(call: LayerCall) -> bool:

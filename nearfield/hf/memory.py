@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.cells.cache.state import CacheState
+from nearfield.cells.cache.store import CellStore, check_method
 from nearfield.cells.method import Cells
 from nearfield.crossover import dtype_name
 from nearfield.hf.cache import CellCache, CellLayer, DynamicCache
@@ -101,13 +102,14 @@ class Memory:
         text = _checked_text(tokens)
         _check_reader(model)
         method = Cells(probes=PROBES) if method is None else method
+        check_method(method)
         cache = CellCache(method, config=model.config)
         others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
         if others:
             raise ValueError(f"a memory needs full attention in all layers, but this model has a {others.pop()}")
         reading = plan_reading(model.config.get_text_config(), text.shape[1], method.sinks, positions, chunk)
         _read_text(model, text.to(model.device), cache, reading, progress)
-        states = [layer.store.state for layer in cache.layers if isinstance(layer, CellLayer) and layer.store.state]
+        states = [store.state for store in _stores(cache) if store.state]
         bounds, layers = torch.tensor(states[0].bounds), [_layer_tensors(state) for state in states]
         return Memory(Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, layers), model)
 
@@ -122,7 +124,9 @@ class Memory:
         cache = CellCache(self.method, audit=audit)
         for tensors in self._contents.layers:
             layer = CellLayer(self.method, audit)
-            layer.store.state = _restored({name: x.to(device) for name, x in tensors.items()}, self._contents.bounds, layer)
+            layer.store = CellStore(self.method, audit=audit)
+            moved = {name: x.to(device) for name, x in tensors.items()}
+            layer.store.state = _restored(moved, self._contents.bounds, layer.store)
             cache.layers.append(layer)
         return cache
 
@@ -250,9 +254,14 @@ def _read_text(model: Any, tokens: Tensor, cache: CellCache, reading: Reading, p
         if progress is not None:
             progress(min(own.stop, tokens.shape[1]))
     # Chunks that do not attend to each other are grouped into cells together, as one segment, when all of them are there.
-    for layer in cache.layers:
-        if isinstance(layer, CellLayer):
-            layer.store.close()
+    for store in _stores(cache):
+        store.close()
+
+
+def _stores(cache: CellCache) -> list[CellStore]:
+    """By layer; all have cells."""
+    layers = [layer.store for layer in cache.layers if isinstance(layer, CellLayer)]
+    return [store for store in layers if isinstance(store, CellStore)]
 
 
 def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, reading: Reading) -> None:
@@ -263,7 +272,7 @@ def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, readin
     before every chunk, because idle heads attend to the first tokens they read. Otherwise each chunk would bring such tokens of
     its own, and together they would outweigh everything else. They are stored once.
     """
-    stores = [layer.store for layer in cache.layers if isinstance(layer, CellLayer)]
+    stores = _stores(cache)
     sinks = stores[0].sizes.sinks
     shared = sinks if own.start else 0
     given = torch.cat([tokens[:, :shared], tokens[:, own]], 1)
@@ -287,11 +296,11 @@ def _layer_tensors(state: CacheState) -> dict[str, Tensor]:
     return {name: x.contiguous() for name, x in found.items()}
 
 
-def _restored(tensors: dict[str, Tensor], bounds: Tensor, layer: CellLayer) -> CacheState:
+def _restored(tensors: dict[str, Tensor], bounds: Tensor, store: CellStore) -> CacheState:
     """The state of a store that has read the text. Keys and values of closed segments stay where they are."""
     keys, values = tensors["keys"], tensors["values"]
     closed = tensors["order"].shape[2]
-    state = CacheState(keys, values, layer.store.sizes, layer.store.method.partition, memory_length=closed)
+    state = CacheState(keys, values, store.sizes, store.method.partition, memory_length=closed)
     state.keys.append(keys[:, :, closed:])
     state.values.append(values[:, :, closed:])
     state.order.append(tensors["order"])

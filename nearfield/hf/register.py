@@ -59,6 +59,10 @@ def register(
     time: single queries, sliding windows (only keys within reach are read), and all other masks. What a model asks for beyond
     masks, such as soft-capping or attention sinks, raises an error.
 
+    New tokens after a prompt attend by `TopK` or `LazyGumbel`, with an index that grows, if the cache is made for it:
+    `generate(..., past_key_values=hf.CellCache(config=model.config))`. With a cache of Transformers, also the one that `generate`
+    makes by itself, they attend exactly, whatever the method; with these two methods a line in the log says so, once.
+
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from nearfield import hf
@@ -96,8 +100,14 @@ def _interfaces() -> tuple[Any, Any]:
 
 def is_registered(name: str) -> bool:
     """Whether `register` has made this name known."""
+    return registered_methods(name) is not None
+
+
+def registered_methods(name: str) -> Mapping[int | str, Method] | None:
+    """The methods by layer that this name means; None: `register` has not made it known."""
     attentions, _ = _interfaces()
-    return isinstance(attentions().get(name), AttentionFunction)
+    function = attentions().get(name)
+    return function.methods if isinstance(function, AttentionFunction) else None
 
 
 def _check_name(name: object, attentions: Any) -> None:
@@ -149,7 +159,9 @@ class AttentionFunction:
         layer = self._layer(module)
         # Checkpointing may compute a training step once without gradients and once with them: both by the same method.
         prefill = self.prefill.get(layer) if query.shape[2] > 1 and not module.training else None
-        call = LayerCall(query, key, value, self.methods[layer], _scale(scaling, query.shape[-1]), dropout, prefill)
+        has_window = (options.get("sliding_window") or getattr(module, "sliding_window", None)) is not None
+        scale = _scale(scaling, query.shape[-1])
+        call = LayerCall(query, key, value, self.methods[layer], scale, dropout, prefill, has_window)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
         return output.transpose(1, 2).contiguous(), None

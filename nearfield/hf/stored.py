@@ -12,6 +12,7 @@ from nearfield import _compat
 from nearfield.cells.cache.store import CellStore
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.masks import LazyMask
+from nearfield.knn.store import IndexStore
 
 _ALLOWED = {
     getattr(Tensor, name).__get__
@@ -28,11 +29,11 @@ class StoredKeys(Tensor):
         latest: the keys (or values) that the layer has just appended, `[batch, heads, rows, dim]`.
     """
 
-    store: CellStore
+    store: CellStore | IndexStore
     latest: Tensor
 
     @staticmethod
-    def __new__(cls, store: CellStore, latest: Tensor) -> StoredKeys:
+    def __new__(cls, store: CellStore | IndexStore, latest: Tensor) -> StoredKeys:
         shape = (*latest.shape[:2], store.length, latest.shape[3])
         made: StoredKeys = _compat.wrapper_tensor(cls, shape, latest.dtype, latest.device)
         made.store, made.latest = store, latest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_fraction, check_positive
+from nearfield.checks import check_fraction, check_positive, general_mask_error
 from nearfield.chunks import row_blocks
 from nearfield.kernels.backends import full_precision
 from nearfield.kernels.reference import exact_logits
@@ -63,7 +63,8 @@ def needed_k(
     check_positive("tail", tail, optional=True, least=0)
     problem = check(query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if problem.has_general_mask:
-        raise ValueError("attn_mask must be a boolean key-padding mask, broadcastable from [batch, 1, 1, key_length]")
+        assert problem.attn_mask is not None
+        raise general_mask_error("needed_k", problem.attn_mask, "Leave out the keys that a row must not see.")
     rows = problem.rows
     drawn = default_k(None, key.shape[-2]) if tail is None else tail
     factor = tail_factor(eps, delta)

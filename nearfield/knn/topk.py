@@ -19,8 +19,10 @@ from nearfield.chunks import row_blocks
 from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
-from nearfield.kernels.reference import weighted_softmax
-from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores
+from nearfield.kernels.reference import exact_attention, weighted_softmax
+from nearfield.knn import fused
+from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores, row_table
+from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.own import build_index, check_built
 from nearfield.knn.index.tally import Tally
@@ -118,31 +120,26 @@ class TopK:
             raise ValueError(f"tail=0 leaves keys out and promises nothing; leave it out, or eps={self.eps!r} and delta")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
-        rows = problem.rows
-        promise = None if self.eps is None or self.delta is None else TailPromise(self.eps, self.delta, self.joint)
+        rows = problem.grouped
+        promise = self._promise()
         k, tail = self._sizes(rows, promise)
         if k == rows.length:
             check_built(self.index, rows.keys)
             exact = Exact().run(problem, call)
             promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})
+        sizes = fused.sizes_of(self.index, problem, call, rows, k, tail)
+        if sizes is not None:
+            assert isinstance(self.index, CellIndex)
+            return Outcome(problem.by_head(fused.attend(rows, problem.scale, self.index, sizes, k, tail, call.seeds)))
+        rows = problem.rows
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
         built = build_index(self.index, rows.keys)
         met = None
         if promise is not None and call.diagnostics:
             met = RowsMet(tail_factor(promise.eps, promise.entry_delta(rows.count, rows.values.shape[-1])))
-        planner = _Planner(
-            rows.detach(),
-            built,
-            k,
-            tail,
-            pair_dropout(problem.dropout_p, call.seeds),
-            call,
-            _gathers(backend),
-            Tally(built),
-            Tally(built),
-            met,
-        )
+        dropout = pair_dropout(problem.dropout_p, call.seeds)
+        planner = _Planner(rows.detach(), built, k, tail, dropout, call, _gathers(backend), Tally(built), Tally(built), met)
         output, lse, error = weighted_attention(
             rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and tail > 0
         )
@@ -165,6 +162,27 @@ class TopK:
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         return False
+
+    def _promise(self) -> TailPromise | None:
+        return None if self.eps is None or self.delta is None else TailPromise(self.eps, self.delta, self.joint)
+
+    def attend_rows(self, rows: Rows, built: BuiltIndex, k: int, call: Call) -> Tensor:
+        """Output `[batch, rows, value_dim]` of rows with `k` near keys each, by an index of their keys that is there already."""
+        most, tail = int(rows.visible.max()), self.tail or 0
+        promise = self._promise()
+        if promise is not None:
+            k, tail = self._sizes(rows, promise)
+        if k >= most:
+            output = rows.values.new_empty(*rows.visible.shape, rows.values.shape[2])
+            for block in row_blocks(rows.visible.shape, 4 * most * rows.queries.element_size(), rows.queries.is_cuda):
+                part = rows.at(block)
+                output[:, block], _ = exact_attention(part.queries, part.keys[:, :most], part.values[:, :most], part.visible)
+            return output
+        backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
+        planner = _Planner(rows, built, k, tail, None, call, _gathers(backend), Tally(built), Tally(built))
+        output, _, _ = weighted_attention(rows.queries, rows.keys, rows.values, planner, call.backend)
+        planner.searches.warn(built)
+        return output
 
 
 def _gathers(backend: str) -> bool:
@@ -255,17 +273,17 @@ class _WeightedAttention(torch.autograd.Function):
         output = values.new_empty(*queries.shape[:2], values.shape[2])
         lse = queries.new_empty(queries.shape[:2])
         error = queries.new_zeros(queries.shape[:2])
-        table = values.flatten(0, 1)
+        table, step = row_table(values)
         blocks = list(planner.blocks())
         kept: tuple[Tensor | None, ...] = ()
         for block in blocks:
             plan = planner.plan(block)
             weights, lse[:, block] = weighted_softmax(plan.logits, plan.log_weight)
             applied = weights if plan.keep is None else weights * plan.keep
-            rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, values.shape[1]))
+            rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, step))
             output[:, block] = rows.unflatten(0, weights.shape[:2])
             if stderr and plan.left_out is not None:
-                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table)
+                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table, step)
             parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
             if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
                 kept = parts
@@ -322,7 +340,7 @@ def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, T
     return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values)
 
 
-def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor) -> Tensor:
+def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor, step: int) -> Tensor:
     """Standard error of a row by the delta method, as a norm over the columns.
 
     With p_t the weights of the l drawn keys, the error is to first order the deviation of the mean of r_t = l p_t (v_t - output)
@@ -332,7 +350,7 @@ def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Ten
     drawn = plan.ids[..., plan.near :]
     share = weights[..., plan.near :]
     count = (drawn >= 0).sum(-1).to(share.dtype)
-    flat = flat_ids(drawn, table.shape[0] // drawn.shape[0])
+    flat = flat_ids(drawn, step)
     along = kernel.pair_scores(output.flatten(0, 1), table, flat).view(share.shape)
     square = table.square().sum(-1)[flat].view(share.shape) - 2 * along + output.square().sum(-1, keepdim=True)
     mean = kernel.pair_sums(share.flatten(0, 1), table, flat).view(output.shape) - share.sum(-1, keepdim=True) * output

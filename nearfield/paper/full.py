@@ -30,8 +30,11 @@ def cumulative_weights(rows: Rows, chosen: Tensor) -> Iterator[tuple[Tensor, Ten
         if bool((visible < rows.length).any()):
             logits.masked_fill_(torch.arange(rows.length, device=here.device) >= visible[..., None], -torch.inf)
         weights = logits.softmax(-1)
-        log_total = logits.amax(-1).double() - weights.amax(-1).double().log()
         # Sums in float64: those in float32 are measurably wrong from some 10^6 keys on.
-        total = weights.cumsum(-1, dtype=torch.float64).flatten(0, 1)
+        total = weights.double().cumsum_(-1)
+        # log Z = z_j - log P_j for any key j. The one where the sums pass 1/2 has a weight, and is found without looking at all.
+        half = torch.searchsorted(total, total[..., -1:] / 2)
+        log_total = (logits.gather(-1, half).double() - weights.gather(-1, half).double().log()).flatten()
         flat = (torch.arange(batch, device=here.device)[:, None] * count + here).flatten()
-        yield flat, total, log_total.flatten()
+        del logits, weights, half  # memory that the next block, or the draws, can use again
+        yield flat, total.flatten(0, 1), log_total

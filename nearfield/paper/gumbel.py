@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
 from nearfield.kernels import backends
-from nearfield.knn.index.base import Index
+from nearfield.knn.index.base import BuiltIndex, Index, row_table
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
 from nearfield.paper.budgets import budget
 from nearfield.paper.gradients import with_gradient
-from nearfield.paper.lazy import Sampler
+from nearfield.paper.sampler import Sampler
 from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
@@ -45,8 +45,8 @@ class LazyGumbel:
             their full softmax need none).
         always_lazy: draw lazily also where that costs more. Otherwise a row whose draws together would cost more than its full
             softmax is drawn from that, which is the same law (`info["dense_rows"]`), and where that can be expected of most
-            rows, the index is neither built nor asked. A row for which a single draw would look at a quarter of its keys is
-            drawn from its full softmax in any case.
+            rows, or an index is not built yet and too dear for so few, it is neither built nor asked. A row for which a single
+            draw would look at a quarter of its keys is drawn from its full softmax in any case.
         slack: c, your word that no key which the index leaves out has a logit (scale q.k) more than c above the smallest of
             its near keys (paper, approximate k-MIPS). The cutoff is then M - min_S z - c, draws are exact if that is true, and
             `info["certified_by"]` is `"slack"`. An index that bounds its keys by itself is believed instead (`"index"`), unless
@@ -90,15 +90,27 @@ class LazyGumbel:
         groups, size = self._sizes(rows)
         dropout = pair_dropout(problem.dropout_p, call.seeds)
         with torch.no_grad():
-            outcome = self._estimate(problem, rows.detach(), groups, size, call, dropout)
+            settings = self.k, groups * size, self.certify, self.slack, self.always_lazy, call.backend
+            sampler = Sampler.of(rows.detach(), self.index, *settings)
+            output, lse, stderr, info = self._estimate(sampler, groups, call, dropout)
+        outcome = Outcome(
+            problem.by_head(output), problem.by_head(lse), None if stderr is None else problem.by_head(stderr), info
+        )
         if call.gradient is not None or not torch.is_grad_enabled():
             return outcome
         own: Gradient = RandomWalk(index=self.index, k=self.k, slack=self.slack)
-        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds, dropout)
-        return replace(outcome, output=problem.by_head(output))
+        with_path = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds, dropout)
+        return replace(outcome, output=problem.by_head(with_path))
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         return False
+
+    @torch.no_grad()
+    def attend_rows(self, rows: Rows, built: BuiltIndex, k: int, call: Call) -> Tensor:
+        """Output `[batch, rows, value_dim]` of rows with `k` near keys each, by an index of their keys that is there already."""
+        groups, size = self._sizes(rows)
+        sampler = Sampler(rows, built, k, groups * size, self.certify, self.slack, self.always_lazy, call.backend)
+        return self._estimate(sampler, groups, call)[0]
 
     def _sizes(self, rows: Rows) -> tuple[int, int]:
         """How many groups, and how many draws in each."""
@@ -113,15 +125,18 @@ class LazyGumbel:
         groups -= 1 - groups % 2  # odd, so that the median is one of the means
         return groups, self.draws // groups
 
-    def _estimate(self, problem: Problem, rows: Rows, groups: int, size: int, call: Call, dropout: Dropout | None) -> Outcome:
+    def _estimate(
+        self, sampler: Sampler, groups: int, call: Call, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        """What an `Outcome` has, in the layout of the rows."""
+        rows, draws = sampler.rows, sampler.draws
         batch, count = rows.visible.shape
-        draws = groups * size
+        size = draws // groups
         output = rows.values.new_zeros(batch, count, rows.values.shape[-1])
         lse, stderr = (rows.queries.new_zeros(batch, count) for _ in range(2))
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
-        sampler = Sampler.of(rows, self.index, self.k, draws, self.certify, self.slack, self.always_lazy, call.backend)
         kernel = backends.pair_kernels(call.backend, rows.keys.device)
-        table = rows.values.flatten(0, 1)
+        table, step = row_table(rows.values)
         tally, searches = Tally(sampler.built), Tally(sampler.built)
         trusts, bounded_by, evaluated, dense, expected = False, None, 0, 0, 0.0
         for block, lazy, drawn in sampler.blocks(call.seeds):
@@ -135,18 +150,16 @@ class LazyGumbel:
                 searches.add(lazy.scored, part.visible.flatten())
             expected += float(lazy.expected_evaluations().sum())
 
-            place = drawn.place.view(-1, size)
-            weights = rows.values.new_full(place.shape, 1.0 / size)
+            place = drawn.ids + (lazy.seen // part.visible.shape[1] * step)[:, None]
+            weights = rows.values.new_full((place.numel() // size, size), 1.0 / size)
             if dropout is not None:
                 row = rows.numbers(block).flatten()[lazy.seen]
                 weights = weights * dropout.factors(row[:, None], drawn.ids, weights.dtype).view(weights.shape)
-            means = kernel.pair_sums(weights, table, place).view(len(lazy.seen), groups, -1)
+            means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(len(lazy.seen), groups, -1)
             output[:, block] = lazy.spread(means.median(1).values)
-            # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
-            log_total = math.log(max(1, draws - 1)) - (-drawn.peak).logsumexp(-1)
-            lse[:, block] = lazy.spread(log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
+            lse[:, block] = lazy.spread(drawn.log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and dropout is None:
-                stderr[:, block] = lazy.spread(_standard_error(table, drawn.place, means))
+                stderr[:, block] = lazy.spread(_standard_error(table, place, means))
         searches.warn(sampler.built)
         info = {
             **tally.info(),
@@ -160,9 +173,7 @@ class LazyGumbel:
             "dense_rows": dense,
             "backend": backend,
         }
-        return Outcome(
-            problem.by_head(output), problem.by_head(lse), None if dropout is not None else problem.by_head(stderr), info
-        )
+        return output, lse, None if dropout is not None else stderr, info
 
 
 def _standard_error(table: Tensor, place: Tensor, means: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ printed algorithm in three ways, and stays exact:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,13 +23,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
-from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, default_k
+from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Index, row_table
+from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.own import build_index, check_built
 from nearfield.paper.full import cumulative_weights
 from nearfield.problem import Rows
-from nearfield.sampling import Seeds, conditional_gumbel, gumbel, segmented_categorical, segmented_search, uniform
+from nearfield.sampling import conditional_gumbel, gumbel, segmented_categorical, segmented_search, uniform
 
 POINTS_AT_A_TIME = 1 << 18
 """About how many Poisson points are drawn together."""
@@ -36,14 +37,22 @@ POINTS_AT_A_TIME = 1 << 18
 GIVE_UP_SHARE = 0.25
 """A row whose bounds would make each draw look at more than this share of its keys is drawn from its full softmax instead."""
 
-POINT_COST, SEARCH_COST = 32.0, 0.9
-"""What a Poisson point and a key that an index scores cost, in units of a key of a row that is drawn from its full softmax."""
+POINT_COST, SEARCH_COST, SCAN_COST, BUILD_COST = 48.0, 16.0, 1.0, 512.0
+"""What it costs, in keys of a row that is drawn from its full softmax: a lazy draw, and every Poisson point of it; a key that an
+index scores, or scores where it scores them all; and a key that an index is built of, if it is not built yet."""
+
+BUILD_SHARE = 1 / 8
+"""An index is built if that costs at most this share of all full softmaxes: only then it shows whether its bounds are good."""
+
+MOST_SPENT = 0.5
+"""An index is searched where that, and what follows, is expected to cost at most this share of full softmaxes: the costs above
+are those of one machine, and vary with the number of keys by a factor of two."""
 
 PILOTS, PILOT_SHARE = 32, 1 / 16
 """At most so many rows of a batch entry, and that share of them, are searched to see whether it pays to search the others."""
 
-LEAST_KEYS = 1 << 21
-"""With fewer keys, those of all rows together, looking at them all is faster than asking an index."""
+LEAST_KEYS = 1 << 22
+"""With fewer keys, those of all rows together, it takes too long to find out whether it pays to ask an index."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +70,24 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class RowDraws(Draws):
-    """The same number of draws for every row that sees a key; all tensors but `distinct` are `[seen, draws]`."""
+class RowDraws:
+    """The same number of draws for every row that sees a key."""
 
-    place: Tensor
-    """where the key drawn is among the keys of all batch entries, laid end to end"""
+    ids: Tensor
+    """`[seen, draws]`: the keys drawn"""
+    log_total: Tensor
+    """`[seen]`: log Z, known for a row that is drawn from its full softmax, and estimated from the perturbed maxima of others"""
+    evaluated: Tensor
+    """`[seen]`: how many keys outside the near set its draws looked at, a key that several looked at counted for each"""
+    distinct: Tensor
+    """`[flat]`: how many different ones"""
+    start: Tensor
+    """`[seen]`: where the keys of its batch entry begin among those of all, laid end to end"""
+
+    @cached_property
+    def place(self) -> Tensor:
+        """Where the keys drawn are among the keys of all batch entries, `[seen, draws]`."""
+        return self.ids + self.start[:, None]
 
 
 @dataclass(frozen=True)
@@ -92,8 +114,14 @@ class LazyRows:
         """Flat numbers of the rows that see at least one key."""
         return self.rows.visible.reshape(-1).gt(0).nonzero()[:, 0]
 
+    def _of_seen(self, x: Tensor) -> Tensor:
+        """The entries of the `seen` rows; `x` itself where these are all."""
+        return x if len(self.seen) == len(x) else x[self.seen]
+
     def spread(self, x: Tensor) -> Tensor:
         """Values of the `seen` rows as `[batch, rows, ...]`, with zeros for the others."""
+        if len(x) == self.rows.visible.numel():
+            return x.unflatten(0, self.rows.visible.shape)
         full = x.new_zeros(self.rows.visible.numel(), *x.shape[1:])
         full[self.seen] = x
         return full.unflatten(0, self.rows.visible.shape)
@@ -140,7 +168,7 @@ class LazyRows:
         expected = total - near * of_near
         return expected.clamp(min=0).masked_fill(self.dense, 0.0)
 
-    def keys_scored(self, drawn: Draws) -> Tensor:
+    def keys_scored(self, drawn: Draws | RowDraws) -> Tensor:
         """How many of its keys a row has scored, by search or by draws, `[flat]`."""
         visible = self.rows.visible.flatten()
         searched = visible.clamp(max=self.near_ids.shape[1]) if self.scored is None else self.scored
@@ -153,24 +181,26 @@ class LazyRows:
 
     def draw_each(self, draws: int, generator: torch.Generator) -> RowDraws:
         """`draws` draws for every `seen` row."""
-        flat = len(self.dense)
-        ids, evaluated = torch.zeros(2, flat, draws, dtype=torch.long, device=self.dense.device)
-        peak = torch.zeros(flat, draws, dtype=torch.float64, device=self.dense.device)
+        flat, device = len(self.dense), self.dense.device
+        ids = torch.empty(flat, draws, dtype=torch.long, device=device)
+        evaluated = torch.zeros(flat, dtype=torch.long, device=device)
+        log_total = torch.zeros(flat, dtype=torch.float64, device=device)
         lazy = self.seen[self.dense[self.seen].logical_not()]
         drawn = self.draw(lazy.repeat_interleave(draws), generator)
-        for x, found in ((ids, drawn.ids), (peak, drawn.peak), (evaluated, drawn.evaluated)):
-            x[lazy] = found.view(-1, draws)
+        ids[lazy] = drawn.ids.view(-1, draws)
+        evaluated[lazy] = drawn.evaluated.view(-1, draws).sum(-1)
+        # exp(-peak) is exponential with rate Z, so (draws - 1) / sum exp(-peak) is an unbiased estimate of Z.
+        log_total[lazy] = math.log(max(1, draws - 1)) - (-drawn.peak.view(-1, draws)).logsumexp(-1)
         # All rows have as many draws: searched row by row, which is much faster than one long ladder.
-        for rows, total, log_total in cumulative_weights(self.rows, self.dense):
+        for rows, total, normaliser in cumulative_weights(self.rows, self.dense):
             keep = self.dense[rows]
             if not bool(keep.all()):
-                rows, total, log_total = rows[keep], total[keep], log_total[keep]
+                rows, total, normaliser = rows[keep], total[keep], normaliser[keep]
             point = uniform((len(rows), draws), generator).mul_(total[:, -1:])
-            ids[rows] = torch.searchsorted(total, point)
-            peak[rows] = gumbel((len(rows), draws), generator) + log_total[:, None]
+            ids.index_copy_(0, rows, torch.searchsorted(total, point))
+            log_total[rows] = normaliser
         start = self.seen // self.rows.visible.shape[1] * self.rows.length
-        ids, peak, evaluated = ids[self.seen], peak[self.seen], evaluated[self.seen]
-        return RowDraws(ids, peak, evaluated, drawn.distinct, ids + start[:, None])
+        return RowDraws(self._of_seen(ids), self._of_seen(log_total), self._of_seen(evaluated), drawn.distinct, start)
 
     def draw(self, segment: Tensor, generator: torch.Generator) -> Draws:
         """One draw for every entry of `segment`, flat row numbers in any order; rows must see at least one key."""
@@ -246,10 +276,10 @@ class LazyRows:
         return near[torch.searchsorted(near, pair).clamp(max=len(near) - 1)] != pair
 
     def _logits(self, row: Tensor, key: Tensor) -> Tensor:
-        queries, keys = self.rows.queries.flatten(0, 1), self.rows.keys
-        place = row // self.rows.queries.shape[1] * self.rows.length + key
-        kernel = backends.pair_kernels(self.backend, keys.device)
-        return kernel.pair_scores(queries[row], keys.flatten(0, 1), place[:, None])[:, 0].double()
+        queries, (table, step) = self.rows.queries.flatten(0, 1), row_table(self.rows.keys)
+        place = row // self.rows.queries.shape[1] * step + key
+        kernel = backends.pair_kernels(self.backend, table.device)
+        return kernel.pair_scores(queries[row], table, place[:, None])[:, 0].double()
 
     def _draw_densely(self, segment: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Keys and perturbed maxima drawn from the full softmax of their rows, of which each may have another number of draws."""
@@ -272,49 +302,6 @@ def _is_first(x: Tensor) -> Tensor:
     return first
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """The same number of draws from every row of a call, block by block: what `LazyGumbel` and `sample` share."""
-
-    rows: Rows
-    built: BuiltIndex | None
-    """None: all rows are drawn from their full softmax"""
-    k: int
-    draws: int
-    certify: bool
-    slack: float | None
-    always_lazy: bool
-    backend: str
-
-    @classmethod
-    def of(
-        cls,
-        rows: Rows,
-        index: Index,
-        k: int | None,
-        draws: int,
-        certify: bool,
-        slack: float | None,
-        always_lazy: bool,
-        backend: str,
-    ) -> Sampler:
-        """With the index built once, if that pays or if all draws have to be lazy."""
-        near = default_k(k, rows.length)
-        if always_lazy:
-            built: BuiltIndex | None = build_index(index, rows.keys)
-        else:
-            built = index_that_pays(rows, index, near, draws, certify, backend, slack)
-        return cls(rows, built, near, draws, certify, slack, always_lazy, backend)
-
-    def blocks(self, seeds: Seeds) -> Iterator[tuple[slice, LazyRows, RowDraws]]:
-        """Ranges of rows that fit into memory, prepared, with the draws of those that see a key."""
-        groups = 1 if self.built is None else self.built.groups
-        budgeted = 0 if self.always_lazy else self.draws
-        for block in row_blocks(self.rows.visible.shape, 40 * max(self.draws, self.k, groups)):
-            lazy = prepare(self.rows.at(block), self.built, self.k, self.certify, self.backend, budgeted, self.slack)
-            yield block, lazy, lazy.draw_each(self.draws, seeds.generator(block.start))
-
-
 def index_that_pays(
     rows: Rows,
     index: Index,
@@ -326,22 +313,28 @@ def index_that_pays(
 ) -> BuiltIndex | None:
     """The index of the keys of `rows`, of which each will be drawn from so many times; None if it does not pay to search.
 
-    It does not where there is little to do, and where most of the time would be spent on Poisson points: going by some rows,
-    to search and then to do what is cheaper has to cost less than to draw from full softmaxes.
+    First by what is known before anything is built: nothing is where there is little to do, where the draws alone cost more than
+    full softmaxes, and where the index would score every key, or take too long to build. Then by some rows: to search them and
+    to do what is cheaper has to cost less than half of full softmaxes.
     """
-    if int(rows.visible.sum()) < LEAST_KEYS:
+    total, length = int(rows.visible.sum()), rows.length
+    built_for_free = isinstance(index, BuiltIndex | ExactIndex)
+    building = 0.0 if built_for_free else BUILD_COST * length * len(rows.visible)
+    if total < LEAST_KEYS or POINT_COST * draws * rows.visible.numel() >= total or building > BUILD_SHARE * total:
         check_built(index, rows.keys)
         return None
     built = build_index(index, rows.keys)
+    if built.scans and SCAN_COST >= 1:
+        return None
     count = rows.visible.shape[1]
     most = max(1, min(PILOTS, int(count * PILOT_SHARE)))
     some = torch.arange(0, count, -(-count // most), device=rows.visible.device)
     chosen = replace(rows, queries=rows.queries[:, some], visible=rows.visible[:, some])
     pilots = _search(chosen, built, k, certify, backend, slack)
     dense = pilots.rows.visible.double().flatten()
-    search = dense if pilots.scored is None else pilots.scored
-    spent = SEARCH_COST * search + torch.minimum(_lazy_costs(pilots, draws), dense)
-    return built if float(spent.sum()) < float(dense.sum()) else None
+    search = SCAN_COST * dense if built.scans or pilots.scored is None else SEARCH_COST * pilots.scored
+    spent = search + torch.minimum(_lazy_costs(pilots, draws), dense)
+    return built if float(spent.sum()) < MOST_SPENT * float(dense.sum()) else None
 
 
 def prepare(
@@ -398,7 +391,7 @@ def _unsearched(rows: Rows, backend: str) -> LazyRows:
 def _lazy_costs(lazy: LazyRows, draws: float | Tensor) -> Tensor:
     """What so many draws cost once the rows are searched, `[flat]`, in keys of a full softmax."""
     per_point = torch.as_tensor(POINT_COST * draws, dtype=torch.float64, device=lazy.dense.device)
-    return lazy.points() * per_point.clamp(min=1 / GIVE_UP_SHARE)
+    return per_point + lazy.points() * per_point.clamp(min=1 / GIVE_UP_SHARE)
 
 
 def _printed_cutoffs(rows: Rows, logits: Tensor, ids: Tensor, slack: float) -> Cutoffs:

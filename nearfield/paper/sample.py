@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_index, check_not_negative, check_positive
+from nearfield.checks import check_index, check_not_negative, check_positive, general_mask_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Index
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.tally import Tally
-from nearfield.paper.lazy import Sampler
+from nearfield.paper.sampler import Sampler
 from nearfield.problem import Problem, check, isolate_non_finite
 from nearfield.results import Samples
 from nearfield.sampling import Seeds
@@ -54,7 +54,8 @@ def sample(
         certain (`certified`). Nothing has a gradient.
 
     Cost: the search, plus O(draws * (log k + E[m])) per row and one score for every key looked at, with E[m] <= n/k far keys per
-    draw, (n/k) e^slack with a slack. A row whose draws would cost more than its full softmax is drawn from that.
+    draw, (n/k) e^slack with a slack. A row whose draws would cost more than its full softmax is drawn from that; where
+    that is so for most rows, or an index is not built yet and too dear for so few, no index is built or asked.
 
     Example:
         >>> found = nearfield.sample(q, k, draws=5, is_causal=True)
@@ -72,10 +73,7 @@ def sample(
     problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if problem.has_general_mask:
         assert problem.attn_mask is not None
-        raise ValueError(
-            "attn_mask must be a boolean key-padding mask, broadcastable from [batch, 1, 1, key_length]; got "
-            f"{problem.attn_mask.dtype} of shape {tuple(problem.attn_mask.shape)}"
-        )
+        raise general_mask_error("sample", problem.attn_mask, "Leave out the keys that a row must not see.")
     backends.check_backend(backend, query.device)
     problem = isolate_non_finite(problem, check_finite)
     if problem.is_empty:
@@ -87,18 +85,20 @@ def sample(
 
 def _draw(problem: Problem, sampler: Sampler, seeds: Seeds) -> Samples:
     visible = sampler.rows.visible
-    ids = torch.full((*visible.shape, sampler.draws), PADDING, device=visible.device)
+    parts: list[Tensor] = []
     looked_at, dense, certified = torch.zeros_like(visible), visible > 0, visible >= 0
     searches = Tally(sampler.built)
     for block, lazy, drawn in sampler.blocks(seeds):
         seen = lazy.rows.visible > 0
-        ids[:, block] = lazy.spread(drawn.ids).masked_fill(seen.logical_not()[..., None], PADDING)
-        looked_at[:, block] = lazy.spread(drawn.evaluated.sum(-1))
+        found = lazy.spread(drawn.ids)
+        parts.append(found if bool(seen.all()) else found.masked_fill(seen.logical_not()[..., None], PADDING))
+        looked_at[:, block] = lazy.spread(drawn.evaluated)
         dense[:, block] = lazy.dense.view(seen.shape) & seen
         certified[:, block] = lazy.certified.view(seen.shape)
         if lazy.scored is not None:
             searches.add(lazy.scored, lazy.rows.visible.flatten())
     searches.warn(sampler.built)
+    ids = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if problem.key_padding is not None:
         # Keys that padding hides are gone from the rows; name the others as the caller does.
         named = problem.kept_keys.gather(1, ids.clamp(min=0).flatten(1)).view_as(ids)

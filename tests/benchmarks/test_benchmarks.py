@@ -56,6 +56,17 @@ def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., 
         assert word in shown
 
 
+def test_the_benchmark_of_a_decoding_step_runs(load: Callable[[str], Any]) -> None:
+    """With all keys near, or all cells opened, nothing is off; and a step costs time."""
+    found = load("bench_decode").measure(True)
+    assert [row["method"] for row in found["rows"]][:2] == ["exact", "Cells()"]
+    assert {row["n"] for row in found["rows"]} == {1024}
+    for row in found["rows"]:
+        assert row["step_ms"] > 0
+        assert row["mb"] >= 4
+        assert row["error"] < (1e-5 if row["method"] in ("exact", "Cells()") else 3)
+
+
 @pytest.mark.long
 def test_the_benchmark_of_lazy_draws_runs(run: Callable[..., str]) -> None:
     shown = run("bench_lazy", "--quick")

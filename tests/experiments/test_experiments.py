@@ -413,7 +413,7 @@ def test_an_experiment_of_the_cpu_is_not_run_as_if_on_a_gpu(
         main(["theory", "--device", "cuda", "--quick"])
     assert "theory does not run on cuda; leave --device out" in capsys.readouterr().err
     main(["all", "--device", "cuda", "--quick"])
-    assert ran == ["efficiency", "shakespeare", "gpt2-xl"]
+    assert ran == ["efficiency", "indices", "shakespeare", "gpt2-xl"]
     assert "not on cuda: error-vs-k, gradient-descent, theory" in capsys.readouterr().out
 
 

@@ -18,16 +18,19 @@ from scipy import stats
 
 import nearfield as nf
 from experiments import isolate, runner
+from experiments.devices import dtype_on
 from experiments.efficiency import EXPERIMENT, methods, plan, tell
 from experiments.efficiency.draw import draw, label
-from experiments.efficiency.methods import METHODS, NAMES, dtype_on, mean_error, output_megabytes, prepare
+from experiments.efficiency.methods import METHODS, NAMES, output_megabytes, prepare
 from experiments.efficiency.plan import LENGTHS, made_with, measured
-from experiments.efficiency.tell import compared, exponents, faster_than_naive, faster_than_sdpa, memory, million, stops
+from experiments.efficiency.tell import compared, exponents, faster_than_naive, faster_than_sdpa, memory, million
 from experiments.experiment import Row, Rows
 from experiments.growth import extrapolated, fitted
 from experiments.isolate import Rounds
+from experiments.row_errors import mean_error
 from experiments.settings import Settings
 from experiments.timing import hopeless, stale
+from experiments.timing_words import stops
 
 QUIET = Console(quiet=True)
 SIZES = (10_000, 20_000, 50_000, 100_000)

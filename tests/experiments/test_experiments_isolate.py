@@ -38,6 +38,21 @@ def test_a_call_is_measured_and_stopped_in_a_process_of_its_own() -> None:
     assert time.perf_counter() - began < 30.0  # more rounds are no more patience with the first
 
 
+def frees_before(pieces: int) -> tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]:
+    """A call that takes as many pieces of 64 kB as making its inputs has freed."""
+
+    def take() -> list[torch.Tensor]:
+        return [torch.ones(1 << 14) for _ in range(pieces)]
+
+    take()
+    return take, lambda held: {"count": len(held)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are those of Linux")
+def test_what_was_freed_before_a_call_counts_when_it_is_used_again() -> None:
+    assert 60 <= (isolate.here(frees_before, 1024).megabytes or 0) <= 80
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is limited on Linux only")
 def test_a_call_that_is_warmed_up_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "COMPILING", 0.5)

@@ -164,8 +164,8 @@ def test_methods_by_layer() -> None:
     assert [layer.store.method for layer in cache.layers] == [FEW, ALL]
     with pytest.raises(ValueError, match="got 'first'"):
         hf.CellCache({"first": ALL})
-    with pytest.raises(TypeError, match=r"attends by Cells\(...\)"):
-        hf.CellCache(nearfield.TopK(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"attends by Cells\(...\), TopK\(...\) or LazyGumbel\(...\), got Exact"):
+        hf.CellCache(nearfield.Exact())  # type: ignore[arg-type]
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def calls(built: BuiltIndex) -> Iterator[Any]:
     yield nf.TopK(1000, index=built)
 
 
-@pytest.mark.parametrize("least", [0, 1 << 21], ids=["asked", "not asked"])
+@pytest.mark.parametrize("least", [0, 1 << 22], ids=["asked", "not asked"])
 def test_other_keys_are_refused(kind: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by calls that turn out to need no index."""
     monkeypatch.setattr("nearfield.paper.lazy.LEAST_KEYS", least)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import seeded
+from index_contract import assert_same_state
 from torch import Tensor
 
 import nearfield as nf
@@ -71,8 +72,13 @@ def test_it_scores_fewer_keys_than_there_are_and_says_how_many() -> None:
 @pytest.mark.parametrize(("k", "size", "probes"), [(10, 16, 8), (1000, 512, None)])
 def test_cells_hold_several_times_the_keys_that_are_wanted(k: int, size: int, probes: int | None, causal: bool) -> None:
     sizes = CellIndex(cell_size=size, probes=probes).sizes(10**6, k, causal, True)
-    assert sizes.probes == (probes or math.ceil((8 if causal else 4) * k / size))
+    assert sizes.probes == (probes or math.ceil((8 if causal else 4.04) * k / size))
     assert (sizes.segment > 0) == causal
+
+
+def test_longer_sequences_take_fewer_times_the_keys() -> None:
+    over = [CellIndex(cell_size=1).sizes(length, 1000, False, True).probes / 1000 for length in (1000, 2**15, 2**20, 10**8)]
+    assert over == [8, 8, 4, 4]
 
 
 @pytest.mark.parametrize(("k", "kernels"), [(30, True), (400, False)])
@@ -84,6 +90,24 @@ def test_more_cells_than_the_kernels_can_open_are_opened_in_torch(k: int, kernel
     monkeypatch.setattr(built, "_by_kernels", lambda *x: asked.append(x[1]) or Found(query[..., :1], query[..., :1].long()))
     built.find(query, k)
     assert asked == ([k] if kernels else [])
+
+
+def test_kernels_are_not_asked_for_cells_that_take_keys_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would make all cells anew. Causal rows have spans of their own, which are made anew in any case."""
+    query, key = torch.randn(2, 1, 200, 8, generator=seeded(0)).unbind(0)
+    asked: list[int] = []
+    built = CellIndex(cell_size=8).build(key[:, :150])
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    empty = Found(query[..., :1], query[..., :1].long())
+    monkeypatch.setattr(type(built), "_by_kernels", lambda self, *x: asked.append(self.length) or empty)
+    built.find(query, 3)
+    grown, shrunk = built.add(key[:, 150:]), built.remove([3])
+    for index in (grown, grown.add(key[:, :1]), shrunk):
+        found = index.find(query, 3)
+        assert int(found.ids.max()) > 100
+    assert asked == [150]
+    grown.find(query, 3, 0)
+    assert asked == [150, 200]
 
 
 @pytest.mark.parametrize("name", ["cell_size", "probes", "segment", "iterations", "seed"])
@@ -142,6 +166,7 @@ def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, mo
         assert bool((scores[0, row][len(found) :] == -math.inf).all())
 
 
+@pytest.mark.long
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("offset", [None, 0])
@@ -150,19 +175,26 @@ def test_kernels_search_the_cells_of_a_file(
 ) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("safetensors")
-    from nearfield.knn.index import cells_triton
+    from nearfield.knn.index import cells, cells_triton
 
-    query, key = torch.randn(2, 2, 100, 16, generator=seeded(0)).to(DEVICE, dtype).unbind(0)
-    built = CellIndex(cell_size=8, probes=3, segment=32).build(key)
+    query, key = torch.randn(2, 2, 40, 16, generator=seeded(0)).to(DEVICE, dtype).unbind(0)
+    built = CellIndex(cell_size=4, probes=3, segment=8).build(key)
     monkeypatch.setattr(backends, "runs_triton", lambda device: True)
-    wanted = built.find(query[:, :40], 5, offset)
+    wanted = built.find(query[:, :20], 5, offset)
     built.save(tmp_path / "index")
-    assert {name.rpartition(".")[0] for name in built._state()} == {"kernels"}
+    state = built._state()
+    assert state.keys() == {"counts", "base.changed", "kernels.all" if offset is None else "kernels.causal"}
+    grown = built.add(key[:, :10])
+    assert grown._state().keys() == {"counts", "base.changed"}, "those cells were of fewer keys"
+    wanted_grown = grown.find(query[:, :20], 5, offset)
+    grown.save(tmp_path / "grown")
 
     def never(*_: Any) -> None:
         raise AssertionError("grouped again")
 
     monkeypatch.setattr(cells_triton, "cells_of", never)
-    loaded = nf.index.load(tmp_path / "index", device=DEVICE)
-    assert all(map(torch.equal, loaded.find(query[:, :40], 5, offset), wanted))
-    assert all(map(torch.equal, loaded._state().values(), built._state().values()))
+    monkeypatch.setattr(cells, "assign", never)
+    for name, true, found in (("index", state, wanted), ("grown", grown._state(), wanted_grown)):
+        loaded = nf.index.load(tmp_path / name, device=DEVICE)
+        assert all(map(torch.equal, loaded.find(query[:, :20], 5, offset), found))
+        assert_same_state(loaded._state(), true)

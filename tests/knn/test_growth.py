@@ -47,6 +47,7 @@ def test_added_keys(kind: str, more: int, small_rest: None) -> None:
     keys, queries = random(2, 300 + more, 8, seed=1), random(2, 40, 8, seed=2)
     built = build(kind, keys[:, :300])
     before = built.search(queries, 9, 280)
+    built.search(queries, 9)  # some indices learn no earlier than they have to
     grown = built.add(keys[:, 300:])
     assert grown.build(keys) is grown
     for offset in (None, 0, 270, 300 + more - 40):
@@ -76,6 +77,7 @@ def test_removed_keys(kind: str, gone: list[int], small_rest: None) -> None:
     keys, queries = random(2, 330, 8, seed=5), random(2, 40, 8, seed=6)
     for built in (build(kind, keys[:, :300]), build(kind, keys[:, :300]).add(keys[:, 300:310])):
         before = built.search(queries, 9, 250)
+        built.search(queries, 9)
         kept = torch.ones(built.length, dtype=torch.bool)
         kept[gone] = False
         left = built.remove(torch.tensor(gone, dtype=torch.int32))
@@ -146,22 +148,25 @@ def recall(built: BuiltIndex, queries: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", ["clustered", "gaussian"])
-@pytest.mark.parametrize("name", ["kmeans", "lsh", "faiss"])
+@pytest.mark.parametrize("name", ["kmeans", "cells", "lsh", "faiss"])
 def test_recall_of_a_grown_index(name: str, family: str) -> None:
     if name == "faiss":
         pytest.importorskip("faiss")
-    index: Any = {"kmeans": nf.KMeansIndex(), "lsh": nf.ConcentricLSH(), "faiss": nf.FaissIndex("IVF32,Flat", nprobe=8)}[name]
+    kinds = {"cells": nf.CellIndex(), "lsh": nf.ConcentricLSH(), "faiss": nf.FaissIndex("IVF32,Flat", nprobe=8)}
+    index: Any = kinds.get(name, nf.KMeansIndex())
     keys = (clustered(2048, 32, seed=40) if family == "clustered" else random(2048, 32, seed=41))[None]
     queries = keys[:, ::8] + 0.1 * random(1, 256, 32, seed=45)
     fresh = recall(index.build(keys), queries)
     for start in (400, 1400):
         grown = index.build(keys[:, :start])
         for first in range(start, 2048, 24):
+            grown.search(queries[:, :1], 1)
             grown = grown.add(keys[:, first : first + 24])
         assert grown.length == 2048
         assert recall(grown, queries) >= fresh - 0.01, f"a fresh index has {fresh}"
-    more = torch.cat([keys, random(1, 700, 32, seed=46)], 1)
-    assert recall(index.build(more).remove(range(2048, 2748)), queries) >= fresh - 0.015, f"a fresh index has {fresh}"
+    larger = index.build(torch.cat([keys, random(1, 700, 32, seed=46)], 1))
+    larger.search(queries[:, :1], 1)
+    assert recall(larger.remove(range(2048, 2748)), queries) >= fresh - 0.015, f"a fresh index has {fresh}"
 
 
 def work(length: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
@@ -209,6 +214,79 @@ def test_growth_costs_a_root_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     # Four times as many keys: eight times the products, and not sixteen.
     assert large[0] <= 10 * small[0]
     assert large[1] <= 10 * small[1]
+
+
+@pytest.mark.long
+def test_growth_of_cells_costs_a_root_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an index that is searched after every key, with cells of sqrt(n) keys: products with centroids, and keys listed."""
+    from nearfield.cells.partition import kmeans as partition
+    from nearfield.knn.index import cells
+
+    done = {"products": 0, "listed": 0}
+    nearest, tabulate = partition.nearest, cells.tabulate
+
+    def count_products(points: Tensor, centroids: Tensor, *more: Any) -> Any:
+        done["products"] += points.shape[1] * centroids.shape[-2]
+        return nearest(points, centroids, *more)
+
+    def count_listed(keys: Tensor, *more: Any) -> Any:
+        done["listed"] += len(keys)
+        return tabulate(keys, *more)
+
+    monkeypatch.setattr(partition, "nearest", count_products)
+    monkeypatch.setattr(cells, "nearest", count_products)
+    monkeypatch.setattr(cells, "tabulate", count_listed)
+    monkeypatch.setattr(prefixes, "LEAST_REST", 8)
+    found = []
+    for length, size in ((200, 14), (800, 28)):
+        done.update(products=0, listed=0)
+        keys = random(1, length, 2, seed=1)
+        built: BuiltIndex = nf.CellIndex(cell_size=size, probes=2, iterations=1).build(keys[:, :0])
+        for step in range(length):
+            built = built.add(keys[:, step : step + 1])
+            scored = built.find(keys[:, step : step + 1], 4).scored
+        assert scored is not None
+        assert int(scored) <= 8 * math.sqrt(length)
+        assert done["products"] <= 8 * length**1.5
+        assert done["listed"] <= 8 * length**1.5
+        found.append(dict(done))
+    # Four times as many keys: eight times the work, and not sixteen. (The last time it learned was longer ago for one of them.)
+    assert found[1]["products"] <= 13 * found[0]["products"]
+    assert found[1]["listed"] <= 13 * found[0]["listed"]
+
+
+@pytest.mark.parametrize("searched", [True, False])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_cells_that_are_made_late_are_those_of_their_keys(searched: bool, order: tuple[int, ...], small_rest: None) -> None:
+    """Cells are made when first asked for, and shared: an index that grew from another must not fill in those of the other."""
+    keys, queries = random(1, 120, 8, seed=47), random(1, 20, 8, seed=48)
+    built: BuiltIndex = nf.CellIndex(cell_size=8, probes=10**6).build(keys[:, :90])
+    if searched:
+        built.search(queries, 5)
+    indices = [built, built.add(keys[:, 90:92]), built.remove(range(60, 90)), built.add(keys[:, 90:])]
+    for index in (indices[i] for i in order):
+        assert torch.equal(index.search(queries, 5)[1], nf.ExactIndex().build(index.keys).search(queries, 5)[1])
+
+
+def test_cells_that_lost_keys_are_opened_in_larger_numbers() -> None:
+    """As many keys are scored as in an index that was built of what is left, not half of that."""
+    keys, queries = random(1, 400, 8, seed=49), random(1, 20, 8, seed=50)
+    index = nf.CellIndex(cell_size=10, probes=6)
+    built = index.build(keys)
+    built.search(queries, 5)
+    left = built.remove(range(0, 380, 2))
+    fresh = index.build(left.keys)
+    ours, theirs = (torch.as_tensor(x.find(queries, 5).scored).double().mean() for x in (left, fresh))
+    assert 0.8 * theirs < ours < 1.5 * theirs
+
+
+def test_few_keys_that_are_left_have_smaller_cells() -> None:
+    keys, queries = random(1, 2700, 8, seed=51), random(1, 20, 8, seed=52)
+    built = nf.CellIndex().build(keys)
+    built.search(queries, 5)
+    assert built._whole[0].cell_size == 8
+    left = built.remove(range(2000, 2700))
+    assert same(left, nf.CellIndex().build(keys[:, :2000]), queries, 5)
 
 
 def test_an_old_index_keeps_its_balls(small_rest: None) -> None:
@@ -317,3 +395,46 @@ def test_own_indices_grow() -> None:
 
 def test_every_kind_takes_part() -> None:
     assert {type(index) for index in KINDS.values()} >= set(nf.knn.index.BUILT_IN.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("length", [0, 40, 195, 200])
+def test_the_first_keys_of_an_index(kind: str, length: int, small_rest: None) -> None:
+    """Of one that has a rest, and of none: the keys stay where they are, and what is behind them is not written over."""
+    keys, queries = random(2, 260, 8, seed=31), random(2, 20, 8, seed=32)
+    for built in (build(kind, keys[:, :190]).add(keys[:, 190:200], take_in=False), build(kind, keys[:, :200])):
+        first = built.first(length)
+        assert first.build(keys[:, :length]) is first
+        assert not length or first.keys.data_ptr() == built.keys.data_ptr()
+        for offset in (None, 0, 150):
+            assert_contract(kind, first, queries, 5, offset)
+        other = first.add(-keys[:, :30])
+        assert_contract(kind, other, queries, 5, None)
+        assert built.build(keys[:, :200]) is built
+    with pytest.raises(ValueError, match="length must be at most 200, the number of keys, got 201"):
+        built.first(201)
+
+
+def test_reserved_room(kind: str) -> None:
+    keys, queries = random(2, 200, 8, seed=33), random(2, 20, 8, seed=34)
+    built = build(kind, keys[:, :100]).reserve(100)
+    assert built.reserve(100) is built
+    assert built.keys.untyped_storage().nbytes() == keys.nbytes
+    place = built.keys.data_ptr()
+    for step in range(100, 200, 25):
+        built = built.add(keys[:, step : step + 25])
+    assert built.keys.data_ptr() == place
+    assert built.build(keys) is built
+    assert_contract(kind, built, queries, 5, None)
+
+
+def test_what_is_not_taken_in_teaches_nothing(kind: str, small_rest: None) -> None:
+    """Rows that see no more than the first keys find what they found, and so do those that see some of the others."""
+    keys, queries = random(2, 200, 8, seed=35), random(2, 20, 8, seed=36)
+    other = keys.clone()
+    other[:, 160:] *= -3
+    base = build(kind, keys[:, :150])
+    one, two = (base.add(x[:, 150:], take_in=False) for x in (keys, other))
+    assert same(one, two, queries, 5, torch.full((1,), 155) - torch.arange(20))
+    assert same(one, base, queries, 5, torch.full((1,), 149) - torch.arange(20))
+    assert_contract(kind, one, queries, 5, None)
+    assert_contract(kind, one.add(keys[:, :0]), queries, 5, None)

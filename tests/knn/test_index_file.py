@@ -45,7 +45,8 @@ def test_names_in_a_file_never_change(kind: str, path: Path) -> None:
     if kind.startswith("faiss"):
         pytest.importorskip("faiss")
     built = build(kind, random(2, 150, 8, dtype=torch.bfloat16))
-    built.search(random(2, 150, 8, seed=9), 4, 0)
+    for offset in (None, 0):
+        built.search(random(2, 150, 8, seed=9), 4, offset)
     built.save(path)
     with safe_open(str(path), framework="pt") as file:
         names, about = set(file.keys()), file.metadata()
@@ -68,8 +69,9 @@ def test_names_in_a_file_never_change(kind: str, path: Path) -> None:
         names = {found for found in names if not found.startswith("learned.blocks.")}
         expected |= {"learned.counts"} | {f"learned.base.{lesson}" for lesson in lessons[name]}
     if name == "CellIndex":
-        parts = [f"learned.torch.causal.{entry}" for entry in range(2)]
+        parts = [f"learned.{part}.{entry}" for part in ("base", "spans") for entry in range(2)]
         expected |= {f"{part}.{lesson}" for part in parts for lesson in ("order", "starts", "centroid", "variance")}
+        expected |= {"learned.counts", "learned.base.changed", "learned.base.made"}
     assert names == expected
 
 
@@ -179,11 +181,18 @@ def test_crafted_headers(saved: Path, name: str, change: Any, message: str) -> N
         (nf.ConcentricLSH(leaf=10), "base.order", lambda x: x * 0),
         (nf.ConcentricLSH(leaf=10), "base.codes", lambda x: x.flip(-1)),
         (nf.ConcentricLSH(leaf=10), "base.widths", None),
-        (nf.CellIndex(segment=8, cell_size=2), "torch.causal.1.order", lambda x: x + 25),
-        (nf.CellIndex(segment=8, cell_size=2), "torch.causal.1.starts", lambda x: x + 1),
-        (nf.CellIndex(segment=8, cell_size=2), "torch.causal.1.starts", lambda x: x[:0]),
-        (nf.CellIndex(segment=8, cell_size=2), "torch.causal.1.starts", lambda x: x[[0, -1]]),
-        (nf.CellIndex(segment=8, cell_size=2), "torch.causal.0.centroid", lambda x: x[1:]),
+        (nf.CellIndex(segment=8, cell_size=2), "spans.1.order", lambda x: x + 25),
+        (nf.CellIndex(segment=8, cell_size=2), "spans.1.starts", lambda x: x + 1),
+        (nf.CellIndex(segment=8, cell_size=2), "spans.1.starts", lambda x: x[:0]),
+        (nf.CellIndex(segment=8, cell_size=2), "spans.1.starts", lambda x: x[[0, -1]]),
+        (nf.CellIndex(segment=8, cell_size=2), "spans.0.centroid", lambda x: x[1:]),
+        (nf.CellIndex(segment=8, cell_size=2), "base.0.order", lambda x: x * 0),
+        (nf.CellIndex(segment=8, cell_size=2), "base.1.starts", lambda x: x[:0]),
+        (nf.CellIndex(segment=8, cell_size=2), "base.1.starts", lambda x: x[[0, -1]]),
+        (nf.CellIndex(segment=8, cell_size=2), "base.1.variance", None),
+        (nf.CellIndex(segment=8, cell_size=2), "base.made", lambda x: -x),
+        (nf.CellIndex(segment=8, cell_size=2), "base.made", lambda x: x[:1]),
+        (nf.CellIndex(segment=8, cell_size=2), "base.changed", lambda x: x.long()),
         (nf.FaissIndex("Flat", leaf=10), "base.faiss-0", lambda x: x[:40]),
         (nf.FaissIndex("Flat", leaf=10), "blocks.0-20.faiss-1", "base.faiss-1"),
         (nf.FaissIndex("Flat", leaf=10), "base.faiss-1", None),
@@ -194,7 +203,8 @@ def test_crafted_tensors(recipe: Any, name: str, change: Any, path: Path) -> Non
     if isinstance(recipe, nf.FaissIndex):
         pytest.importorskip("faiss")
     built = recipe.build(random(2, 25, 4))
-    built.search(random(2, 25, 4), 2, 0)
+    for offset in (None, 0):
+        built.search(random(2, 25, 4), 2, offset)
     built.save(path)
 
     def alter(_: dict[str, str], tensors: dict[str, Tensor]) -> None:

@@ -45,8 +45,9 @@ def small_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def searched(built: BuiltIndex) -> BuiltIndex:
-    """With the blocks that causal rows need."""
-    built.search(random(2, 150, 8, seed=9), 4, 0)
+    """With what all rows need, and with the blocks of causal ones."""
+    for offset in (None, 0):
+        built.search(random(2, 150, 8, seed=9), 4, offset)
     return built
 
 
@@ -57,6 +58,13 @@ HISTORIES: dict[str, Callable[[BuiltIndex], BuiltIndex]] = {
     "taken in": lambda built: built.add(random(2, 60, 8, seed=4)),
     "shrunk": lambda built: searched(searched(built).add(random(2, 60, 8, seed=5)).remove(range(40, 90))),
     "shrunk with a rest": lambda built: built.add(random(2, 4, 8, seed=6)).remove([7, 130, 153]),
+    "reserved": lambda built: searched(built).reserve(30),
+    "with a rest that is not taken in": lambda built: searched(built).add(random(2, 60, 8, seed=7), take_in=False),
+    "cropped": lambda built: searched(searched(built).add(random(2, 60, 8, seed=8)).first(190)),
+    "grown, cropped and reserved": lambda built: (
+        searched(built).add(random(2, 60, 8, seed=10)).add(random(2, 4, 8, seed=11)).first(212).reserve(9)
+    ),
+    "without its rest": lambda built: searched(built).add(random(2, 4, 8, seed=12)).first(150),
 }
 
 
@@ -69,6 +77,14 @@ def test_every_kind_loads_the_same(every_kind: str, path: Path, small_rest: None
 def test_a_loaded_index_is_the_same(kind: str, history: str, path: Path, small_rest: None) -> None:
     built = HISTORIES[history](build(kind, random(2, 150, 8, seed=1)))
     assert_loads_the_same(kind, built, random(2, 20, 8, seed=2), 6, path)
+
+
+def test_ties(kind: str, path: Path, small_rest: None) -> None:
+    """Which of several keys with the same score is found, and in what order, depends on the parts that a search has."""
+    keys, more, queries = (torch.randint(-1, 2, (2, n, 4), generator=seeded(n)).float() for n in (150, 3, 20))
+    built = build(kind, keys)
+    for changed in (built.reserve(9), built.add(more).first(150), built.add(more)):
+        assert_loads_the_same(kind, changed, queries, 6, path)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])

@@ -102,7 +102,8 @@ def test_those_that_may_look_at_everything_do_not() -> None:
 
 
 def test_draws_that_look_at_everything_are_not_the_fault_of_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nearfield.paper.lazy.LEAST_KEYS", 0)
+    for cost, keys in (("LEAST_KEYS", 0), ("BUILD_COST", 0), ("SEARCH_COST", 1), ("POINT_COST", 32), ("MOST_SPENT", 1)):
+        monkeypatch.setattr(f"nearfield.paper.lazy.{cost}", keys)
     query, key, value = clustered()
     index = nf.KMeansIndex(probes=3)
     for draws in (1, 8, 30):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
+from nearfield.knn.index.base import BuiltIndex
 from nearfield.knn.index.own import build_index
 from nearfield.paper import lazy
 from nearfield.paper.lazy import index_that_pays, prepare
@@ -33,18 +35,60 @@ def test_many_draws_of_few_keys_look_at_each_key_once(length: int, eps: float) -
 
 
 def test_it_pays_to_search_for_few_draws_alone() -> None:
-    rows = rows_of("clustered", 16384, 160)
-    index = nf.KMeansIndex(probes=4)
+    rows = rows_of("clustered", 131072, 40)
+    index = nf.KMeansIndex(probes=4).build(rows.keys)
     assert int(rows.visible.sum()) >= lazy.LEAST_KEYS
-    flat = rows_of("gaussian", 16384, 160)
-    assert index_that_pays(flat, nf.ExactIndex(), 128, 1) is None, "an index that scores every key saves little"
-    assert index_that_pays(rows, index, 128, 1) is not None
-    assert index_that_pays(rows, index, 128, 4096) is None
-    assert index_that_pays(rows.at(slice(0, 100)), index, 128, 1) is None, "little to do"
+    assert index_that_pays(rows, nf.ExactIndex(), 363, 1) is None, "an index that scores every key saves nothing"
+    assert index_that_pays(rows, index, 363, 1) is index
+    assert index_that_pays(rows, index, 363, 60) is None, "by the points of its draws"
+    assert index_that_pays(rows.at(slice(0, 15)), index, 363, 1) is None, "little to do"
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A k-means index that notes what is done with it."""
+
+    seen: list[str]
+
+    def build(self, keys: Tensor) -> BuiltIndex:
+        self.seen.append("built")
+        return nf.KMeansIndex(probes=4).build(keys)
+
+
+@pytest.mark.parametrize(
+    ("length", "rows", "draws", "built"),
+    [(2048, 4200, 1, True), (2048, 3900, 1, False), (2048, 4200, 48, False), (1024, 1024, 1, False)],
+    ids=["many rows", "fewer rows", "many draws", "little to do"],
+)
+def test_what_cannot_pay_is_not_built(length: int, rows: int, draws: int, built: bool) -> None:
+    """Building costs as much as the full softmaxes of 512 rows, and may cost an eighth of all."""
+    query, key = torch.randn(1, rows, 8, generator=seeded(1)), torch.randn(1, length, 8, generator=seeded(2))
+    many = Rows(query, key, key, torch.full((1, rows), length))
+    index = Counting([])
+    index_that_pays(many, index, 32, draws)
+    assert index.seen == ["built"] * built
+
+
+def test_nothing_is_searched_where_an_index_scores_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "_search", None)
+    rows = rows_of("gaussian", 16384, 320)
+    assert index_that_pays(rows, nf.ExactIndex(), 128, 1) is None
+    assert index_that_pays(rows, nf.ExactIndex().build(rows.keys), 128, 1) is None
+
+
+def test_a_sample_of_few_rows_builds_nothing() -> None:
+    query, key, _ = make("clustered", 1, 1, 65536, 8, seed=0)
+    index = Counting([])
+    found = nf.sample(query[:, :, :80], key, 1, index, generator=seeded(0))
+    assert bool(found.dense.all())
+    assert not index.seen
+    nf.sample(query[:, :, :4], key[:, :, :500], 1, index, always_lazy=True, generator=seeded(0))
+    assert index.seen == ["built"]
 
 
 def test_few_rows_are_searched_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "LEAST_KEYS", 0)
+    for cost in ("LEAST_KEYS", "SCAN_COST"):
+        monkeypatch.setattr(lazy, cost, 0)
     searched: list[int] = []
     search = lazy._search
 
@@ -62,15 +106,26 @@ def test_few_rows_are_searched_to_decide(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_each_row_goes_the_cheaper_way() -> None:
     """Sharp rows look at few keys whatever the number of draws; flat ones at many."""
-    rows = rows_of("clustered", 4096, 8)
+    rows = rows_of("clustered", 16384, 8)
     scale = torch.tensor([8.0, 8.0, 8.0, 8.0, 0.01, 0.01, 0.01, 0.01])[:, None]
     rows = Rows(rows.queries * scale, rows.keys, rows.values, rows.visible)
     built = build_index(nf.ExactIndex(), rows.keys)
     for draws, expected in ((1, [False] * 8), (50, [False] * 4 + [True] * 4)):
-        assert prepare(rows, built, 64, draws=draws).dense.tolist() == expected
+        assert prepare(rows, built, 128, draws=draws).dense.tolist() == expected
     several = torch.tensor([1, 1, 1, 1, 1, 1, 50, 50])
-    assert prepare(rows, built, 64, draws=several).dense.tolist() == [False] * 6 + [True] * 2
-    assert prepare(rows, None, 64).dense.all()
+    assert prepare(rows, built, 128, draws=several).dense.tolist() == [False] * 6 + [True] * 2
+    assert prepare(rows, None, 128).dense.all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_the_normaliser_of_a_full_softmax_is_known(scale: float, is_causal: bool) -> None:
+    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=seeded(9)).unbind(0)
+    est = nf.estimate(q, k, v, is_causal=is_causal, scale=scale, method=nf.LazyGumbel(draws=4), generator=seeded(10))
+    assert est.info["dense_rows"] == 160
+    logits = (scale * q.double()) @ k.double().mT
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1) if is_causal else torch.zeros(40, 40, dtype=torch.bool)
+    torch.testing.assert_close(est.lse.double(), logits.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 def scored_pairs(rows: Rows, draws: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, int]], lazy.Draws, Tensor]:
@@ -131,10 +186,10 @@ def test_a_row_of_very_many_points_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rows_that_see_nothing_do_not_decide() -> None:
-    rows = rows_of("clustered", 16384, 160)
+    rows = rows_of("clustered", 131072, 40)
     visible = rows.visible.clone()
     visible[:, :3] = 0
     rows = Rows(rows.queries, rows.keys, rows.values, visible)
-    built = index_that_pays(rows, nf.KMeansIndex(probes=4), 128, 1)
+    built = index_that_pays(rows, nf.KMeansIndex(probes=4).build(rows.keys), 363, 1)
     assert built is not None
-    assert prepare(rows, built, 128, draws=1).points()[:3].tolist() == [0, 0, 0]
+    assert prepare(rows, built, 363, draws=1).points()[:3].tolist() == [0, 0, 0]

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from catalogue import cache, calibrate, cells, indices, methods, ready, theory, triton
+from catalogue import cache, calibrate, cells, indices, methods, ready, stores, theory, triton
 from catalogue.mutant import Mutant
 
-MUTANTS = (
-    methods.MUTANTS
-    + indices.MUTANTS
-    + cells.MUTANTS
-    + triton.MUTANTS
-    + ready.MUTANTS
-    + cache.MUTANTS
-    + calibrate.MUTANTS
-    + theory.MUTANTS
-)
+AREAS = (methods, indices, stores, cells, triton, ready, cache, calibrate, theory)
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -155,8 +155,36 @@ MUTANTS = (
     Mutant(
         "lazy Gumbel: an index that does not pay is asked",
         "index_that_pays",
-        "return built if float(spent.sum()) < float(dense.sum()) else None",
+        "return built if float(spent.sum()) < MOST_SPENT * float(dense.sum()) else None",
         "return built",
+        ("test_lazy_costs.py",),
+    ),
+    Mutant(
+        "lazy Gumbel: building an index costs nothing",
+        "index_that_pays",
+        "building > BUILD_SHARE * total",
+        "building < 0",
+        ("test_lazy_costs.py",),
+    ),
+    Mutant(
+        "lazy Gumbel: an index is built for draws that cost too much by themselves",
+        "index_that_pays",
+        "POINT_COST * draws * rows.visible.numel() >= total",
+        "draws < 0",
+        ("test_lazy_costs.py",),
+    ),
+    Mutant(
+        "lazy Gumbel: an index that scores every key is searched",
+        "index_that_pays",
+        "if built.scans and SCAN_COST >= 1:",
+        "if built.scans and SCAN_COST < 0:",
+        ("test_lazy_costs.py",),
+    ),
+    Mutant(
+        "the normaliser of a full softmax without the weight of its key",
+        "cumulative_weights",
+        "- weights.gather(-1, half).double().log()",
+        "- 0 * weights.gather(-1, half).double().log()",
         ("test_lazy_costs.py",),
     ),
     Mutant(

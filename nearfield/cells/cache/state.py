@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.cache.segments import CacheTables, close_segment, cross_of
+from nearfield.cells.cache.steps import hidden_mask
 from nearfield.cells.partition import Partition
 from nearfield.cells.sizes import CacheSizes
 
@@ -248,18 +249,8 @@ class CacheState:
         return self.keys.gather(place).to(dtype), self.values.gather(place).to(dtype)
 
     def hidden_mask(self, keys: slice, first: int, rows: int, group: int) -> Tensor | None:
-        """True where a row does not see a key: `[batch * heads or 1, group * rows, keys]`; None: all rows see all keys.
-
-        Rows are at the positions from `first` on, and the keys must be in the order in which they came.
-        """
-        hidden = None
-        if rows > 1:
-            own = torch.arange(first, first + rows, device=self.sinks.device)[:, None]
-            hidden = (torch.arange(keys.start, keys.stop, device=self.sinks.device) > own)[None]
-        if self.key_padding is not None:
-            padding = ~self.key_padding[:, keys].repeat_interleave(self.heads, 0)[:, None]
-            hidden = padding if hidden is None else padding | hidden
-        return None if hidden is None else hidden.repeat(1, group, 1)
+        """True where a row does not see a key; see `steps.hidden_mask`."""
+        return hidden_mask(self.key_padding, self.heads, keys, first, rows, group, self.sinks.device)
 
 
 def _unsorted(rows: Tensor, order: Tensor) -> Tensor:

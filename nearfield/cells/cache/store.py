@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.state import CacheState
+from nearfield.cells.cache.steps import (
+    StepError,
+    check_alike,
+    check_length,
+    check_new,
+    check_query,
+    checked_entries,
+    checked_padding,
+    step_error,
+)
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes, default_cache_probes
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.kernels import backends
-from nearfield.kernels.reference import rms_norm, weighted_softmax
 
 
 class CellStore:
@@ -79,6 +86,11 @@ class CellStore:
         return self.method.probes or default_cache_probes(self.closed, self.cells)
 
     @property
+    def summary(self) -> str:
+        """What it holds, in words."""
+        return f"{self.length} keys, {self.closed} of them in {self.cells} cells per head"
+
+    @property
     def keys(self) -> Tensor | None:
         """`[batch, heads, length, dim]` in the order in which they came: a copy, to look at."""
         return None if self.state is None else self.state.in_order(self.state.keys)
@@ -105,11 +117,11 @@ class CellStore:
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys and values `[batch, heads, new, dim]`; `counts` `[batch, new]` is False for padding."""
-        _check_new(key, value, counts)
+        check_new(key, value, counts)
         key, value = key.detach(), value.detach()
         if self.state is None:
             self.state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload)
-        _check_alike(self.state, key, value)
+        check_alike(key, value, self.state.keys.storage, self.state.values.storage)
         self.state.append(key, value, counts)
         if counts is not None:
             self.mark(self.state.key_padding)
@@ -126,23 +138,11 @@ class CellStore:
         This may not change for keys that a query has attended to.
         """
         state = self._require_state()
-        # A copy: the kernels need contiguous rows, and the caller may change the mask later.
-        counts = None if counts is None or bool(counts.all()) else counts.to(state.sinks.device, copy=True).contiguous()
-        if counts is not None and counts.shape != state.no_padding.shape:
-            raise ValueError(f"counts must be {tuple(state.no_padding.shape)}, got {tuple(counts.shape)}")
-        if counts is not None or state.key_padding is not None:
-            before, now = (state.no_padding if x is None else x for x in (state.key_padding, counts))
-            if not torch.equal(before[:, : state.settled], now[:, : state.settled]):
-                raise ValueError(
-                    "the mask hides keys that it showed before, or shows keys that it hid: a cell cache can serve padding, which "
-                    "does not change, but no sliding window; give CellCache the config of the model, or use DynamicCache"
-                )
-        state.settle_padding(counts)
+        state.settle_padding(checked_padding(counts, state.key_padding, state.no_padding, state.settled))
 
     def crop(self, length: int) -> None:
         """Keep the first `length` keys. Closed segments that reach into the window of the next key are opened again."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length must be between 0 and {self.length}, the number of stored keys, got {length}")
+        check_length(length, self.length)
         if self.state is not None:
             most_closed = self._most_closed(length)
             if max(bound for bound in self.state.bounds if bound <= most_closed) < self.state.memory_length:
@@ -151,12 +151,10 @@ class CellStore:
 
     def select(self, entries: Tensor) -> None:
         """Keep these batch entries, in this order; an entry may be taken several times."""
-        if self.state is None:
-            return
-        entries = torch.as_tensor(entries, device=self.state.sinks.device)
-        entries = entries.nonzero()[:, 0] if entries.dtype == torch.bool else entries
-        if not torch.equal(entries, torch.arange(len(self.state.sinks), device=entries.device)):
-            self.state.select(entries)
+        if self.state is not None:
+            chosen = checked_entries(entries, len(self.state.sinks), self.state.sinks.device)
+            if chosen is not None:
+                self.state.select(chosen)
 
     def repeat(self, times: int) -> None:
         """Repeat every batch entry, with its copies next to each other."""
@@ -185,7 +183,7 @@ class CellStore:
     def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
         """Attention of queries `[batch, heads, rows, dim]`, those of the latest `rows` keys. Each sees the keys up to its own."""
         state = self._require_state()
-        _check_query(state, query)
+        check_query(query, state.keys.storage, state.length)
         rows, first = query.shape[2], state.length - query.shape[2]
         state.settle_padding(state.key_padding)
         scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -212,7 +210,9 @@ class CellStore:
         state.offload_closed()
         if rows and self.audit:
             with torch.autocast(query.device.type, enabled=False):
-                self.errors.append(step_error(state, scaled_queries(query, state.heads, scale), output, first))
+                keys, values = (state.in_order(x) for x in (state.keys, state.values))
+                queries = scaled_queries(query, state.heads, scale)
+                self.errors.append(step_error(queries, keys, values, state.key_padding, output, first))
         return output
 
     def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
@@ -244,89 +244,11 @@ class CellStore:
 def check_method(method: object) -> None:
     """Raise unless this is `Cells(...)` without samples and without blocks of rows."""
     if not isinstance(method, Cells):
-        raise TypeError(f"a cell cache attends by Cells(...), got {method!r}")
+        raise TypeError(
+            f"a cell cache attends by Cells(...), got {method!r}; for TopK(...) and LazyGumbel(...) there are hf.CellCache and "
+            "nearfield.knn.store.IndexStore"
+        )
     if method.samples:
         raise ValueError(f"a cell cache draws no samples, got {method!r}; leave samples out")
     if method.share is not None and method.share > 1:
         raise ValueError(f"a cell cache opens cells for each query by itself, got {method!r}; leave share out")
-
-
-def _check_new(key: Tensor, value: Tensor, counts: Tensor | None) -> None:
-    if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"key and value must be [batch, heads, new, dim], alike up to dim, got {tuple(key.shape)} and {tuple(value.shape)}"
-        )
-    if not key.is_floating_point() or key.dtype != value.dtype or key.device != value.device:
-        raise TypeError(
-            f"key and value must have one floating dtype and device, got {key.dtype} on {key.device} and {value.dtype} on "
-            f"{value.device}"
-        )
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-        raise ValueError("a cell cache has no gradients: call the model under torch.no_grad(), or without a cache")
-    if counts is not None and (counts.dtype != torch.bool or counts.shape != (key.shape[0], key.shape[2])):
-        raise ValueError(
-            f"counts must be boolean and [{key.shape[0]}, {key.shape[2]}], got {counts.dtype} and {tuple(counts.shape)}"
-        )
-
-
-def _check_alike(state: CacheState, key: Tensor, value: Tensor) -> None:
-    for name, new, stored in (("key", key, state.keys.storage), ("value", value, state.values.storage)):
-        if new.dtype != stored.dtype or new.device != stored.device:
-            raise TypeError(f"{name} is {new.dtype} on {new.device}, but the store holds {stored.dtype} on {stored.device}")
-        if (*new.shape[:2], new.shape[3]) != (*stored.shape[:2], stored.shape[3]):
-            raise ValueError(
-                f"{name} must be [{stored.shape[0]}, {stored.shape[1]}, new, {stored.shape[3]}] like what is stored, got "
-                f"{tuple(new.shape)}"
-            )
-
-
-def _check_query(state: CacheState, query: Tensor) -> None:
-    batch, heads, _, dim = state.keys.storage.shape
-    if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != dim or query.shape[1] % heads:
-        raise ValueError(
-            f"query must be [{batch}, a multiple of {heads}, rows, {dim}] for the stored keys, got {tuple(query.shape)}"
-        )
-    if query.shape[2] > state.length:
-        raise ValueError(f"there are {query.shape[2]} queries for {state.length} keys; append the keys of the queries first")
-
-
-@dataclass(frozen=True)
-class StepError:
-    """How far the rows of one call of `attend` were from exact attention: `[batch, heads, rows]` each."""
-
-    first: int
-    """the position of the first row"""
-    relative: Tensor
-    """||estimate - exact|| / ||exact||"""
-    additive: Tensor
-    """||estimate - exact||, in units of the rms norm of the values"""
-
-    def __str__(self) -> str:
-        return (
-            f"rows from {self.first} on: relative error {float(self.relative.mean()):.3g} on average, at most "
-            f"{float(self.relative.max()):.3g}"
-        )
-
-
-def step_error(state: CacheState, queries: Tensor, output: Tensor, first: int) -> StepError:
-    """The error of `output` `[batch, query heads, rows, dim]` for `scaled_queries` of rows from position `first` on."""
-    batch, query_heads, rows, _ = output.shape
-    group = query_heads // state.heads
-    keys, values = (state.in_order(x).flatten(0, 1) for x in (state.keys, state.values))
-    hidden = state.hidden_mask(slice(0, state.length), first, rows, group)
-    exact = _exact_attention(queries, keys, values, hidden).view_as(output)
-    norm = rms_norm(values, None if state.key_padding is None else state.key_padding.repeat_interleave(state.heads, 0))
-    norm = norm.view(batch, state.heads, 1).repeat_interleave(group, 1)
-    off = (output.to(exact.dtype) - exact).norm(dim=-1)
-    return StepError(first, off / exact.norm(dim=-1).clamp(min=torch.finfo(off.dtype).tiny), off / norm)
-
-
-def _exact_attention(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
-    """Head by head, because there may be many keys."""
-    found = []
-    for head, query in enumerate(queries):
-        logits = query @ keys[head].to(query.dtype).T
-        if hidden is not None:
-            logits.masked_fill_(hidden[head if len(hidden) > 1 else 0], -torch.inf)
-        found.append(weighted_softmax(logits, None)[0] @ values[head].to(query.dtype))
-    return torch.stack(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -172,6 +173,15 @@ class BuiltIndex(ABC):
         flat = self._source.flatten(0, -3)
         self.keys = flat if keys.dtype == torch.float64 else flat.float()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BuiltIndex:
+        # The changes of a copy are counted anew.
+        self._check_unchanged()
+        made = copy.copy(self)
+        memo[id(self)] = made
+        made.__dict__ = {name: copy.deepcopy(x, memo) for name, x in self.__dict__.items()}
+        made._version = _compat.version_of(made._source)
+        return made
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of keys {tuple(self.keys.shape)}>"
 
@@ -212,11 +222,14 @@ class BuiltIndex(ABC):
             )
         return self
 
-    def add(self, keys: Tensor) -> BuiltIndex:
+    def add(self, keys: Tensor, *, take_in: bool = True) -> BuiltIndex:
         """An index that has these keys behind its own; this one stays as it is.
 
         Args:
             keys: `[batch, heads, more, dim]` or `[batch * heads, more, dim]`, of the same dtype and on the same device.
+            take_in: False: these keys are scored one by one, and nothing is learned from them before the next `add`. So rows that
+                see only some of them find the others as they are (`nearfield.knn.store` needs that). An index without a structure
+                of its own makes no difference.
 
         The new index has a copy of all keys, with free space behind them: to it, keys are added without copying, but for O(1)
         amortised a key. What else it costs depends on the index; see `nearfield.knn.index.prefixes`. An index without a structure
@@ -239,7 +252,29 @@ class BuiltIndex(ABC):
         room = self._room or Room(self.keys, 2 * (self.length + more.shape[1]))
         room, everything = room.append(self.length, more)
         with torch.no_grad(), full_precision(keys):
-            return self._like(self._with_added(everything), room)
+            return self._like(self._with_added(everything) if take_in else self._with_rest(everything), room)
+
+    def reserve(self, more: int) -> BuiltIndex:
+        """This index, with free space for so many more keys: `add` does not copy before they are there."""
+        check_positive("more", more, least=0)
+        self._check_unchanged()
+        if self._room is not None and self._room.has_space(self.length, more):
+            return self
+        room = Room(self.keys, self.length + more)
+        with torch.no_grad(), full_precision(self.keys):
+            return self._like(self._with_rest(room.table[:, : self.length]), room)
+
+    def first(self, length: int) -> BuiltIndex:
+        """An index of the first `length` keys, which are not copied; this one stays as it is.
+
+        Cost: O(1), if no more than the keys that were added last are gone; else what `remove` takes beyond copying.
+        """
+        check_positive("length", length, least=0)
+        if length > self.length:
+            raise ValueError(f"length must be at most {self.length}, the number of keys, got {length}")
+        self._check_unchanged()
+        with torch.no_grad(), full_precision(self.keys):
+            return self if length == self.length else self._like(self._with_first(self.keys[:, :length]), self._room)
 
     def remove(self, ids: Tensor | Sequence[int]) -> BuiltIndex:
         """An index without some of the keys, in all heads and batch entries; this one stays as it is.
@@ -331,9 +366,17 @@ class BuiltIndex(ABC):
         """An index of these keys, `[batch, all, dim]`, of which the first are those it has."""
         return self._anew(keys)
 
+    def _with_rest(self, keys: Tensor) -> BuiltIndex:
+        """The same, without learning from those it does not have."""
+        return self._with_added(keys)
+
     def _with_kept(self, keys: Tensor, kept: Tensor) -> BuiltIndex:
         """An index of these keys, which are those with the ids `kept`, ascending."""
         return self._anew(keys)
+
+    def _with_first(self, keys: Tensor) -> BuiltIndex:
+        """An index of these keys, which are the first of those it has."""
+        return self._with_kept(keys, torch.arange(keys.shape[1], device=keys.device))
 
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
         """The k visible keys of largest inner product, largest first.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nearfield.cells.far_field import moments, open_best
 from nearfield.cells.moments import CellTable, tabulate
-from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.partition.kmeans import KMeans, nearest
 from nearfield.cells.sizes import CellSizes, default_cell_size, default_segment, span_levels
 from nearfield.cells.spans import Spans, closed_keys
 from nearfield.cells.torch.head import assign
@@ -20,25 +21,25 @@ from nearfield.checks import check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
-from nearfield.knn.index.base import PADDING, BuiltIndex, CausalOffset, Found
+from nearfield.knn.index.base import PADDING, CausalOffset, Found
 from nearfield.knn.index.candidates import best_of_lists
 from nearfield.knn.index.file import Learned
+from nearfield.knn.index.prefixes import PrefixBuilt, restored
 
 if TYPE_CHECKING:
     from nearfield.knn.index.cells_triton import KernelCells
 
-OVER, OVER_CAUSAL = 4, 8
-"""A row opens cells with so many times as many keys as it wants. A causal row sees several spans, each with cells of its own for
-the same keys."""
+OVER, LEAST_OVER, SHORT = 8, 4, 32_768
+"""A row opens cells with `OVER` times as many keys as it wants. Without a mask this falls with the fifth root of the length, from
+`SHORT` keys on, to `LEAST_OVER`: an exchange of recall for time. A causal row sees several spans, each with cells of its own."""
 
 LEAST_PROBES = 8
 
 SCORES_PER_PASS = 1 << 21
 """Entries of one block of the (row, cell) score table in torch."""
 
-
 MASKS = {False: "all", True: "causal"}
-"""The rows for which cells are made, in a file: those that see all keys, and others."""
+"""The rows for which kernels make cells, in a file: those that see all keys, and others."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,17 @@ class CellIndex:
     A causal row sees the past as spans of closed segments, each with k-means cells made of its own keys alone, and the keys of
     its own segment one by one. So nothing it finds depends on a later key, and all rows share what is built: a search costs
     about as much with a mask as without. A row scores its cells as `Cells` does (q.mu_c + 3 sqrt(u_c)), then every key of those
-    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made; these
-    kernels were tested in Triton's interpreter and compiled, and have not been timed on a card.
+    it opens. Where the Triton kernels run, (row, cell) pairs are scored in tiles, and no table of all scores is made. There a
+    forward pass of `TopK` with this index reads half precision as it is and keeps nothing: docs/gpu.md has its time and memory.
 
-    It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed it is made anew.
+    It knows no bound on the keys that it leaves out, so `cutoffs` is None. With keys added or removed, rows that see all keys it
+    has learned from search cells that take keys in, as those of `KMeansIndex` do (`nearfield.knn.index.prefixes`), in torch on
+    any device. Spans for rows that see fewer are made anew, when such rows come.
 
     Args:
         cell_size: keys per cell; None: by the length, as `Cells`.
-        probes: cells that a row opens; None: as many as hold four times k keys (with a causal mask eight times), at least 8.
+        probes: cells that a row opens; None: as many as hold eight times k keys, at least 8 (without a mask fewer from
+            32,768 keys on: four times k at a million).
         segment: causal: keys per segment; None: by the length, as `Cells`.
         iterations: of k-means; None: those of `Cells`.
         seed: of k-means. The same seed gives the same index; the global generator is not used.
@@ -87,15 +91,19 @@ class CellIndex:
             return BuiltCells(keys, self)
 
     def _restored(self, keys: Tensor, learned: Learned) -> BuiltCells:
-        built = BuiltCells(keys, self)
-        built._restore(learned)
+        def made(some: Tensor, part: Learned) -> BuiltCells:
+            return BuiltCells(some, self, part)
+
+        built = restored(keys, learned, made, made)
+        assert isinstance(built, BuiltCells)
+        built._restore_spans(learned)
         return built
 
     def sizes(self, length: int, k: int, causal: bool, on_gpu: bool) -> CellSizes:
         """The sizes of a search for k of `length` keys."""
         size = self.cell_size or default_cell_size(length, causal, on_gpu)
         segment = (self.segment or default_segment(length, on_gpu)) if causal else 0
-        over = OVER_CAUSAL if causal else OVER
+        over = OVER if causal or length <= SHORT else max(LEAST_OVER, OVER * (SHORT / length) ** 0.2)
         probes = self.probes or max(LEAST_PROBES, math.ceil(over * k / size))
         levels = span_levels(length, segment) if causal else 1
         return CellSizes(
@@ -103,36 +111,54 @@ class CellIndex:
         )
 
 
-class BuiltCells(BuiltIndex):
+class BuiltCells(PrefixBuilt):
     """What is built for rows that see all keys, and for others, when it is first asked for."""
 
     advice = "Use a smaller k or fewer probes."
     kind = CellIndex
 
-    def __init__(self, keys: Tensor, recipe: CellIndex) -> None:
+    def __init__(self, keys: Tensor, recipe: CellIndex, learned: Learned | None = None) -> None:
         super().__init__(keys)
         self.recipe = recipe
-        self._in_torch: dict[bool, list[_EntryCells]] = {}
+        self._whole: list[_EntryCells] = []
+        """by batch entry, cells for rows that see everything; empty: not made yet. Shared by all copies with the same base."""
+        self._spans: list[_EntryCells] = []
+        """likewise for causal rows, of all keys"""
         self._by_triton: dict[bool, KernelCells] = {}
         self._cell_of: dict[bool, Tensor] = {}
         """the cells of keys as the kernels have made them, `[batch, levels, length]`"""
+        self._has_changed = False
+        """whether keys were added or removed: kernels can take none in"""
+        if learned is not None:
+            self._restore(learned)
 
     def _state(self) -> dict[str, Tensor]:
-        found = {f"kernels.{MASKS[causal]}": cell_of for causal, cell_of in self._cell_of.items()}
-        for causal, entries in self._in_torch.items():
-            for number, cells in enumerate(entries):
-                table = {name: getattr(cells.table, name) for name in ("order", "starts", "centroid", "variance")}
-                found |= {f"torch.{MASKS[causal]}.{number}.{name}": x for name, x in table.items()}
+        kernels = {f"kernels.{MASKS[causal]}": cell_of for causal, cell_of in self._cell_of.items()}
+        return super()._state() | kernels | {f"spans.{name}": x for name, x in _tables(self._spans).items()}
+
+    def _lessons(self) -> dict[str, Tensor]:
+        found = {"changed": torch.tensor(self._has_changed, device="cpu")} | _tables(self._whole)
+        if self._whole:
+            found["made"] = torch.tensor([self._whole[0].cell_size, self._whole[0].made_of], device="cpu")
         return found
 
     def _restore(self, learned: Learned) -> None:
+        self._has_changed = bool(learned.take("changed", (), torch.bool))
+        if "made" not in learned.names():
+            return
+        cell_size, made_of = learned.take("made", (2,), torch.int64).tolist()
+        learned.check("made", cell_size > 0 and made_of > 0)
+        sizes = replace(self.recipe, cell_size=cell_size).sizes(made_of, 1, False, False)
+        self._whole = [_EntryCells.restored(*x, sizes, made_of) for x in self._keys_and_parts(learned)]
+
+    def _restore_spans(self, learned: Learned) -> None:
         batch, length, _ = self.keys.shape
+        part = learned.part("spans")
+        if part.names():
+            sizes = self.recipe.sizes(length, 1, True, False)
+            self._spans = [_EntryCells.restored(*x, sizes, length) for x in self._keys_and_parts(part)]
+        part = learned.part("kernels")
         for causal, name in MASKS.items():
-            if name in learned.part("torch").names():
-                sizes, part = self.recipe.sizes(length, 1, causal, False), learned.part("torch").part(name)
-                parts = (part.part(str(number)) for number in range(batch))
-                self._in_torch[causal] = [_EntryCells.restored(*x, sizes) for x in zip(self.keys, parts, strict=True)]
-            part = learned.part("kernels")
             if name in part.names():
                 sizes = self.recipe.sizes(length, 1, causal, True)
                 cell_of = part.take(name, (batch, sizes.span_levels, length), torch.int32)
@@ -140,8 +166,30 @@ class BuiltCells(BuiltIndex):
                 part.check(name, bool(((cell_of >= -1) & (cell_of < cells)).all()))
                 self._cell_of[causal] = cell_of
 
+    def _keys_and_parts(self, learned: Learned) -> list[tuple[Tensor, Learned]]:
+        return [(keys, learned.part(str(entry))) for entry, keys in enumerate(self.keys)]
+
     def _anew(self, keys: Tensor) -> BuiltCells:
         return BuiltCells(keys, self.recipe)
+
+    def _over(self, keys: Tensor) -> BuiltCells:
+        other = super()._over(keys)
+        assert isinstance(other, BuiltCells)
+        other._spans, other._by_triton, other._cell_of, other._has_changed = [], {}, {}, True
+        return other
+
+    def _take_in(self, start: int) -> None:
+        self._whole = [cells.grown(keys, start) for cells, keys in self._cells_and_keys()]
+
+    def _leave_out(self, kept: Tensor) -> None:
+        self._whole = [cells.kept(keys, kept) for cells, keys in self._cells_and_keys()]
+        if self._whole and self._whole[0].cell_size > self.recipe.sizes(self.length, 1, False, False).cell_size:
+            # So few keys have smaller cells, which find more: these are made when asked for.
+            self._whole = []
+
+    def _cells_and_keys(self) -> list[tuple[_EntryCells, Tensor]]:
+        """By batch entry; none where no cells were made yet: they will be made of all keys."""
+        return list(zip(self._whole, self.keys, strict=True)) if self._whole else []
 
     def search(self, queries: Tensor, k: int, causal_offset: CausalOffset = None) -> tuple[Tensor, Tensor]:
         # The kernels leave them in the order of their cells.
@@ -161,18 +209,32 @@ class BuiltCells(BuiltIndex):
         if not (queries.shape[0] and queries.shape[1] and self.length):
             scores = torch.full((*queries.shape[:2], k), -torch.inf, dtype=self.keys.dtype, device=queries.device)
             return Found(scores, torch.full_like(scores, PADDING, dtype=torch.int64), visible)
-        causal = bool((visible < self.length).any())
+        causal = bool((visible < (self._base or self).length).any())
+        if self._base is not None and not causal:
+            # Those of the base by its cells, and the others one by one.
+            return super()._search(queries.to(self.keys.dtype), k, visible)
         near = min(k, self.length)
-        if backends.runs_triton(queries.device):
+        if (causal or not self._has_changed) and backends.runs_triton(queries.device):
             sizes = self.recipe.sizes(self.length, near, causal, True)
             if self._unsupported(sizes) is None:
                 return self._by_kernels(queries, k, visible, sizes)
-        sizes = self.recipe.sizes(self.length, near, causal, False)
-        if causal not in self._in_torch:
-            self._in_torch[causal] = [_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys]
-        made = zip(self._in_torch[causal], queries.to(self.keys.dtype), visible, strict=True)
-        found = [cells.find(rows, k, seen, sizes) for cells, rows, seen in made]
-        return Found(*(torch.stack(x) for x in zip(*found, strict=True)))
+        found = zip(*self._in_torch(queries.to(self.keys.dtype), k, visible, causal), strict=True)
+        return Found(*(torch.stack(x) for x in found))
+
+    def _search_all(self, queries: Tensor, k: int) -> Found:
+        return self._search(queries, k, self.visible(queries, None))
+
+    def _in_torch(self, queries: Tensor, k: int, visible: Tensor, causal: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        made = self._spans if causal else self._whole
+        near = min(k, self.length)
+        if not made:
+            sizes = self.recipe.sizes(self.length, near, causal, False)
+            made.extend([_EntryCells.of(keys, sizes, self.recipe) for keys in self.keys])
+        # The number of cells stays. With keys added they are larger, and with keys removed smaller: then more of them are opened.
+        sizes = replace(self.recipe, cell_size=made[0].cell_size).sizes(self.length, near, causal, False)
+        sizes = sizes._replace(probes=math.ceil(sizes.probes * max(1.0, made[0].made_of / self.length)))
+        for cells, keys, rows, seen in zip(made, self.keys, queries, visible, strict=True):
+            yield cells.find(keys, rows, k, seen, sizes)
 
     def _unsupported(self, sizes: CellSizes) -> str | None:
         """What the kernels cannot serve."""
@@ -196,7 +258,10 @@ class BuiltCells(BuiltIndex):
 class _EntryCells:
     """The cells of the keys of one batch entry, in torch."""
 
-    keys: Tensor
+    cell_size: int
+    """keys per cell, when these were made"""
+    made_of: int
+    """how many keys there were then"""
     table: CellTable
     spans: Spans
     order: Tensor
@@ -212,25 +277,36 @@ class _EntryCells:
         spans, edges = _spans(length, sizes)
         if not sizes.segment and len(edges) > 1:
             edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
+        return _EntryCells._listed(keys, cell_of, edges, spans, sizes.cell_size, length)
+
+    @staticmethod
+    def _listed(keys: Tensor, cell_of: Tensor, edges: list[int], spans: Spans, cell_size: int, made_of: int) -> _EntryCells:
         # No values are needed: a single column of zeros stands for them.
-        return _EntryCells._with(keys, tabulate(keys, keys.new_zeros(length, 1), cell_of, edges), spans)
+        table = tabulate(keys, keys.new_zeros(len(keys), 1), cell_of, edges)
+        return _EntryCells._with(keys, table, spans, cell_size, made_of)
 
     @staticmethod
-    def _with(keys: Tensor, table: CellTable, spans: Spans) -> _EntryCells:
+    def _with(keys: Tensor, table: CellTable, spans: Spans, cell_size: int, made_of: int) -> _EntryCells:
         order = torch.cat([table.order, torch.arange(len(keys), device=keys.device)])
-        return _EntryCells(keys, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
+        return _EntryCells(cell_size, made_of, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
 
     @staticmethod
-    def restored(keys: Tensor, learned: Learned, sizes: CellSizes) -> _EntryCells:
+    def restored(keys: Tensor, learned: Learned, sizes: CellSizes, made_of: int) -> _EntryCells:
+        """Those that had these `_tables`, of `made_of` keys with these `sizes` when they were made."""
         (length, dim), dtype = keys.shape, keys.dtype
-        spans, edges = _spans(length, sizes)
-        order, starts = (learned.take(name, (None,), torch.int64) for name in ("order", "starts"))
-        learned.check("order", bool(((order >= 0) & (order < length)).all()))
+        spans, edges = _spans(made_of, sizes)
+        if sizes.segment:
+            order = learned.take("order", (None,), torch.int64)
+            learned.check("order", bool(((order >= 0) & (order < length)).all()))
+        else:
+            # Every key has a cell, by which it is found when keys are added or removed.
+            order = learned.permutation("order", (length,), torch.int64)
+        starts = learned.take("starts", (None,), torch.int64)
         held = starts.diff()
         ends = (int(starts[0]), int(starts[-1])) if len(starts) else None
         learned.check("starts", ends == (0, len(order)) and bool((held >= 0).all()))
         cells = len(held)
-        if not sizes.segment and len(edges) > 1:
+        if not sizes.segment:
             edges[-1] = max(edges[-1], cells)
         learned.check("starts", cells == edges[-1])
         centroid, variance = (learned.take(name, (cells, dim), dtype) for name in ("centroid", "variance"))
@@ -247,13 +323,32 @@ class _EntryCells:
             spans=edges,
             cross=size.new_zeros(len(edges) - 1, 1, dim),
         )
-        return _EntryCells._with(keys, table, spans)
+        return _EntryCells._with(keys, table, spans, sizes.cell_size, made_of)
 
-    def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
-        """The best k keys of rows `[rows, dim]` that see the first `visible` `[rows]` keys."""
+    def _cell_of(self) -> Tensor:
+        """`[keys]`: the cell of each, where all are in a single span."""
+        return torch.empty_like(self.table.cell).scatter_(0, self.table.order, self.table.cell)
+
+    def grown(self, keys: Tensor, start: int) -> _EntryCells:
+        """Of these keys, of which those from `start` on are new. A new key goes to the nearest cell; one span. O(n dim)."""
+        # Differences of squares lose precision far from the origin, as in `lloyd`.
+        offset = self.table.centroid.mean(0, keepdim=True)[None]
+        joined, _ = nearest(keys[None, start:], self.table.centroid - offset, offset)
+        return self._with_cells(keys, torch.cat([self._cell_of(), joined[0]]))
+
+    def kept(self, keys: Tensor, kept: Tensor) -> _EntryCells:
+        """Of these keys, those with the ids `kept` so far; one span."""
+        return self._with_cells(keys, self._cell_of()[kept])
+
+    def _with_cells(self, keys: Tensor, cell_of: Tensor) -> _EntryCells:
+        return self._listed(keys, cell_of[None], self.table.spans, self.spans, self.cell_size, self.made_of)
+
+    def find(self, keys: Tensor, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> tuple[Tensor, Tensor, Tensor]:
+        """The best k of the keys of this entry for rows `[rows, dim]` that see the first `visible` `[rows]` of them."""
         device, rows = queries.device, len(queries)
         closed = closed_keys(visible, sizes)
-        opened = torch.full((rows, sizes.probes), -1, dtype=torch.int64, device=device)
+        probes = min(sizes.probes, self.table.cells)
+        opened = torch.full((rows, probes), -1, dtype=torch.int64, device=device)
         for edge in closed.unique().tolist():
             segments = edge // sizes.segment if sizes.segment else int(edge > 0)
             if not segments:
@@ -262,12 +357,18 @@ class _EntryCells:
             own = (closed == edge).nonzero()[:, 0]
             for _, part in row_chunks(1, len(own), len(seen), SCORES_PER_PASS):
                 some = own[part]
-                best = open_best(*moments(queries[some], seen), sizes.probes)
+                best = open_best(*moments(queries[some], seen), probes)
                 opened[some, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
         starts = torch.cat([self.table.starts[opened.clamp(min=0)], (len(self.table.order) + closed)[:, None]], 1)
         counts = torch.cat([self.sizes[opened], (visible - closed)[:, None]], 1)
         entry = torch.zeros(rows, dtype=torch.int64, device=device)
-        return best_of_lists(queries, self.keys[None], entry, self.order, starts, counts, k)
+        return best_of_lists(queries, keys[None], entry, self.order, starts, counts, k)
+
+
+def _tables(entries: Sequence[_EntryCells]) -> dict[str, Tensor]:
+    """What was learned from the keys of each batch entry."""
+    names = ("order", "starts", "centroid", "variance")
+    return {f"{number}.{name}": getattr(cells.table, name) for number, cells in enumerate(entries) for name in names}
 
 
 def _spans(length: int, sizes: CellSizes) -> tuple[Spans, list[int]]:

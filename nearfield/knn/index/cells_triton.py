@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +21,8 @@ from nearfield.cells.triton.moments import moments_of, tabulate
 from nearfield.cells.triton.near import block_at, group, position_of, unit_at
 from nearfield.cells.triton.route import route
 from nearfield.kernels import backends
-from nearfield.kernels.launch import Kernel, cdiv, dense, next_power_of_2, padded, precision
-from nearfield.knn.index.base import PADDING, Found
+from nearfield.kernels.launch import Kernel, cdiv, dense, next_power_of_2, padded, precision, strides
+from nearfield.knn.index.base import Found
 
 SCORES_BYTES = 1 << 29
 """What the scores of a part of the rows may take."""
@@ -28,11 +30,15 @@ SCORES_BYTES = 1 << 29
 ROWS, WARPS = 64, 4
 """Rows of a tile, and how many warps work at it."""
 
-MOST_SELECTED = 8192
+MOST_SELECTED = 16384
 """Scores that a program holds at a time."""
 
-STEPS = 32
-"""Halvings that tell any two float32 numbers apart."""
+MOST_HELD, FEW = 64, 8
+"""Scores that a thread holds at a time while they are counted, and while they are written down."""
+
+GUESSES, HALVINGS = 8, 40
+"""The k-th score of a row is bracketed by so many steps in proportion to how many scores lie on either side, then by halving the
+interval, and after so many steps in all by halving what numbers there are in it: 32 of these tell any two apart."""
 
 
 @partial(Kernel, do_not_specialize=("unit", "width"))
@@ -44,6 +50,7 @@ def _score_cells(
     pair,
     offset,
     scores,
+    places,
     unit,
     width,
     unit_rows,
@@ -60,7 +67,7 @@ def _score_cells(
     BD: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Inner products of up to BM rows of a unit with the keys of a cell that they have opened."""
+    """Inner products of up to BM rows of a unit with the keys of a cell that they have opened, and which keys these are."""
     begin, end, start_key, stop_key = block_at(blocks, tl.program_id(1))
     if begin >= end:
         return
@@ -81,8 +88,10 @@ def _score_cells(
         position = position_of(order, key_at, stop_key, BN)
         key = tl.load(keys + position[:, None] * key_row + column[None, :], mask=wide[None, :], other=0.0)
         found = tl.dot(query, tl.trans(key), input_precision=IP)
-        at = scores + place[:, None] + (member - start_key)[None, :]
-        tl.store(at, found, mask=there[:, None] & (member < stop_key)[None, :])
+        at = place[:, None] + (member - start_key)[None, :]
+        mask = there[:, None] & (member < stop_key)[None, :]
+        tl.store(scores + at, found, mask=mask)
+        tl.store(places + at, tl.broadcast_to(position.to(tl.int32)[None, :], [BM, BN]), mask=mask)
 
 
 @partial(Kernel, do_not_specialize=("unit", "width"))
@@ -93,6 +102,7 @@ def _score_own(
     closed,
     total,
     scores,
+    places,
     unit,
     width,
     unit_rows,
@@ -113,7 +123,8 @@ def _score_own(
     local = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     row = first_row + local
     there = (local < unit_rows) & (row < rows)
-    low = tl.load(closed + entry * rows + row, mask=there, other=2147483647)
+    # A tile without rows reads nothing; a first key near 2^31 would wrap around in a pipelined loop.
+    low = tl.load(closed + entry * rows + row, mask=there, other=1 << 30)
     high = tl.load(visible + entry * rows + row, mask=there, other=0)
     begin = tl.load(total + entry * rows + row, mask=there, other=0)
     column = tl.arange(0, BD)
@@ -129,6 +140,7 @@ def _score_own(
         seen = there[:, None] & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
         place = local[:, None] * width + begin[:, None] + position[None, :] - low[:, None]
         tl.store(scores + place, found, mask=seen)
+        tl.store(places + place, tl.broadcast_to(position.to(tl.int32)[None, :], [BM, BN]), mask=seen)
 
 
 @triton.jit
@@ -139,22 +151,29 @@ def ordered(score):
 
 
 @triton.jit
-def codes(scores, start, many, BW: tl.constexpr):
-    """Those of BW scores; the least there is beyond the end, which no score but a NaN has."""
-    at = start + tl.arange(0, BW)
+def number(code):
+    """The float32 whose `ordered` bits these are."""
+    return (code ^ ((code >> 31) & 2147483647)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes(scores, start, many, BT: tl.constexpr, BE: tl.constexpr):
+    """Those of BT * BE scores `[BT, BE]`, BE for each thread; the least there is beyond the end, which no score but a NaN has."""
+    at = start + tl.arange(0, BT)[:, None] + tl.arange(0, BE)[None, :] * BT
     score = tl.load(scores + at, mask=at < many, other=0.0)
     return tl.where(at < many, ordered(score), -2147483648)
+
+
+@triton.jit
+def total_of(numbers):
+    """The sum of all: first within threads, then across."""
+    return tl.sum(tl.sum(numbers, 1), 0)
 
 
 @partial(Kernel, do_not_specialize=("unit", "width"))
 def _select(
     scores,
-    order,
-    starts,
-    opened,
-    offset,
-    closed,
-    total,
+    places,
     count,
     best,
     ids,
@@ -163,68 +182,109 @@ def _select(
     unit_rows,
     units_per_entry,
     rows,
-    cells,
     k,
-    SLOTS: tl.constexpr,
-    STEPS: tl.constexpr,
+    GUESSES: tl.constexpr,
+    HALVINGS: tl.constexpr,
     ONE: tl.constexpr,
-    BW: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """The k largest scores of a row, and their keys, in the order in which they were scored; padding where there are fewer."""
+    """The k largest scores of a row, and their keys, in any order; padding where there are fewer.
+
+    Threads have columns of the scores for themselves, so that most of the counting is done without the others.
+    """
+    BW: tl.constexpr = BT * BE
     entry, first_row = unit_at(unit, units_per_entry, unit_rows)
     local = tl.program_id(0).to(tl.int64)
-    row = entry * rows + first_row + local
-    many = tl.load(count + row)
-    behind = tl.load(total + row)
-    own = tl.load(closed + row)
+    many = tl.load(count + entry * rows + first_row + local)
     scores += local * width
-    lane = tl.arange(0, BW)
-    # The largest number that k scores reach, by halving: all bits of it, so that it is the k-th score itself.
-    kept = codes(scores, 0, many, BW)
-    low = -2147483648
-    for step in range(STEPS):
-        # Half of the way up from `low`: 2^31 at first, which is one bit more than a positive number has.
-        middle = tl.where(step == 0, 0, low + (1 << (31 - tl.maximum(step, 1))))
-        reach = tl.sum((kept >= middle).to(tl.int32), 0)
-        if not ONE:
-            for start in range(BW, many, BW):
-                reach += tl.sum((codes(scores, start, many, BW) >= middle).to(tl.int32), 0)
-        low = tl.where(reach >= k, middle, low)
-    above = tl.sum((kept > low).to(tl.int32), 0)
+    places += local * width
+    best += local * k
+    ids += local * k
+    lane = tl.arange(0, BT)[:, None] + tl.arange(0, BE)[None, :] * BT
+    few = tl.arange(0, BT)[:, None] + tl.arange(0, FEW)[None, :] * BT
+    kept = codes(scores, 0, many, BT, BE)
+    least = tl.min(tl.min(tl.where(lane < many, kept, 2147483647), 1), 0)
+    most = tl.max(tl.max(kept, 1), 0)
     if not ONE:
         for start in range(BW, many, BW):
-            above += tl.sum((codes(scores, start, many, BW) > low).to(tl.int32), 0)
-    room = k - above
+            more = codes(scores, start, many, BT, BE)
+            least = tl.minimum(least, tl.min(tl.min(tl.where(start + lane < many, more, 2147483647), 1), 0))
+            most = tl.maximum(most, tl.max(tl.max(more, 1), 0))
+    # At least k scores reach `low`, fewer reach `high`; with k of them, or nothing in between, `low` is the bound.
+    low = least
+    high = most + 1
+    reach_low = many
+    reach_high = 0
+    step = 0
+    while (reach_low > k) & (low + 1 < high):
+        share = (reach_low - k).to(tl.float32) / (reach_low - reach_high).to(tl.float32)
+        share = tl.where(step < GUESSES, tl.minimum(tl.maximum(share, 0.02), 0.98), 0.5)
+        guess = ordered(number(low) * (1 - share) + number(high) * share)
+        guess = tl.where(step < HALVINGS, guess, (low >> 1) + (high >> 1) + (low & high & 1))
+        middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        reach = total_of((kept >= middle).to(tl.int32))
+        if not ONE:
+            for start in range(BW, many, BW):
+                reach += total_of((codes(scores, start, many, BT, BE) >= middle).to(tl.int32))
+        enough = reach >= k
+        low = tl.where(enough, middle, low)
+        reach_low = tl.where(enough, reach, reach_low)
+        high = tl.where(enough, high, middle)
+        reach_high = tl.where(enough, reach_high, reach)
+        step += 1
+    # Where more than k reach it there is nothing in between: those at it are all equal, and some of them are taken.
+    bound = tl.where(reach_low > k, high, low)
+    room = k - reach_high
     filled = 0
     level = 0
-    for start in range(0, many, BW):
-        at = start + lane
-        real = at < many
-        score = tl.load(scores + at, mask=real, other=0.0)
-        code = codes(scores, start, many, BW)
-        equal = real & (code == low)
-        # Of those that are equal to the k-th, the first ones.
-        rank = level + tl.cumsum(equal.to(tl.int32), 0)
-        taken = (real & (code > low)) | (equal & (rank <= room))
-        place = filled + tl.cumsum(taken.to(tl.int32), 0) - 1
-        member = tl.zeros([BW], tl.int32)
-        for slot in range(SLOTS):
-            cell = tl.load(opened + row * SLOTS + slot)
-            first = tl.load(offset + row * SLOTS + slot)
-            base = tl.load(starts + entry * cells + tl.maximum(cell, 0)) - first
-            member = tl.where((cell >= 0) & (at >= first), base + at, member)
-        inside = at < behind
-        key = tl.load(order + member, mask=taken & inside, other=0).to(tl.int32)
-        key = tl.where(inside, key, own + at - behind)
-        tl.store(best + row * k + place, score, mask=taken)
-        tl.store(ids + row * k + place, key.to(tl.int64), mask=taken)
-        filled += tl.sum(taken.to(tl.int32), 0)
-        level += tl.sum(equal.to(tl.int32), 0)
-    for start in range(0, k, BW):
-        at = start + lane
-        empty = (at >= filled) & (at < k)
-        tl.store(best + row * k + at, tl.full([BW], -float("inf"), tl.float32), mask=empty)
-        tl.store(ids + row * k + at, tl.full([BW], -1, tl.int64), mask=empty)
+    for start in range(0, many, BT * FEW):
+        at = start + few
+        score = tl.load(scores + at, mask=at < many, other=0.0)
+        code = ordered(score)
+        above = (at < many) & (code >= bound)
+        equal = (at < many) & (code >= low) & (code < bound)
+        # Both counts in one number: neither is above 2^15.
+        one = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        own = tl.sum(one, 1)
+        counted = (tl.cumsum(own, 0) - own)[:, None] + tl.cumsum(one, 1)
+        rank = level + (counted >> 16)
+        taken = above | (equal & (rank <= room))
+        place = filled + (counted & 65535) + tl.minimum(rank, room) - tl.minimum(level, room) - 1
+        key = tl.load(places + at, mask=taken, other=0)
+        tl.store(best + place, score, mask=taken)
+        tl.store(ids + place, key.to(ids.dtype.element_ty), mask=taken)
+        all_of_them = tl.sum(own, 0)
+        filled += (all_of_them & 65535) + tl.minimum(level + (all_of_them >> 16), room) - tl.minimum(level, room)
+        level += all_of_them >> 16
+    for start in range(filled, k, BT):
+        at = start + tl.arange(0, BT)
+        tl.store(best + at, tl.full([BT], -float("inf"), tl.float32), mask=at < k)
+        tl.store(ids + at, tl.full([BT], -1, ids.dtype.element_ty), mask=at < k)
+
+
+class Candidates(NamedTuple):
+    """Which keys the rows of a call score."""
+
+    opened: Tensor
+    """`[entries, rows, probes]`, int32: cells; -1: none"""
+    offset: Tensor
+    """`[entries, rows, probes]`, int32: how many keys a row scores before those of this cell"""
+    closed: Tensor
+    """`[entries, rows]`, int32, as those below: a row's own keys begin here"""
+    visible: Tensor
+    total: Tensor
+    """keys of opened cells"""
+    scored: Tensor
+    """all keys that are scored"""
+    units: Units
+    scores: Tensor
+    """`[rows of a unit, most keys]`"""
+    places: Tensor
+    """`[rows of a unit, most keys]`, int32: which keys these are"""
+    average: float
+    """keys that a row scores"""
 
 
 class KernelCells:
@@ -255,113 +315,106 @@ class KernelCells:
         """The best k keys of queries `[entries, rows, dim]`; row r sees the first `visible[., r]` keys."""
         queries = dense(queries.to(self.keys.dtype))
         entries, rows, _ = queries.shape
-        device = queries.device
-        best = torch.empty(entries, rows, k, dtype=torch.float32, device=device)
-        ids = torch.full((entries, rows, k), PADDING, dtype=torch.int64, device=device)
-        cells, slots = self.tables.cells, sizes.probes
-        opened = torch.full((entries, rows, slots), -1, dtype=torch.int32, device=device)
-        with backends.device_guard(device):
-            if cells:
-                route(queries, as_read(visible), self.tables, self.layout, sizes, 1.0, opened)
-            closed = closed_keys(visible, sizes)
-            numbers = opened.clamp(min=0) + torch.arange(entries, device=device)[:, None, None] * cells
-            starts = self.tables.starts
-            held = (starts[numbers + 1] - starts[numbers]).masked_fill_(opened < 0, 0) if cells else torch.zeros_like(opened)
-            total = held.sum(-1)
-            count = total + visible - closed
-            tensors = {
-                "offset": (held.cumsum(-1) - held).int(),
-                "closed": closed.int().contiguous(),
-                "visible": visible.int().contiguous(),
-                "total": total.int(),
-                "count": count.int(),
-            }
-            width = int(count.max())
-            size = min(rows, max(ROWS, SCORES_BYTES // (4 * max(1, width)) // ROWS * ROWS))
-            units = Units(entries, rows, size, 1)
-            scores = torch.empty(size, max(1, width), dtype=torch.float32, device=device)
-            for unit in range(units.total):
-                self._part(queries, sizes, opened, units, unit, scores, tensors, best, ids)
-        return Found(best, ids, count)
+        best = torch.empty(entries, rows, k, dtype=torch.float32, device=queries.device)
+        ids = torch.empty(entries, rows, k, dtype=torch.int64, device=queries.device)
+        with backends.device_guard(queries.device):
+            candidates = self.candidates(queries, visible, sizes)
+            for unit in range(candidates.units.total):
+                entry, part = candidates.units.slices(slice(unit, unit + 1))
+                self.search(queries, sizes, candidates, unit, best[entry.start, part], ids[entry.start, part])
+        return Found(best, ids, candidates.scored.long())
 
-    def _part(
-        self,
-        queries: Tensor,
-        sizes: CellSizes,
-        opened: Tensor,
-        units: Units,
-        unit: int,
-        scores: Tensor,
-        tensors: dict[str, Tensor],
-        best: Tensor,
-        ids: Tensor,
-    ) -> None:
-        """The rows of one unit: all their scores, and the best of them."""
-        cells, slots, dim = self.tables.cells, sizes.probes, queries.shape[2]
-        width, k = scores.shape[1], best.shape[2]
+    def candidates(self, queries: Tensor, visible: Tensor, sizes: CellSizes) -> Candidates:
+        """The cells that rows open, and room for the scores of a part of the rows."""
+        entries, rows, _ = queries.shape
+        device, cells = queries.device, self.tables.cells
+        opened = torch.full((entries, rows, sizes.probes), -1, dtype=torch.int32, device=device)
+        held = torch.zeros_like(opened)
+        if cells:
+            route(queries, as_read(visible), self.tables, self.layout, sizes, 1.0, opened)
+            starts = self.tables.starts
+            first = torch.arange(0, entries * cells, cells, dtype=torch.int32, device=device)
+            numbers = opened.clamp(min=0) + first[:, None, None]
+            held = starts.diff().int()[numbers].masked_fill_(opened < 0, 0)
+        closed = closed_keys(visible, sizes)
+        total = held.sum(-1)
+        count = total + visible - closed
+        width, everything = torch.stack([count.max(), count.sum()]).tolist()
+        width = max(1, width)
+        size = min(rows, max(ROWS, SCORES_BYTES // (8 * width) // ROWS * ROWS))
+        return Candidates(
+            opened,
+            held.cumsum(-1, dtype=torch.int32) - held,
+            closed.int().contiguous(),
+            visible.int().contiguous(),
+            total.int(),
+            count.int(),
+            Units(entries, rows, size, 1),
+            torch.empty(size, width, dtype=torch.float32, device=device),
+            torch.empty(size, width, dtype=torch.int32, device=device),
+            everything / count.numel(),
+        )
+
+    def search(self, queries: Tensor, sizes: CellSizes, candidates: Candidates, unit: int, best: Tensor, ids: Tensor) -> None:
+        """The best of what the rows of one unit score, and their ids, into `[rows of the unit, k]`."""
+        slots, dim, units = sizes.probes, queries.shape[2], candidates.units
+        width, (count, k) = candidates.scores.shape[1], best.shape
+        found = {"scores": candidates.scores, "places": candidates.places}
         where = {"unit": unit, "width": width, "unit_rows": units.size, "units_per_entry": units.per_entry}
-        strides = {
-            "query_entry": queries.stride(0),
-            "query_row": queries.stride(1),
-            "key_entry": self.keys.stride(0),
-            "key_row": self.keys.stride(1),
-        }
+        across = strides(query=queries, key=self.keys)
         # Float32 takes twice the room, and three products in place of one.
         wide = queries.dtype == torch.float32
         tile = {"BM": ROWS, "BN": 32 if wide else 64, "BD": padded(dim), "IP": precision(queries.dtype)}
         options = {"num_warps": WARPS, "num_stages": 1 if wide else 3}
-        if cells:
-            groups = group(opened, self.tables.starts, cells, units, slice(unit, unit + 1), ROWS)
+        if self.tables.cells:
+            groups = group(candidates.opened, self.tables.starts, self.tables.cells, units, slice(unit, unit + 1), ROWS)
             _score_cells[(groups.blocks.shape[1], 1)](
                 queries=queries,
                 keys=self.keys,
                 order=self.tables.order,
                 blocks=groups.blocks,
                 pair=groups.pair,
-                offset=tensors["offset"],
-                scores=scores,
+                offset=candidates.offset,
+                **found,
                 **where,
                 dim=dim,
-                **strides,
+                **across,
                 rows=units.rows,
                 SLOTS=slots,
                 **tile,
                 **options,
             )
         if sizes.segment:
-            _score_own[(cdiv(units.size, ROWS),)](
+            _score_own[(cdiv(count, ROWS),)](
                 queries=queries,
                 keys=self.keys,
-                visible=tensors["visible"],
-                closed=tensors["closed"],
-                total=tensors["total"],
-                scores=scores,
+                visible=candidates.visible,
+                closed=candidates.closed,
+                total=candidates.total,
+                **found,
                 **where,
                 dim=dim,
-                **strides,
+                **across,
                 rows=units.rows,
                 **tile,
                 **options,
             )
-        first = unit % units.per_entry * units.size
-        _select[(min(units.size, units.rows - first),)](
-            scores=scores,
-            order=self.tables.order,
-            starts=self.tables.starts,
-            opened=opened,
-            offset=tensors["offset"],
-            closed=tensors["closed"],
-            total=tensors["total"],
-            count=tensors["count"],
+        # Most rows are held whole; of longer ones the rest is read again at each step.
+        held = max(32, min(MOST_SELECTED, next_power_of_2(math.ceil(candidates.average))))
+        warps = max(1, held // (32 * MOST_HELD))
+        _select[(count,)](
+            **found,
+            count=candidates.scored,
             best=best,
             ids=ids,
             **where,
             rows=units.rows,
-            cells=cells,
             k=k,
-            SLOTS=slots,
-            STEPS=STEPS,
-            ONE=width <= MOST_SELECTED,
-            BW=min(MOST_SELECTED, max(16, next_power_of_2(width))),
-            num_warps=4 if width <= 1024 else 8 if width <= 4096 else 16,
+            GUESSES=GUESSES,
+            HALVINGS=HALVINGS,
+            ONE=width <= held,
+            BT=32 * warps,
+            BE=held // (32 * warps),
+            FEW=min(FEW, held // (32 * warps)),
+            num_warps=warps,
         )

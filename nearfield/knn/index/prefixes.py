@@ -104,14 +104,31 @@ class PrefixBuilt(BuiltIndex):
         changes = self._changes + count - self.length
         if 2 * changes >= self._learned:
             return self._anew(keys)
+        if count - base.length <= max(LEAST_REST, math.isqrt(base.length)):
+            return self._with_rest(keys)
         grown = self._over(keys)
-        if count - base.length > max(LEAST_REST, math.isqrt(base.length)):
-            grown._take_in(base.length)
-        else:
-            grown._base = base._over(keys[:, : base.length])
+        grown._take_in(base.length)
         grown._changes = changes
-        grown._blocks = {name: block._over(keys[:, slice(*name)]) for name, block in self._blocks.items()}
+        grown._blocks = self._blocks_over(keys, count)
         return grown
+
+    def _with_rest(self, keys: Tensor) -> PrefixBuilt:
+        base = self._base or self
+        other = base._over(keys)
+        if base.length < keys.shape[1]:
+            other._base = base._over(keys[:, : base.length])
+        other._changes = max(0, self._changes + keys.shape[1] - self.length)
+        other._blocks = self._blocks_over(keys, keys.shape[1])
+        return other
+
+    def _with_first(self, keys: Tensor) -> PrefixBuilt:
+        if keys.shape[1] >= (self._base or self).length:
+            return self._with_rest(keys)
+        return self._with_kept(keys, torch.arange(keys.shape[1], device=keys.device))
+
+    def _blocks_over(self, keys: Tensor, same: int) -> dict[tuple[int, int], PrefixBuilt]:
+        """The blocks of the first `same` keys."""
+        return {name: block._over(keys[:, slice(*name)]) for name, block in self._blocks.items() if name[1] <= same}
 
     def _with_kept(self, keys: Tensor, kept: Tensor) -> PrefixBuilt:
         base, count = self._base or self, keys.shape[1]
@@ -128,7 +145,7 @@ class PrefixBuilt(BuiltIndex):
         left._changes = changes
         # Behind the first key that is gone, blocks have other keys than before.
         same = int((kept == torch.arange(count, device=kept.device)).sum())
-        left._blocks = {name: block._over(keys[:, slice(*name)]) for name, block in self._blocks.items() if name[1] <= same}
+        left._blocks = self._blocks_over(keys, same)
         return left
 
     def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
@@ -223,7 +240,7 @@ class PrefixBuilt(BuiltIndex):
 
     def _state(self) -> dict[str, Tensor]:
         base = self._base or self
-        found = {"counts": torch.tensor([base.length, self._learned, self._changes])}
+        found = {"counts": torch.tensor([base.length, self._learned, self._changes], device="cpu")}
         parts = {"base": base} | {f"blocks.{start}-{stop}": block for (start, stop), block in self._blocks.items()}
         return found | {f"{part}.{name}": x for part, index in parts.items() for name, x in index._lessons().items()}
 
@@ -243,11 +260,11 @@ def restored(
     first, seen, changes = learned.take("counts", (3,), torch.int64).tolist()
     learned.check("counts", 0 <= first <= length and seen >= 0 and changes >= 0)
     base = base_of(keys[:, :first] if first < length else keys, learned.part("base"))
+    base._learned, base._changes = seen, changes
     built = base
     if first < length:
         built = base._over(keys)
         built._base = base
-    built._learned, built._changes = seen, changes
     blocks = learned.part("blocks")
     for name in blocks.names():
         ends = re.fullmatch(r"([0-9]{1,18})-([0-9]{1,18})", name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,28 @@ class Room:
         self.table.data[:, self.used : self.used + keys.shape[1]] = keys
         self.used += keys.shape[1]
 
+    def has_space(self, length: int, more: int) -> bool:
+        """Whether so many keys can be written behind the first `length` ones, where nobody else has written."""
+        return self.used == length and self.table.shape[1] >= length + more
+
     def append(self, length: int, keys: Tensor) -> tuple[Room, Tensor]:
         """The first `length` keys and these behind them, `[batch, length + more, dim]`, and the room in which they are."""
         count = length + keys.shape[1]
         room = self
-        if self.used != length or self.table.shape[1] < count:
+        if keys.shape[1] and not self.has_space(length, keys.shape[1]):
             room = Room(self.table[:, :length], 2 * count)
         room._write(keys)
         return room, room.table[:, :count]
+
+
+def release(users: Iterable[tuple[Room | None, int]]) -> None:
+    """Give back what lies behind the keys of the last user of a room, `(room, length)` for all of them.
+
+    Only for somebody who has all indices of these rooms in hand. Those that are longer must not be used again.
+    """
+    longest: dict[Room, int] = {}
+    for room, length in users:
+        if room is not None:
+            longest[room] = max(length, longest.get(room, 0))
+    for room, length in longest.items():
+        room.used = min(room.used, length)

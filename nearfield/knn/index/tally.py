@@ -33,13 +33,13 @@ class Tally:
         keys, _, _ = self._read()
         return {"keys_per_query": keys / max(1, self.rows), "full_scans": self._scans()}
 
-    def warn(self, built: BuiltIndex | None) -> None:
-        """Says so if an index that should not has looked at everything for many rows."""
+    def warn(self, built: BuiltIndex | type[BuiltIndex] | None) -> None:
+        """Says so if an index (or one of that kind) that should not has looked at everything for many rows."""
         if built is None or built.scans or (share := self._scans()) <= MOST_SCANS:
             return
+        name = (built if isinstance(built, type) else type(built)).__name__
         warnings.warn(
-            f"{type(built).__name__} looked at all keys for {share:.0%} of the queries: ExactIndex() does that at less cost. "
-            f"{built.advice}",
+            f"{name} looked at all keys for {share:.0%} of the queries: ExactIndex() does that at less cost. {built.advice}",
             UserWarning,
             stacklevel=2,
         )
