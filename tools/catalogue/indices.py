@@ -10,7 +10,7 @@ MUTANTS = (
         "BuiltIndex.build",
         "if not same_memory and not torch.equal(given.to(has.dtype), has):",
         "if False:",
-        ("test_other_keys_are_refused",),
+        ("test_built_index.py::test_other_keys_are_refused",),
     ),
     Mutant(
         "built index: any keys in the same place are taken for its own",
@@ -31,7 +31,7 @@ MUTANTS = (
         "check_built",
         "if isinstance(index, BuiltIndex):",
         "if False:",
-        ("test_other_keys_are_refused",),
+        ("test_built_index.py::test_other_keys_are_refused",),
     ),
     Mutant(
         "growth: space is written twice",
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "cell index: keys in several pieces are not counted",
         "_select",
-        "reach += tl.sum((codes(scores, start, many, BW) >= middle).to(tl.int32), 0)",
+        "reach += total_of((codes(scores, start, many, BT, BE) >= middle).to(tl.int32))",
         "reach += 0",
         ("test_kernels_keep_the_best_of_what_a_row_has_opened",),
     ),
@@ -328,10 +328,10 @@ MUTANTS = (
         ("test_a_file_in_use_may_change",),
     ),
     Mutant(
-        "index file: what was learned belongs to the whole index and not to its base",
+        "index file: a base forgets from how many keys it has learned",
         "prefixes:restored",
-        "base._learned, base._changes = seen, changes\n    built = base\n",
-        "built = base\n",
+        "built._base = base",
+        "built._base, base._learned = base, first",
         ("test_a_loaded_index_is_the_same",),
     ),
     Mutant(

@@ -288,8 +288,8 @@ MUTANTS = (
     Mutant(
         "future leak through cell statistics",
         "BuiltKMeans._build_block",
-        "return BuiltKMeans(keys, replace(self.recipe, cells=None))",
-        "return BuiltKMeans(keys, replace(self.recipe, cells=None, seed=int(self.keys.sum() * 1000) % 1000))",
+        "return BuiltKMeans(keys, self.recipe._of_blocks())",
+        "return BuiltKMeans(keys, replace(self.recipe._of_blocks(), seed=int(self.keys.sum() * 1000) % 1000))",
         ("test_the_future_has_no_influence",),
     ),
     Mutant(
@@ -553,9 +553,9 @@ MUTANTS = (
     ),
     Mutant(
         "biased normaliser",
-        "LazyGumbel._estimate",
-        "log_total = math.log(max(1, draws - 1))",
-        "log_total = math.log(draws)",
+        "LazyRows.draw_each",
+        "log_total[lazy] = math.log(max(1, draws - 1))",
+        "log_total[lazy] = math.log(draws)",
         ("test_the_normaliser_is_unbiased",),
     ),
     Mutant(
