@@ -1,4 +1,4 @@
-"""What is timed: SDPA, and `TopK` with k = sqrt(n), with and without a tail of as many keys, over several indices."""
+"""What is timed: SDPA, and `TopK` with k = sqrt(n), with and without a tail, over several indices."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ DIM = 64
 PROBES = 8
 RECALL_ROWS = 64
 TAIL = "+tail"
+DRAWN = 32
+"""Keys of a tail. Drawing as many as are near would take longer than finding those."""
 NAMES = {
     "sdpa": "SDPA",
     "exact": "exact search",
@@ -67,10 +69,10 @@ def index_of(name: str, n: int) -> Any:
 
 
 def recipe(method: str, n: int) -> nf.TopK | None:
-    """k = sqrt(n), and a tail of as many keys where the method's name says so; none for SDPA."""
+    """k = sqrt(n), and a tail where the method's name says so; none for SDPA."""
     name = method.removesuffix(TAIL)
     k = power(n, 1 / 2)
-    return None if name == "sdpa" else nf.TopK(k, tail=k if method.endswith(TAIL) else 0, index=index_of(name, n))
+    return None if name == "sdpa" else nf.TopK(k, tail=DRAWN if method.endswith(TAIL) else 0, index=index_of(name, n))
 
 
 def inputs_of(kind: str, heads: int, n: int, seed: int, device: str) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
 from experiments.growth import SUBQUADRATIC, Fit, fitted, is_below
-from experiments.indices.methods import DIM, INPUTS, NAMES, ON_CPU_ONLY, PLACES, PROBES, RECALL_ROWS, SCANS, TAIL
+from experiments.indices.methods import DIM, DRAWN, INPUTS, NAMES, ON_CPU_ONLY, PLACES, PROBES, RECALL_ROWS, SCANS, TAIL
 from experiments.row_errors import UNIT
 from experiments.timing_words import dtypes, growth, load, rounds, stopped, stops
 from experiments.words import faster, listed, megabytes, percent, seconds, sentence, times
@@ -25,7 +25,7 @@ def tell(rows: Rows) -> Section:
         paper="Its theorem needs an index that finds the k = n^{1/2} keys of largest inner product in time n^{1/2} or so; with "
         "it kNN attention takes n^{3/2}. Its experiments are said to scale sub-quadratically and to handle n = 10^{6}; "
         "the listing scores all keys.",
-        here=f"`TopK` with k = n^{{1/2}}, with and without a tail of as many keys, {many} of {DIM}, {dtypes(rows)}, on keys "
+        here=f"`TopK` with k = n^{{1/2}}, with and without a tail of {DRAWN} keys, {many} of {DIM}, {dtypes(rows)}, on keys "
         f"and queries {INPUTS['clustered']} and {INPUTS['uniform']}. K-means and Faiss IVF have n^{{1/2}} cells; rows open "
         f"{PROBES}. Cells, HNSW and concentric LSH have their usual settings. Every call builds its index, which counts. "
         f"Recall is the share of the k best keys of a row that are found, over {RECALL_ROWS} rows. "

@@ -29,7 +29,7 @@ MOST_SORTED = 4096
 """Near keys of a row that a program sorts."""
 
 
-def sizes_of(index: Index, problem: Problem, call: Call, rows: Rows, k: int, tail: int) -> CellSizes | None:
+def served_sizes(index: Index, problem: Problem, call: Call, rows: Rows, k: int, tail: int) -> CellSizes | None:
     """The sizes of a call that this module computes: a plain forward pass with cells that are made for it, where Triton runs."""
     device = problem.key.device
     if type(index) is not CellIndex or call.diagnostics or problem.needs_grad or problem.dropout_p or problem.scale <= 0:
@@ -42,7 +42,7 @@ def sizes_of(index: Index, problem: Problem, call: Call, rows: Rows, k: int, tai
     return sizes if reason is None else None
 
 
-def attend(rows: Rows, scale: float, index: CellIndex, sizes: CellSizes, k: int, tail: int, seeds: Seeds) -> Tensor:
+def attend_by_cells(rows: Rows, scale: float, index: CellIndex, sizes: CellSizes, k: int, tail: int, seeds: Seeds) -> Tensor:
     """Attention `[batch, rows, value_dim]` of rows as they came, over their best k keys and `tail` others.
 
     Cost: that of the search, and O((k + tail) dim) a row to read what was found; with a tail also O(k log^2 k + k tail) to

@@ -128,10 +128,10 @@ class TopK:
             exact = Exact().run(problem, call)
             promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})
-        sizes = fused.sizes_of(self.index, problem, call, rows, k, tail)
+        sizes = fused.served_sizes(self.index, problem, call, rows, k, tail)
         if sizes is not None:
             assert isinstance(self.index, CellIndex)
-            return Outcome(problem.by_head(fused.attend(rows, problem.scale, self.index, sizes, k, tail, call.seeds)))
+            return Outcome(problem.by_head(fused.attend_by_cells(rows, problem.scale, self.index, sizes, k, tail, call.seeds)))
         rows = problem.rows
         backend = backends.pairs_backend(call.backend, rows.keys, rows.values)
         built = build_index(self.index, rows.keys)

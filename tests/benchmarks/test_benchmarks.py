@@ -67,6 +67,17 @@ def test_the_benchmark_of_a_decoding_step_runs(load: Callable[[str], Any]) -> No
         assert row["error"] < (1e-5 if row["method"] in ("exact", "Cells()") else 3)
 
 
+def test_the_benchmark_of_top_k_on_a_gpu_runs_without_one(load: Callable[[str], Any]) -> None:
+    """With all keys near there is nothing to miss; the error of SDPA is that of rounding."""
+    bench = load("bench_topk_gpu")
+    found, _ = bench.measure(64, 2, True, ("cpu",))
+    assert found["recall"] == 1
+    assert found["k"] == 8 < found["scored"]
+    assert found["methods"]["SDPA"]["errors"]["mean"] < 0.005
+    assert found["methods"]["tail=32"]["errors"]["mean"] < found["methods"]["tail=0"]["errors"]["mean"]
+    bench.show([found])
+
+
 @pytest.mark.long
 def test_the_benchmark_of_lazy_draws_runs(run: Callable[..., str]) -> None:
     shown = run("bench_lazy", "--quick")

@@ -166,6 +166,50 @@ def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, mo
         assert bool((scores[0, row][len(found) :] == -math.inf).all())
 
 
+@interpreted
+@pytest.mark.parametrize("most", [32, 8192])
+def test_kernels_take_as_many_of_equal_scores_as_there_is_room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten keys are better than the others, which are all the same: these fill up, each once."""
+    pytest.importorskip("triton")
+    from nearfield.knn.index import cells_triton
+
+    monkeypatch.setattr(cells_triton, "MOST_SELECTED", most)
+    key = torch.ones(1, 120, 16, device=DEVICE)
+    better = torch.arange(5, 105, 10, device=DEVICE)
+    key[0, better] *= 2
+    sizes = CellIndex(cell_size=60, probes=8).sizes(120, 25, False, True)
+    seen = torch.full((1, 2), 120, device=DEVICE)
+    scores, ids, _ = cells_triton.KernelCells(key, sizes, None, 0).find(key[:, :2], 25, seen, sizes)
+    for row in range(2):
+        found = set(ids[0, row].tolist())
+        assert len(found) == 25
+        assert set(better.tolist()) < found
+        assert sorted(scores[0, row].tolist()) == [16.0] * 15 + [32.0] * 10
+
+
+@interpreted
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a card rounds float32 products")
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
+def test_kernels_tell_close_scores_apart(size: float) -> None:
+    """Next float32 numbers, and numbers of all sizes."""
+    pytest.importorskip("triton")
+    from nearfield.knn.index.cells_triton import KernelCells
+
+    key = torch.zeros(1, 90, 16)
+    bits = torch.arange(60) + torch.tensor(size).view(torch.int32)
+    key[0, :60, 0] = bits.to(torch.int32).view(torch.float32)
+    key[0, 60:, 0] = -torch.logspace(-15, 15, 30)
+    key = key[:, torch.randperm(90, generator=seeded(0))].to(DEVICE)
+    query = torch.zeros(1, 1, 16, device=DEVICE)
+    query[..., 0] = 1
+    sizes = CellIndex(cell_size=45, probes=8).sizes(90, 70, False, True)
+    cells = KernelCells(key, sizes, 0, 0)
+    for k in (1, 17, 59, 70):
+        scores, _, _ = cells.find(query, k, torch.full((1, 1), 90, device=DEVICE), sizes)
+        expected = key[0, :, 0].sort(descending=True).values[:k]
+        assert torch.equal(scores[0, 0].sort(descending=True).values, expected)
+
+
 @pytest.mark.long
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

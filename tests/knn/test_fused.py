@@ -95,13 +95,13 @@ def test_it_attends_to_what_the_index_finds(causal: bool, monkeypatch: pytest.Mo
     from nearfield.knn.index import cells_triton
     from nearfield.knn.index.cells_triton import KernelCells
 
-    monkeypatch.setattr(fused, "ROWS_TOGETHER", 80)
+    monkeypatch.setattr(fused, "ROWS_TOGETHER", 40)
     monkeypatch.setattr(cells_triton, "SCORES_BYTES", 8 * 64 * 16)
     query, key, value = (x.to(DEVICE) for x in make("clustered", 1, 2, 70, 16))
     problem = check(query, key, value, is_causal=causal)
     rows = problem.grouped
     sizes = INDEX.sizes(70, 12, causal, True)
-    output = fused.attend(rows, problem.scale, INDEX, sizes, 12, 0, seeds())
+    output = fused.attend_by_cells(rows, problem.scale, INDEX, sizes, 12, 0, seeds())
     nothing = torch.empty(70, 0, dtype=torch.int64, device=DEVICE)
     for head in range(2):
         cells = KernelCells(rows.keys[head : head + 1], sizes, None, 0)
@@ -118,7 +118,7 @@ def test_with_all_other_keys_drawn_it_is_exact_attention(causal: bool) -> None:
     pytest.importorskip("triton")
     query, key, value = (x.to(DEVICE) for x in torch.randn(3, 1, 2, 50, 8, generator=seeded(0)).unbind(0))
     problem = check(query, key, value, is_causal=causal)
-    output = fused.attend(problem.grouped, problem.scale, INDEX, INDEX.sizes(50, 9, causal, True), 9, 50, seeds())
+    output = fused.attend_by_cells(problem.grouped, problem.scale, INDEX, INDEX.sizes(50, 9, causal, True), 9, 50, seeds())
     expected = nf.attention(query, key, value, is_causal=causal, method=nf.Exact())
     torch.testing.assert_close(problem.by_head(output), expected, rtol=2e-3, atol=2e-3)
 
@@ -129,7 +129,7 @@ def test_draws_follow_the_seed() -> None:
     query, key, value = (x.to(DEVICE) for x in torch.randn(3, 1, 1, 40, 8, generator=seeded(0)).unbind(0))
     problem = check(query, key, value)
     sizes = INDEX.sizes(40, 4, False, True)
-    first, same, other = (fused.attend(problem.grouped, problem.scale, INDEX, sizes, 4, 3, seeds(x)) for x in (0, 0, 1))
+    first, same, other = (fused.attend_by_cells(problem.grouped, problem.scale, INDEX, sizes, 4, 3, seeds(x)) for x in (0, 0, 1))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
@@ -164,7 +164,7 @@ def test_which_calls_it_serves(change: dict[str, Any], served: bool, monkeypatch
     query.requires_grad_(how["requires_grad"])
     problem = check(query, key, value, None, how.get("dropout_p", 0.0), scale=how.get("scale"))
     call = Call(seeds(), how.get("backend", "auto"), diagnostics=how.get("diagnostics", False))
-    sizes = fused.sizes_of(how["index"], problem, call, problem.grouped, how["k"], how["tail"])
+    sizes = fused.served_sizes(how["index"], problem, call, problem.grouped, how["k"], how["tail"])
     assert (sizes is not None) == served
 
 
@@ -176,8 +176,8 @@ def test_top_k_hands_calls_over(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((rows.queries.dtype, scale, index, sizes, k, tail))
         return rows.queries
 
-    monkeypatch.setattr(fused, "sizes_of", lambda *_: "sizes")
-    monkeypatch.setattr(fused, "attend", attend)
+    monkeypatch.setattr(fused, "served_sizes", lambda *_: "sizes")
+    monkeypatch.setattr(fused, "attend_by_cells", attend)
     query, key, value = torch.randn(3, 2, 3, 20, 4, generator=seeded(0)).bfloat16().unbind(0)
     output = nf.attention(query, key, value, method=nf.TopK(5, 2, index=INDEX))
     assert torch.equal(output, query)
@@ -189,14 +189,14 @@ def test_top_k_hands_calls_over(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_on_a_card_it_is_what_the_general_way_computes(dtype: torch.dtype, causal: bool) -> None:
     """`estimate` goes the general way. Without a tail both attend to the same keys, but for ties of rounded products."""
-    query, key, value = (x.to("cuda", dtype) for x in make("clustered", 1, 4, 20_000, 64))
+    query, key, value = (x.to("cuda", dtype) for x in make("clustered", 1, 2, 5000, 64))
     method = nf.TopK(index=CellIndex())
     fast = nf.attention(query, key, value, is_causal=causal, method=method).float()
     other = nf.estimate(query, key, value, is_causal=causal, method=method).output.float()
     off = (fast - other).norm(dim=-1) / other.norm(dim=-1)
     assert float(off.median()) < (0.01 if dtype == torch.bfloat16 else 1e-3)
     assert float((off > 0.1).double().mean()) < 0.01
-    drawn = nf.TopK(index=CellIndex(), tail=20_000)
-    exact = nf.attention(query[:, :, :500], key, value, method=nf.Exact()).float()
-    all_keys = nf.attention(query[:, :, :500], key, value, method=drawn).float()
+    drawn = nf.TopK(index=CellIndex(), tail=5000)
+    exact = nf.attention(query[:, :, :100], key, value, method=nf.Exact()).float()
+    all_keys = nf.attention(query[:, :, :100], key, value, method=drawn).float()
     torch.testing.assert_close(all_keys, exact, rtol=2e-2, atol=2e-2)

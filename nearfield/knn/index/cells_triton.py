@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -283,8 +282,6 @@ class Candidates(NamedTuple):
     """`[rows of a unit, most keys]`"""
     places: Tensor
     """`[rows of a unit, most keys]`, int32: which keys these are"""
-    average: float
-    """keys that a row scores"""
 
 
 class KernelCells:
@@ -339,8 +336,7 @@ class KernelCells:
         closed = closed_keys(visible, sizes)
         total = held.sum(-1)
         count = total + visible - closed
-        width, everything = torch.stack([count.max(), count.sum()]).tolist()
-        width = max(1, width)
+        width = max(1, int(count.max()))
         size = min(rows, max(ROWS, SCORES_BYTES // (8 * width) // ROWS * ROWS))
         return Candidates(
             opened,
@@ -352,7 +348,6 @@ class KernelCells:
             Units(entries, rows, size, 1),
             torch.empty(size, width, dtype=torch.float32, device=device),
             torch.empty(size, width, dtype=torch.int32, device=device),
-            everything / count.numel(),
         )
 
     def search(self, queries: Tensor, sizes: CellSizes, candidates: Candidates, unit: int, best: Tensor, ids: Tensor) -> None:
@@ -399,8 +394,8 @@ class KernelCells:
                 **tile,
                 **options,
             )
-        # Most rows are held whole; of longer ones the rest is read again at each step.
-        held = max(32, min(MOST_SELECTED, next_power_of_2(math.ceil(candidates.average))))
+        # Rows are held whole where possible: what does not fit is read again at each step.
+        held = max(32, min(MOST_SELECTED, next_power_of_2(width)))
         warps = max(1, held // (32 * MOST_HELD))
         _select[(count,)](
             **found,
