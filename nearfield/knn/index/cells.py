@@ -152,6 +152,7 @@ class BuiltCells(PrefixBuilt):
         self._whole = [_EntryCells.restored(*x, sizes, made_of) for x in self._keys_and_parts(learned)]
 
     def _restore_spans(self, learned: Learned) -> None:
+        """And what kernels have made."""
         batch, length, _ = self.keys.shape
         part = learned.part("spans")
         if part.names():
@@ -249,8 +250,11 @@ class BuiltCells(PrefixBuilt):
         if causal not in self._by_triton:
             # The kernels read half precision as it is.
             keys = self._source.flatten(0, -3)
-            made = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed, self._cell_of.get(causal))
-            self._by_triton[causal], self._cell_of[causal] = made, made.cell_of
+            known = causal in self._cell_of
+            shape = (len(keys), sizes.span_levels, self.length)
+            cell_of = self._cell_of[causal] if known else torch.empty(shape, dtype=torch.int32, device=keys.device)
+            self._by_triton[causal] = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed, cell_of, known)
+            self._cell_of[causal] = cell_of
         return self._by_triton[causal].find(queries, k, visible, sizes)
 
 

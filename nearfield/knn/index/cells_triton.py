@@ -287,8 +287,16 @@ class Candidates(NamedTuple):
 class KernelCells:
     """The cells of keys `[entries, n, dim]` as the kernels of `Cells` make them."""
 
-    def __init__(self, keys: Tensor, sizes: CellSizes, iterations: int | None, seed: int, cell_of: Tensor | None = None) -> None:
-        """`cell_of` `[entries, levels, n]`: the cell of each key, if they are known."""
+    def __init__(
+        self,
+        keys: Tensor,
+        sizes: CellSizes,
+        iterations: int | None,
+        seed: int,
+        cell_of: Tensor | None = None,
+        known: bool = False,
+    ) -> None:
+        """`cell_of` `[entries, levels, n]`, int32: the cells of each key go there, or are there if they are `known`."""
         self.keys = dense(keys)
         self.layout = layout_for(self.keys, sizes)
         entries, length, _ = keys.shape
@@ -296,17 +304,16 @@ class KernelCells:
             raise ValueError(f"at most {MOST_ENTRIES} heads times batch entries can be searched together, got {entries}")
         # No values are needed, and a single column is the least there is.
         value = self.keys[..., :1]
-        if cell_of is not None:
-            self.cell_of = cell_of
-            with backends.device_guard(keys.device):
+        if cell_of is None:
+            cell_of = torch.empty(entries, sizes.span_levels, length, dtype=torch.int32, device=keys.device)
+        with backends.device_guard(keys.device):
+            if known:
                 found = moments_of(self.keys, value, cell_of, self.layout)
                 self.tables = tabulate(self.keys, value, cell_of, found, self.layout)
-            return
-        self.cell_of = torch.empty(entries, sizes.span_levels, length, dtype=torch.int32, device=keys.device)
-        everything = torch.full((entries, 1), length, dtype=torch.int32, device=keys.device)
-        iterations = KERNEL_ITERATIONS if iterations is None else iterations
-        with backends.device_guard(keys.device):
-            self.tables = cells_of(self.keys, value, everything, sizes, self.layout, iterations, seed, self.cell_of)
+            else:
+                everything = torch.full((entries, 1), length, dtype=torch.int32, device=keys.device)
+                iterations = KERNEL_ITERATIONS if iterations is None else iterations
+                self.tables = cells_of(self.keys, value, everything, sizes, self.layout, iterations, seed, cell_of)
 
     def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         """The best k keys of queries `[entries, rows, dim]`; row r sees the first `visible[., r]` keys."""
