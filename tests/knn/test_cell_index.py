@@ -132,7 +132,7 @@ def expected(query: Tensor, key: Tensor, cells: Any, opened: Tensor, closed: int
 
 
 @interpreted
-@pytest.mark.parametrize(("k", "most"), [(5, 16), (60, 8192)])
+@pytest.mark.parametrize(("k", "most"), [(5, 32), (60, 8192)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece and in several, more of them than there are and fewer."""
@@ -143,6 +143,7 @@ def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, mo
     from nearfield.knn.index.cells_triton import KernelCells
 
     monkeypatch.setattr(cells_triton, "MOST_SELECTED", most)
+    monkeypatch.setattr(cells_triton, "LEAST_SELECTED", 32)
     monkeypatch.setattr(cells_triton, "SCORES_BYTES", 4 * 64 * 16)
     _, key, _ = (x[0].to(DEVICE) for x in make("clustered", 1, 2, 160, 16))
     query = torch.randn(2, 12, 16, generator=seeded(0)).to(DEVICE)
@@ -174,6 +175,7 @@ def test_kernels_take_as_many_of_equal_scores_as_there_is_room_for(most: int, mo
     from nearfield.knn.index import cells_triton
 
     monkeypatch.setattr(cells_triton, "MOST_SELECTED", most)
+    monkeypatch.setattr(cells_triton, "LEAST_SELECTED", 32)
     key = torch.ones(1, 120, 16, device=DEVICE)
     better = torch.arange(5, 105, 10, device=DEVICE)
     key[0, better] *= 2

@@ -29,7 +29,7 @@ SCORES_BYTES = 1 << 29
 ROWS, WARPS = 64, 4
 """Rows of a tile, and how many warps work at it."""
 
-MOST_SELECTED = 16384
+LEAST_SELECTED, MOST_SELECTED = 512, 16384
 """Scores that a program holds at a time."""
 
 MOST_HELD, FEW = 64, 8
@@ -169,7 +169,7 @@ def total_of(numbers):
     return tl.sum(tl.sum(numbers, 1), 0)
 
 
-@partial(Kernel, do_not_specialize=("unit", "width"))
+@partial(Kernel, do_not_specialize=("unit", "width", "longer_than"))
 def _select(
     scores,
     places,
@@ -182,6 +182,7 @@ def _select(
     units_per_entry,
     rows,
     k,
+    longer_than,
     GUESSES: tl.constexpr,
     HALVINGS: tl.constexpr,
     ONE: tl.constexpr,
@@ -191,12 +192,16 @@ def _select(
 ):
     """The k largest scores of a row, and their keys, in any order; padding where there are fewer.
 
-    Threads have columns of the scores for themselves, so that most of the counting is done without the others.
+    Of rows with at most BT * BE scores, and more than `longer_than`; without ONE also of all that have more. Threads
+    have columns of the scores for themselves, so that most of the counting is done without the others.
     """
     BW: tl.constexpr = BT * BE
     entry, first_row = unit_at(unit, units_per_entry, unit_rows)
     local = tl.program_id(0).to(tl.int64)
     many = tl.load(count + entry * rows + first_row + local)
+    most_held = BW if ONE else many
+    if (many <= longer_than) | (many > most_held):
+        return
     scores += local * width
     places += local * width
     best += local * k
@@ -282,6 +287,8 @@ class Candidates(NamedTuple):
     """`[rows of a unit, most keys]`"""
     places: Tensor
     """`[rows of a unit, most keys]`, int32: which keys these are"""
+    fewest: int
+    """keys that any row scores"""
 
 
 class KernelCells:
@@ -343,7 +350,8 @@ class KernelCells:
         closed = closed_keys(visible, sizes)
         total = held.sum(-1)
         count = total + visible - closed
-        width = max(1, int(count.max()))
+        fewest, most = torch.stack(count.aminmax()).tolist()
+        width = max(1, most)
         size = min(rows, max(ROWS, SCORES_BYTES // (8 * width) // ROWS * ROWS))
         return Candidates(
             opened,
@@ -355,6 +363,7 @@ class KernelCells:
             Units(entries, rows, size, 1),
             torch.empty(size, width, dtype=torch.float32, device=device),
             torch.empty(size, width, dtype=torch.int32, device=device),
+            fewest,
         )
 
     def search(self, queries: Tensor, sizes: CellSizes, candidates: Candidates, unit: int, best: Tensor, ids: Tensor) -> None:
@@ -401,22 +410,30 @@ class KernelCells:
                 **tile,
                 **options,
             )
-        # Rows are held whole where possible: what does not fit is read again at each step.
-        held = max(32, min(MOST_SELECTED, next_power_of_2(width)))
-        warps = max(1, held // (32 * MOST_HELD))
-        _select[(count,)](
-            **found,
-            count=candidates.scored,
-            best=best,
-            ids=ids,
-            **where,
-            rows=units.rows,
-            k=k,
-            GUESSES=GUESSES,
-            HALVINGS=HALVINGS,
-            ONE=width <= held,
-            BT=32 * warps,
-            BE=held // (32 * warps),
-            FEW=min(FEW, held // (32 * warps)),
-            num_warps=warps,
-        )
+        # Short rows and long ones by themselves, each held whole; of the longest the rest is read again at each step.
+        sizes_held = _powers(candidates.fewest, width)
+        for shorter, held in zip((-1, *sizes_held), sizes_held, strict=False):
+            warps = max(1, held // (32 * MOST_HELD))
+            _select[(count,)](
+                **found,
+                count=candidates.scored,
+                best=best,
+                ids=ids,
+                **where,
+                rows=units.rows,
+                k=k,
+                longer_than=shorter,
+                GUESSES=GUESSES,
+                HALVINGS=HALVINGS,
+                ONE=held < sizes_held[-1] or width <= held,
+                BT=32 * warps,
+                BE=held // (32 * warps),
+                FEW=min(FEW, held // (32 * warps)),
+                num_warps=warps,
+            )
+
+
+def _powers(fewest: int, most: int) -> list[int]:
+    """Numbers of scores to hold for rows of so many: powers of 2, up to `MOST_SELECTED`."""
+    first, last = (min(MOST_SELECTED, next_power_of_2(x)) for x in (max(fewest, LEAST_SELECTED), max(most, LEAST_SELECTED)))
+    return [2**x for x in range(first.bit_length() - 1, last.bit_length())]
