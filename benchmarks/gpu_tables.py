@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json and
+"""The tables of docs/benchmarks.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json and
 topk_gpu.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
@@ -19,7 +19,7 @@ from typing import Any
 from record import read_sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/gpu.md", "docs/peers.md")
+PAGES = ("docs/benchmarks.md", "docs/gpu.md", "docs/peers.md")
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
 NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
@@ -39,7 +39,7 @@ def ms(x: float) -> str:
 
 
 def lengths(gpu: dict[str, Any]) -> str:
-    """By length: what a reader of the README looks for."""
+    """By length: what most readers look for."""
     training = {(row["n"], row["dim"]): row for row in gpu["training"]["rows"] if row["causal"]}
     forward = {(row["dim"], row["n"], row["causal"]): row for row in gpu["forward"]["rows"]}
     head = ["n", "d", "forward, no mask: time", "error", "memory", "forward, causal: time", "error", "memory"]
