@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield import crossover
+from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
@@ -182,12 +182,12 @@ def _sdpa_if_faster(
             return None
         if (shape[2] > SHORT and not is_exact_faster(query, key, is_causal)) or (grouped and not fuses_groups(query, value)):
             return None
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
         return None
     if not FEW <= shape[2] <= SHORT:
         return None
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    output = sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. The last row reads every key that
     # any row reads: where it is not finite, go the long way.
     if is_causal and not math.isfinite(output.detach().select(2, -1).sum().item()):

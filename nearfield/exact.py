@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield._compat import sdpa
 from nearfield.chunks import row_blocks
 from nearfield.kernels import reference
 from nearfield.problem import Call, Problem, with_positive_scale
@@ -86,7 +86,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pro
     causal = problem.is_causal and mask is None
 
     def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
+        return sdpa(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
 
     group = problem.group_size
     if group == 1:

@@ -219,7 +219,7 @@ def test_exact_repeats_no_key_for_grouped_queries(
         seen.append((query.shape[1], options["enable_gqa"]))
         return plain(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr("nearfield.exact.sdpa", spy)
     nf.attention(q, k, v, dropout_p=dropout_p, enable_gqa=True)
     assert seen == calls
 
