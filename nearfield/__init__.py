@@ -25,6 +25,7 @@ from nearfield.knn.index.lsh import ConcentricLSH
 from nearfield.knn.index.lsh_theory import LSHBudget, lsh_budget
 from nearfield.knn.needed import needed_k
 from nearfield.knn.topk import TopK
+from nearfield.merge import merge
 from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
 from nearfield.paper.gumbel import LazyGumbel
@@ -70,6 +71,7 @@ __all__ = [
     "gradients",
     "index",
     "lsh_budget",
+    "merge",
     "needed_k",
     "nn",
     "sample",

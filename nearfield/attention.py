@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from nearfield.results import Estimate, Outcome
 from nearfield.sampling import Seeds, pair_dropout
 
 
+@overload
 def attention(
     query: Tensor,
     key: Tensor,
@@ -38,7 +40,47 @@ def attention(
     generator: torch.Generator | None = None,
     backend: str = "auto",
     check_finite: bool = False,
-) -> Tensor:
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
     Args:
@@ -63,15 +105,20 @@ def attention(
             open them together with a bad query (see `Cells`). On a GPU, where nothing waits to look at inputs, a NaN may spoil
             just its own column of the rows that see it, and exact attention does what SDPA does.
             Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
+        return_lse: return the log of the softmax normaliser as well, with its gradient, so that results over disjoint keys can be
+            merged (`merge`) and trained through. `Exact`, `Auto`, `Cells` and `TopK` give it; the latter two that of their
+            estimate. It is not changed by dropout. Not with `gradient=`. With `Exact` the logits are computed a second time.
 
     Returns:
-        `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
+        `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
+        `[..., heads, Lq]` in float32 (float64 for float64 inputs), -inf for rows that see no key.
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
+    is_plain = is_plain and not return_lse
     if is_plain and method is None and backend == "auto":
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
@@ -85,9 +132,17 @@ def attention(
         if make is not None:
             return make(query, key, value)
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call = replace(_call(problem, generator, backend, gradient), signature=signature)
+    call = replace(_call(problem, generator, backend, gradient), return_lse=return_lse, signature=signature)
     problem = _screened(problem, method, call, check_finite)
-    return _finish(problem, _run(problem, method, call).output)
+    if return_lse:
+        _check_gives_lse(method, gradient)
+    outcome = _run(problem, method, call)
+    output = _finish(problem, outcome.output)
+    if not return_lse:
+        return output
+    if outcome.lse is None:
+        raise ValueError(f"{method!r}.run must return an Outcome with lse where call.return_lse is set, got None")
+    return output, _spoil(problem, outcome.lse)
 
 
 def estimate(
@@ -134,7 +189,7 @@ def estimate(
         raise ValueError(f"{method!r}.run must return an Outcome with lse where call.diagnostics is set, got None")
     return Estimate(
         output=output,
-        lse=_spoil(problem, outcome.lse),
+        lse=_spoil(problem, outcome.lse.detach()),
         stderr=None if outcome.stderr is None else _spoil(problem, outcome.stderr),
         audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
         info={
@@ -219,6 +274,20 @@ def _call(
             "with gradient=None and Cells, Exact or Auto it is a part of the compiled program"
         )
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
+
+
+def _check_gives_lse(method: Method, gradient: Gradient | None) -> None:
+    """Raise where a log-normaliser would come without its gradient."""
+    if gradient is not None:
+        raise ValueError(
+            f"gradient={gradient!r} estimates the gradient of the output alone; with return_lse=True leave gradient out, "
+            "or use estimate(...).lse, which has no gradient"
+        )
+    if not getattr(method, "gives_lse", False):
+        raise ValueError(
+            f"method={method!r} has no log-normaliser with a gradient; with return_lse=True use Exact(), Cells(...) or "
+            "TopK(...), or estimate(...).lse, which has no gradient"
+        )
 
 
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:

@@ -383,6 +383,8 @@ class Call:
     """how to differentiate; None: the method's own way"""
     diagnostics: bool = False
     """whether `lse`, `stderr` and `info` of the outcome are wanted"""
+    return_lse: bool = False
+    """whether `lse` of the outcome is wanted, with a gradient"""
     signature: Hashable = None
     """what calls like this one have in common: see `kernels.ready`; None: there is nothing to remember"""
 
@@ -404,6 +406,8 @@ class Method(Protocol):
 
     any_mask: bool = False
     """whether `run` honours masks beyond key padding"""
+    gives_lse: bool = False
+    """whether `run` returns an `lse` that can be differentiated, where `Call.return_lse` asks for it"""
     drops_pairs: bool = False
     """whether `run`, asked for a `gradient`, drops by `sampling.pair_dropout`: only then can the gradient drop the same pairs"""
 

@@ -15,7 +15,8 @@ class Outcome:
     output: Tensor
     """`[batch, heads, length, value_dim]`, in any dtype: the caller casts it to that of the inputs"""
     lse: Tensor | None = None
-    """`[batch, heads, length]`: log of the softmax normaliser; required if `Call.diagnostics` is set"""
+    """`[batch, heads, length]`: log of the softmax normaliser; required if `Call.diagnostics` is set, and with a gradient
+    if `Call.return_lse` is"""
     stderr: Tensor | None = None
     """`[batch, heads, length]`: estimated standard error of a row; None: the method estimates none"""
     info: dict[str, Any] = field(default_factory=dict)

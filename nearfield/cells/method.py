@@ -76,6 +76,7 @@ class Cells:
     unfold: InitVar[None] = None
 
     any_mask = False
+    gives_lse = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 
     def __post_init__(self, branching: None, unfold: None) -> None:
@@ -116,7 +117,7 @@ class Cells:
         result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
         output = result.output if memory.heads else problem.by_head(result.output)
         if not call.diagnostics:
-            return Outcome(output)
+            return Outcome(output, problem.by_head(result.lse) if call.return_lse else None)
         info = {"keys_per_query": _keys_per_query(result, rows.visible, sizes), **sizes._asdict()}
         if engine == "triton":
             info["backend"] = "triton"

@@ -102,6 +102,7 @@ class TopK:
     joint: bool = False
 
     any_mask = False
+    gives_lse = True
     drops_pairs = True
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class TopK:
         )
         planner.searches.warn(built)
         if not call.diagnostics:
-            return Outcome(problem.by_head(output))
+            return Outcome(problem.by_head(output), problem.by_head(lse) if call.return_lse else None)
         near = rows.visible.clamp(max=k)
         used = near + (rows.visible - near).clamp(max=tail)
         info = {"keys_used": float(used.double().mean()), "k": k, "tail": tail, "backend": backend, **planner.tally.info()}
@@ -290,14 +291,14 @@ class _WeightedAttention(torch.autograd.Function):
         ctx.save_for_backward(queries, keys, values, *kept)
         # A planner keeps the inputs alive, so it stays only where it is needed again.
         ctx.planner, ctx.kernel = None if kept else planner, kernel
-        ctx.mark_non_differentiable(lse, error)
+        ctx.mark_non_differentiable(error)
         return output, lse, error
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         with full_precision(grad_output):
-            return (*_weighted_backward(ctx, grad_output), None, None, None)
+            return (*_weighted_backward(ctx, grad_output, grad_lse), None, None, None)
 
 
 def _bytes(*tensors: Tensor | None) -> int:
@@ -316,7 +317,7 @@ def _plans(planner: _Planner | None, kept: Sequence[Tensor | None], rows: int) -
         yield block, planner.plan(block)
 
 
-def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _weighted_backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys, values, *kept = ctx.saved_tensors
     kernel = ctx.kernel
     key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
@@ -332,7 +333,8 @@ def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, T
         if plan.keep is not None:
             keep = plan.keep.flatten(0, 1)
             applied, grad_weights = weights * keep, grad_weights * keep
-        grad_logits = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+        delta = (weights * grad_weights).sum(-1) - grad_lse[:, block].flatten()
+        grad_logits = weights * (grad_weights - delta[:, None])
 
         grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
         kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)

@@ -89,7 +89,9 @@ def test_opcheck(sample: str) -> None:
     torch.library.opcheck(torch.ops.nearfield.cells.default, inputs)
     output, lse, _, *plan = torch.ops.nearfield.cells(*inputs)
     upstream = torch.randn(output.shape, generator=seeded(2)).to(output.dtype)
-    torch.library.opcheck(torch.ops.nearfield.cells_backward.default, (upstream, *inputs[:5], output, lse, *plan, *inputs[5:]))
+    for lse_grad in (None, torch.randn(lse.shape, generator=seeded(3)).to(lse.dtype)):
+        given = upstream, lse_grad, *inputs[:5], output, lse, *plan, *inputs[5:]
+        torch.library.opcheck(torch.ops.nearfield.cells_backward.default, given)
 
 
 # torch.func
