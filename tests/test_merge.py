@@ -185,6 +185,15 @@ def test_rows_that_see_nothing() -> None:
         assert all(x.isfinite().all() for x in grads)
 
 
+def test_no_gradient_is_nan_where_no_part_sees_a_key() -> None:
+    lses = [torch.tensor([-torch.inf, 0.5, -torch.inf], requires_grad=True) for _ in range(2)]
+    outputs = [torch.ones(3, 2, requires_grad=True) for _ in range(2)]
+    grads = torch.autograd.grad(loss(*nf.merge(outputs, lses)), [*outputs, *lses])
+    assert all(x.isfinite().all() for x in grads)
+    assert all((x[[0, 2]] == 0).all() for x in grads)
+    assert all((x[1] != 0).all() for x in grads[:2])
+
+
 def test_no_keys() -> None:
     q, k, v = leaves(1, 1, queries=3, keys=0, dim=2)
     output, lse = attend(q, k, v)

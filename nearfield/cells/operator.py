@@ -235,8 +235,8 @@ _LIBRARY = torch.library.Library("nearfield", "DEF")
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
 _PLAN = "Tensor cell_of, Tensor opened, Tensor order, Tensor drawn, Tensor log_factor"
-_SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
-_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}".split(", "))
+_SETTINGS = "SymInt[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
+_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}, with_lse".split(", "))
 
 _LIBRARY.define(f"cells({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor stderr, {_PLAN})")
 
@@ -278,11 +278,16 @@ class CellsResult(NamedTuple):
     log_factor: Tensor
 
 
-def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
-    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
+def cells_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe, with_lse: bool = False
+) -> CellsResult:
+    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys.
+
+    `with_lse`: the log-normaliser has a gradient too.
+    """
     arguments = queries, keys, values, visible, seed, *recipe.arguments()
     if is_traced() or _compat.in_forward_mode() or needs_grad(queries, keys, values) or recipe.memory.heads:
-        return CellsResult(*_Cells.apply(*arguments))
+        return CellsResult(*_Cells.apply(*arguments, with_lse))
     # An autograd function looks up its own signature at every call, which takes longer than all the rest.
     return CellsResult(*torch.ops.nearfield.cells(*arguments))
 
@@ -305,6 +310,7 @@ class _Cells(torch.autograd.Function):
         engine: str,
         beyond: float,
         heads: int,
+        with_lse: bool,
     ) -> tuple[Tensor, ...]:
         output, *rest = torch.ops.nearfield.cells(
             queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads
@@ -317,16 +323,18 @@ class _Cells(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        queries, keys, values, visible, seed, *settings = inputs
+        queries, keys, values, visible, seed, *settings, with_lse = inputs
         result, lse, _, *plan = output
-        ctx.mark_non_differentiable(*output[2:])
+        ctx.mark_non_differentiable(*output[2 if with_lse else 1 :])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(queries, keys, values, visible, seed, result, lse, *plan)
-        ctx.settings = settings
+        ctx.settings, ctx.with_lse = settings, with_lse
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         nothing: tuple[None, ...] = (None,) * _ARGUMENTS
+        # A compiled program makes zeros of what has no gradient, and zeros would have to be subtracted.
+        lse_grad = lse_grad if ctx.with_lse else None
         if output_grad is None and lse_grad is None:
             return nothing
         queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors

@@ -62,6 +62,27 @@ MUTANTS = (
         ("test_merge.py",),
     ),
     Mutant(
+        "top-k operator: keys of the plan are not noted",
+        "_Planner.plan",
+        "self.found[:, block] = ids",
+        "self.found[:, block] = 0",
+        ("test_topk_operator.py::test_compiled_equals_eager",),
+    ),
+    Mutant(
+        "top-k operator: drawn keys count once",
+        "_Planner._weighted",
+        "weight = (left_out.to(logits.dtype) / count.clamp(min=1)).clamp(min=1).log()",
+        "weight = (left_out.to(logits.dtype) / count.clamp(min=1)).clamp(min=1).log() * 0.0",
+        ("test_topk.py",),
+    ),
+    Mutant(
+        "cells operator: sizes cannot be symbols",
+        "cells.operator:_SETTINGS",
+        "SymInt[] sizes",
+        "int[] sizes",
+        ("test_topk_operator.py::test_exported_with_a_dynamic_length",),
+    ),
+    Mutant(
         "merge: rows that see nothing become NaN",
         "merge:merge",
         "parts = parts.masked_fill(blind, 0.0)",
