@@ -221,6 +221,8 @@ def _sdpa_if_faster(
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or is_traced():
         return None
+    if query.is_nested or key.is_nested or value.is_nested:
+        return None
     rows, shape, dtype = query.shape, key.shape, key.dtype
     if len(shape) != 4 or value.shape != shape or query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES:
         return None

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from by_hand import inputs
+from operator_calls import compiled
 from test_imports import OPTIONAL, run
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -69,7 +70,7 @@ def test_in_its_place_when_compiled() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    program = torch.compile(call, fullgraph=True, backend="aot_eager")
+    program = compiled(call)
     torch.testing.assert_close(program(q, k, v), OWN(q, k, v, is_causal=True))
 
 

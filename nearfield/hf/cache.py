@@ -157,6 +157,12 @@ class CellCache(Cache):
         audit: bool = False,
         offload: bool = False,
     ) -> None:
+        if hasattr(method, "get_text_config") or hasattr(method, "config"):
+            told = "model" if hasattr(method, "config") else "model.config"
+            raise TypeError(
+                f"method must be a method, got {type(method).__name__}; for the cache of a model write "
+                f"CellCache(config=model.config), not CellCache({told})"
+            )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         for one in self.methods.values():
             _make_store(one, audit, offload)  # raises if it cannot be

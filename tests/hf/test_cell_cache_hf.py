@@ -197,6 +197,13 @@ def test_sliding_windows_need_the_config() -> None:
         generated(ours, hf.CellCache(ALL), {"input_ids": tokens(1, 4)})
 
 
+def test_a_config_in_the_place_of_a_method() -> None:
+    net = model("llama")
+    for given, told in ((net.config, "model.config"), (net, "model")):
+        with pytest.raises(TypeError, match=rf"write CellCache\(config=model.config\), not CellCache\({told}\)$"):
+            hf.CellCache(given)
+
+
 def test_position_bias_is_refused() -> None:
     _, ours = pair("t5", NAME)
     cache = EncoderDecoderCache(hf.CellCache(ALL), DynamicCache())

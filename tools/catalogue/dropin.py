@@ -83,6 +83,20 @@ MUTANTS = (
         ("test_topk_operator.py::test_exported_with_a_dynamic_length",),
     ),
     Mutant(
+        "hints: any square mask looks causal",
+        "_looks_causal",
+        "return all(bool(part.all()) for part in parts)",
+        "return True",
+        ("test_a_causal_mask_that_was_written_out",),
+    ),
+    Mutant(
+        "hints: heads that can be grouped are taken for lengths",
+        "_layout_hint",
+        "heads % kv_heads == 0 or ",
+        "",
+        ("test_bad_inputs.py::test_refused",),
+    ),
+    Mutant(
         "merge: rows that see nothing become NaN",
         "merge:merge",
         "parts = parts.masked_fill(blind, 0.0)",
