@@ -161,12 +161,14 @@ def estimate(
     backend: str = "auto",
     check_finite: bool = False,
     audit: int = 0,
+    per_head: bool = False,
 ) -> Estimate:
     """`attention`, with its log-normaliser, standard error and audit.
 
     Args:
         audit: how many random rows to recompute exactly. The largest error among s of them bounds the error of a fraction
             0.05^(1/s) of all rows with 95% confidence, for any data and any method: 59 rows speak for 95% of them, 299 for 99%.
+        per_head: audit so many rows of each head, so that `est.audit.heads` says the same of every head by itself.
 
     The other arguments are those of `attention`.
 
@@ -179,6 +181,8 @@ def estimate(
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
+    if per_head and not audit:
+        raise ValueError(f"per_head={per_head!r} needs an audit: pass audit=59, say, to recompute 59 rows of each head")
     method = Auto() if method is None else method
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
@@ -191,7 +195,9 @@ def estimate(
         output=output,
         lse=_spoil(problem, outcome.lse.detach()),
         stderr=None if outcome.stderr is None else _spoil(problem, outcome.stderr),
-        audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
+        audit=run_audit(problem, output, audit, call.seeds.generator(-1), per_head=per_head)
+        if audit
+        else outcome.info.get("audit"),
         info={
             "method": repr(method),
             "backend": backends.without_triton(backend, query.device),

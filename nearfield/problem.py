@@ -279,8 +279,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.is_nested:
             raise TypeError(
-                f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), "
-                "key.to_padded_tensor(0.0), value.to_padded_tensor(0.0) and attn_mask=(positions < lengths[:, None])[:, None, None, :]"
+                f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), the same "
+                "of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]"
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")

@@ -60,6 +60,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fewer heads of values": ({"value": V[:, :2]}, ValueError, r"key and value .* got \(2, 4, .* and \(2, 2, "),
     "another batch": ({"key": K[:1], "value": V[:1]}, ValueError, r"same batch dimensions, got \(2, .* and \(1, "),
     "grouped, not enabled": ({"key": K[:, :2], "value": V[:, :2]}, ValueError, "4 heads and key has 2; pass enable_gqa=True"),
+    "grouped and short, not enabled": (
+        {"query": Q[:, :, :1], "key": K[:, :2, :1], "value": V[:, :2, :1]},
+        ValueError,
+        "4 heads and key has 2; pass enable_gqa=True",
+    ),
     "groups do not divide": (
         {"key": K[:, :3], "value": V[:, :3], "enable_gqa": True},
         ValueError,

@@ -131,7 +131,9 @@ def test_compiled_dropout_is_drawn_when_the_program_runs() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("method", "scale"), [(METHOD, None), (SHARED, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)])
+@pytest.mark.parametrize(
+    ("method", "scale"), [(METHOD, None), (nf.Cells(), None), (SHARED, 0.3), (nf.Exact(), 0.3), (nf.Auto(), None)]
+)
 def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> None:
     eager = partial(attend, is_causal=True, scale=scale, method=method)
     function = compiled(eager, dynamic=True)

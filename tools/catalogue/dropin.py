@@ -80,7 +80,7 @@ MUTANTS = (
         "cells.operator:_SETTINGS",
         "SymInt[] sizes",
         "int[] sizes",
-        ("test_topk_operator.py::test_exported_with_a_dynamic_length",),
+        ("test_operators_in_use.py::test_one_program_serves_all_lengths",),
     ),
     Mutant(
         "hints: any square mask looks causal",
@@ -95,6 +95,27 @@ MUTANTS = (
         "heads % kv_heads == 0 or ",
         "",
         ("test_bad_inputs.py::test_refused",),
+    ),
+    Mutant(
+        "audit per head: rows of the first batch entry alone",
+        "_rows_of_heads",
+        "found.append((rows // max(1, length) * heads + head) * length + rows % max(1, length))",
+        "found.append(head * length + rows % max(1, length))",
+        ("test_results.py",),
+    ),
+    Mutant(
+        "audit per head: heads told apart by position",
+        "audit:run_audit",
+        "head = chosen // length % heads",
+        "head = chosen % heads",
+        ("test_results.py",),
+    ),
+    Mutant(
+        "plots: steps of a cache at the wrong positions",
+        "CellCache.plot_errors",
+        "(step.first + row, float(error))",
+        "(row, float(error))",
+        ("test_one_partition_per_segment_and_an_error_that_is_told",),
     ),
     Mutant(
         "merge: rows that see nothing become NaN",
