@@ -80,7 +80,7 @@ MUTANTS = (
         "cells.operator:_SETTINGS",
         "SymInt[] sizes",
         "int[] sizes",
-        ("test_operators_in_use.py::test_one_program_serves_all_lengths",),
+        ("test_sizes_follow_the_length_in_one_program",),
     ),
     Mutant(
         "hints: any square mask looks causal",
