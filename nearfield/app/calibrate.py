@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
 from nearfield import crossover
+from nearfield._compat import sdpa
 from nearfield.app import wide_console
 from nearfield.app.deadline import Deadline
 from nearfield.attention import attention, estimate
@@ -238,7 +238,7 @@ def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, r
     query, key, value = (x.to(device, dtype).detach().requires_grad_(training) for x in _inputs(length, crossover.heads(device)))
 
     def exact() -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return sdpa(query, key, value, is_causal=causal)
 
     def cells() -> Tensor:
         return attention(query, key, value, is_causal=causal, method=Cells())

@@ -32,7 +32,9 @@ MOST_SORTED = 4096
 def served_sizes(index: Index, problem: Problem, call: Call, rows: Rows, k: int, tail: int) -> CellSizes | None:
     """The sizes of a call that this module computes: a plain forward pass with cells that are made for it, where Triton runs."""
     device = problem.key.device
-    if type(index) is not CellIndex or call.diagnostics or problem.needs_grad or problem.dropout_p or problem.scale <= 0:
+    if type(index) is not CellIndex or call.diagnostics or call.return_lse:
+        return None
+    if problem.needs_grad or problem.dropout_p or problem.scale <= 0:
         return None
     if not (backends.prefers_triton(call.backend, device) and backends.runs_triton(device)) or (tail and k > MOST_SORTED):
         return None

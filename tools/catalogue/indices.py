@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         "fused: calls that want gradients are served",
         "served_sizes",
-        "or problem.needs_grad ",
-        "",
+        "if problem.needs_grad or ",
+        "if ",
         ("test_which_calls_it_serves",),
     ),
     Mutant(

@@ -490,4 +490,4 @@ def flat_ids(ids: Tensor, length: int) -> Tensor:
 
 def default_k(k: int | None, length: int) -> int:
     """How many of `length` keys are near: k, or ceil(sqrt(length)) where it is None (the paper's choice)."""
-    return min(length, math.isqrt(max(0, length - 1)) + 1 if k is None else k)
+    return min(length, math.ceil(math.sqrt(length)) if k is None else k)
