@@ -12,9 +12,9 @@ from torch import Tensor
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def placement(device: str | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+def placement(device: torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
     """Where a model runs and in what dtype, if the user does not say: on a GPU in bfloat16, or on the CPU in float32."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
 
 
@@ -99,13 +99,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
+def read_text(path: Path) -> str:
+    """A text in UTF-8. Raises ValueError, with the reason, if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a text file in UTF-8 ({_first_line(error)})") from error
+
+
 def token_ids(tokenizer: Any, text: Path) -> Tensor:
     """All tokens of a text, `[1, tokens]`."""
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{text} is not a text file in UTF-8 ({_first_line(error)})") from error
-    ids: Tensor = tokenizer(words, return_tensors="pt", verbose=False)["input_ids"]
+    ids: Tensor = tokenizer(read_text(text), return_tensors="pt", verbose=False)["input_ids"]
     return ids
 
 

@@ -1,0 +1,41 @@
+"""The command line: what is checked before any work, and what is said at the end."""
+
+from __future__ import annotations
+
+from catalogue.mutant import Mutant
+
+BEFORE = "test_what_is_wrong_is_said_in_one_line_before_any_work"
+
+MUTANTS = (
+    Mutant(
+        "commands: help lines are cut",
+        "Commands.format_commands",
+        '"\\n\\n")[0].split())',
+        '"\\n\\n")[0].split()[:6])',
+        ("test_help_lines_are_not_cut",),
+    ),
+    Mutant("commands: a file is not tried", "check_file", 'path.open("xb").close()', "path.touch()", (BEFORE,)),
+    Mutant(
+        "commands: the trial of a folder stays",
+        "check_folder",
+        "folder.rmdir()",
+        "pass",
+        ("test_what_can_be_written_stays_as_it_is",),
+    ),
+    Mutant("commands: a size that no memory holds", "check_memory", "if needed > there:", "if False:", (BEFORE,)),
+    Mutant(
+        "commands: a model that is not there is looked for",
+        "arguments:check_model",
+        "if not path.exists() and",
+        "if False and",
+        (BEFORE,),
+    ),
+    Mutant("commands: no chat template", "ask", "question if plain else", "question if True else", ("word_by_word",)),
+    Mutant(
+        "commands: the sentence hides losing cases",
+        "sentence",
+        "if len(wins) < len(found):",
+        "if False:",
+        ("test_the_sentence_tells",),
+    ),
+)
