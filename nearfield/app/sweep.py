@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -91,15 +92,15 @@ def usual_dtype(device: torch.device) -> torch.dtype:
 
 
 def run(device: torch.device, sizes: Sizes, out: Path) -> list[Case]:
-    """Measure all cases, print the table and one sentence, and save the plot if matplotlib is installed."""
+    """Measure all cases, print the table and one sentence, and save the plot if matplotlib is installed. Ctrl-C ends it early."""
     console = wide_console(110)
     where = crossover.place(device)
     for dtype, dim in product(sizes.dtypes, sizes.dims):
         if len(named := describe(device, dtype, dim)) > len(f"{where}, {crossover.dtype_name(dtype)}"):
             console.print(named, highlight=False)  # cells would run in plain torch
-    found = []
+    found: list[Case] = []
     columns = (TextColumn("{task.description:<44}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, suppress(KeyboardInterrupt):  # shows what it has
         # Exact attention takes four times as long at twice the length, and this is what the bar goes by.
         cases = list(sizes.cases())
         bar = progress.add_task("", total=sum(_work(case) for case in cases) * len(crossover.KINDS))
@@ -113,6 +114,8 @@ def run(device: torch.device, sizes: Sizes, out: Path) -> list[Case]:
                 assert audit is not None
                 found.append(Case(dtype, heads, dim, length, kind, exact, cells, audit.additive))
                 progress.advance(bar, _work((dtype, heads, dim, length)))
+    if not found:
+        raise KeyboardInterrupt
     console.print(_table(found, f"SDPA and Cells() on {FAMILY} inputs, {where}"))
     console.print(
         f"error: with 95% confidence, 95% of the rows are this close to exact attention, in units of the rms norm of the values; "

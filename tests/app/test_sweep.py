@@ -50,6 +50,23 @@ def test_the_times_and_errors_are_those_of_the_case(tmp_path: Path, monkeypatch:
     assert (tmp_path / "bench.svg").read_text().count("2 heads of 8, float64") >= 1
 
 
+def test_what_was_measured_before_an_interrupt_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(2.0, 1.0)])
+
+    def compare(*_: Any) -> tuple[float, float]:
+        for one in times:
+            return one
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "compare", compare)
+    sizes = sweep.Sizes([64], [1], [8], [torch.float32])
+    found = sweep.run(torch.device("cpu"), sizes, tmp_path / "bench.png")
+    assert [one.gain for one in found] == [2.0]
+    assert (tmp_path / "bench.png").exists()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(torch.device("cpu"), sizes, tmp_path / "bench.png")
+
+
 def test_the_sentence_tells_of_the_best_and_of_the_worst() -> None:
     found = [case("forward", 64, 1.0, 4.0, 0.9), case("forward", 256, 3.0, 2.0, 0.02), case("training", 256, 5.0, 2.0, 0.3)]
     assert sweep.sentence(found) == (

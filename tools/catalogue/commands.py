@@ -30,7 +30,7 @@ MUTANTS = (
         "if False and",
         (BEFORE,),
     ),
-    Mutant("commands: no chat template", "ask", "question if plain else", "question if True else", ("word_by_word",)),
+    Mutant("commands: no chat template", "remember:ask", "question if plain else", "question if True else", ("word_by_word",)),
     Mutant(
         "commands: the sentence hides losing cases",
         "sentence",

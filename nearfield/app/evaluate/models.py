@@ -30,10 +30,13 @@ def load_model(
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging as messages
     except ImportError as error:
         raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
 
     weights = _gguf(Path(name))
+    with_bars = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()  # the command line shows its own
     try:
         if weights is not None:
             model = _from_gguf(weights, dtype)
@@ -51,6 +54,9 @@ def load_model(
             f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
             "or a .gguf file, or allow a download with --download"
         ) from error
+    finally:
+        if with_bars:
+            messages.enable_progress_bar()
     return model.to(device).eval(), tokenizer
 
 
