@@ -30,12 +30,18 @@ MUTANTS = (
         "if False and",
         (BEFORE,),
     ),
-    Mutant("commands: no chat template", "remember:ask", "question if plain else", "question if True else", ("word_by_word",)),
+    Mutant(
+        "commands: no chat template",
+        "remember:ask",
+        "question if plain else",
+        "question if True else",
+        ("test_a_question_is_asked_by_the_chat_template_and_answered_word_by_word",),
+    ),
     Mutant(
         "commands: the sentence hides losing cases",
         "sentence",
         "if len(wins) < len(found):",
         "if False:",
-        ("test_the_sentence_tells",),
+        ("test_the_sentence_tells_of_the_best_and_of_the_worst",),
     ),
 )
