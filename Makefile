@@ -89,11 +89,11 @@ same: $(STAMP) ## compare results with another commit, bit for bit: make same AG
 # The sources are read, not imported, so that torch is not needed here.
 $(DOCS): pyproject.toml constraints.txt
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install -q mkdocs-material 'mkdocstrings[python]' -c constraints.txt
+	.venv-docs/bin/python -m pip install -q mkdocs-material 'mkdocstrings[python]' ruff -c constraints.txt
 	touch $@
 
 docs: $(DOCS) ## build the documentation site into site/; every warning is an error
-	.venv-docs/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet --strict
 
 clean: ## remove whatever can be made again
 	rm -rf .venv .venv-docs site .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png experiments/report.html

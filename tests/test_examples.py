@@ -6,12 +6,13 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
     """What an example prints."""
 
     def run(script: str, *arguments: object) -> str:
@@ -31,7 +32,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
         return capsys.readouterr().out
 
-    return run
+    threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(threads)
 
 
 def word_of(shown: str) -> None:

@@ -85,7 +85,7 @@ def test_make_docs_installs_the_extra_and_all_of_it_is_pinned() -> None:
     assert extra
     wanted = extra[1].split('", "')
     recipe = (ROOT / "Makefile").read_text()
-    assert f"install -q {wanted[0]} '{wanted[1]}' -c constraints.txt" in recipe
+    assert f"install -q {wanted[0]} '{wanted[1]}' {wanted[2]} -c constraints.txt" in recipe
     pinned = (ROOT / "constraints.txt").read_text()
     for name in wanted:
         assert re.search(rf"^{name.partition('[')[0]}==", pinned, re.MULTILINE)
