@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "commands: the sentence hides losing cases",
-        "sentence",
+        "sweep:sentence",
         "if len(wins) < len(found):",
         "if False:",
         ("test_the_sentence_tells_of_the_best_and_of_the_worst",),
