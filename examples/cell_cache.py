@@ -56,7 +56,7 @@ def _wait(place: str) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--keys", default="8192,131072", help="of the prompt, one or several numbers")
+    parser.add_argument("--keys", default="32768,131072", help="of the prompt, one or several numbers")
     parser.add_argument("--steps", type=count, default=32, help="new tokens")
     parser.add_argument("--heads", type=count, default=2, help="of keys; there are four times as many of queries")
     parser.add_argument("--dim", type=count, default=64, help="of a head")

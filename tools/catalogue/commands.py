@@ -14,7 +14,13 @@ MUTANTS = (
         '"\\n\\n")[0].split()[:6])',
         ("test_help_lines_are_not_cut",),
     ),
-    Mutant("commands: a file is not tried", "check_file", 'path.open("xb").close()', "path.touch()", (BEFORE,)),
+    Mutant(
+        "commands: the trial of a file stays",
+        "check_file",
+        "path.unlink()",
+        "pass",
+        ("test_what_can_be_written_stays_as_it_is",),
+    ),
     Mutant(
         "commands: the trial of a folder stays",
         "check_folder",
