@@ -603,13 +603,6 @@ def test_a_card_is_measured_in_both_halves() -> None:
     assert calibrate.usual_dtypes(torch.device("cuda")) == (torch.float32, torch.bfloat16, torch.float16)
 
 
-def test_bench_compares_one_length() -> None:
-    result = CliRunner().invoke(app, ["bench", "--length", "300"])
-    assert result.exit_code == 0, result.output
-    assert all(kind in result.output for kind in crossover.KINDS)
-    assert all(f"{name}\n" in result.output.replace(" ", "") for name in ("float32", "bfloat16"))
-
-
 def test_bench_refuses_a_device_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["bench", "--device", "warp"])
     assert result.exit_code == 2

@@ -114,6 +114,19 @@ def write_memory(path: Path, contents: Contents) -> None:
     write_tensors("memory", path, about, tensors)
 
 
+def read_header(path: Path) -> dict[str, str]:
+    """What a file says about itself: its model's fingerprint and dtype, among others. Raises ValueError if it is no memory."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            about = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"memory {path} cannot be read: {error}") from error
+    _checked_header(path, about)
+    return about
+
+
 def read_memory(path: Path, model: Any, verify: bool) -> Contents:
     """Read what `write_memory` has written, of a text that this model has read. Raises ValueError on any other file."""
     about, tensors = read_tensors("memory", path, f"Memory.read(...).save({str(path)!r})")
