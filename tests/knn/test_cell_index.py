@@ -214,8 +214,7 @@ def test_kernels_tell_close_scores_apart(size: float) -> None:
 
 @pytest.mark.long
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("offset", [None, 0])
+@pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 0), (torch.float16, None)])
 def test_kernels_search_the_cells_of_a_file(
     offset: int | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

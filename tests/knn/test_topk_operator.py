@@ -72,7 +72,7 @@ def test_draws_are_made_when_the_program_runs() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_program_serves_all_lengths() -> None:
     eager = partial(nf.attention, method=nf.TopK(tail=4), enable_gqa=True, return_lse=True)
     program = compiled(eager, dynamic=True)
