@@ -189,7 +189,7 @@ def save_plot(found: Sequence[Case], where: str, out: Path) -> None:
         )
         for column, panel in enumerate(panels):
             own = [case for case in found if case.panel == panel]
-            _draw(axes[0, column], axes[1, column], own)
+            _picture(axes[0, column], axes[1, column], own)
             axes[0, column].set_title(panel, loc="left", fontsize=10.5)
         axes[0, 0].set_ylabel("SDPA's time / time of cells")
         axes[1, 0].set_ylabel("audited error / rms norm of the values")
@@ -199,7 +199,7 @@ def save_plot(found: Sequence[Case], where: str, out: Path) -> None:
         plt.close(figure)
 
 
-def _draw(above: Any, below: Any, cases: Sequence[Case]) -> None:
+def _picture(above: Any, below: Any, cases: Sequence[Case]) -> None:
     lengths = sorted({case.length for case in cases})
     above.axhline(1.0, color="#868E96", linewidth=1)
     above.text(lengths[-1], 1.0, "above: cells are faster ", ha="right", va="bottom", fontsize=8.5, color="#868E96")
