@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def counts(option: str, listed: str) -> list[int]:
     """Positive integers in ascending order, each once: `4096,1024` or `4_096`."""
     found = []
     for word in words(listed):
-        if not word.replace("_", "").isdecimal() or int(word) < 1:
+        if not re.fullmatch(r"\d+(_\d+)*", word, re.ASCII) or int(word) < 1:
             raise ValueError(f"{option} must be positive integers, such as 64 or 64,128; got {word!r}")
         found.append(int(word))
     if not found:

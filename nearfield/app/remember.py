@@ -77,10 +77,11 @@ def ask(
     check_model(model_name)
     console = Console(stderr=True)
     with console.status("importing Transformers"):
-        from transformers import TextStreamer
-
+        # These first: without Transformers they say what to install.
         from nearfield.hf.memory import Memory
         from nearfield.hf.memory_file import read_header
+
+        from transformers import TextStreamer  # isort: skip
     was = arguments.dtype(read_header(memory)["dtype"])
     if dtype not in (None, was):
         raise ValueError(

@@ -313,6 +313,7 @@ class _WeightedAttention(torch.autograd.Function):
         lse = queries.new_empty(queries.shape[:2])
         error = queries.new_zeros(queries.shape[:2])
         table, step = row_table(values)
+        squares = table.square().sum(-1) if stderr else table.new_empty(0)
         blocks = list(planner.blocks())
         kept: tuple[Tensor | None, ...] = ()
         for block in blocks:
@@ -322,7 +323,7 @@ class _WeightedAttention(torch.autograd.Function):
             rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, step))
             output[:, block] = rows.unflatten(0, weights.shape[:2])
             if stderr and plan.left_out is not None:
-                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table, step)
+                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table, squares, step)
             parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
             if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
                 kept = parts
@@ -368,7 +369,8 @@ def _weighted_backward(
     grad_lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
-    grad_queries = torch.empty_like(queries)
+    # Laid out as the operator of compiled programs says it is.
+    grad_queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
     grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
     for block, plan in plans:
         ids = flat_ids(plan.ids, keys.shape[1])
@@ -389,7 +391,9 @@ def _weighted_backward(
     return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values)
 
 
-def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor, step: int) -> Tensor:
+def _standard_error(
+    kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor, squares: Tensor, step: int
+) -> Tensor:
     """Standard error of a row by the delta method, as a norm over the columns.
 
     With p_t the weights of the l drawn keys, the error is to first order the deviation of the mean of r_t = l p_t (v_t - output)
@@ -401,7 +405,7 @@ def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Ten
     count = (drawn >= 0).sum(-1).to(share.dtype)
     flat = flat_ids(drawn, step)
     along = kernel.pair_scores(output.flatten(0, 1), table, flat).view(share.shape)
-    square = table.square().sum(-1)[flat].view(share.shape) - 2 * along + output.square().sum(-1, keepdim=True)
+    square = squares[flat].view(share.shape) - 2 * along + output.square().sum(-1, keepdim=True)
     mean = kernel.pair_sums(share.flatten(0, 1), table, flat).view(output.shape) - share.sum(-1, keepdim=True) * output
     spread = count.square() * (share.square() * square.clamp(min=0)).sum(-1) - count * mean.square().sum(-1).where(count > 1, 0)
     variance = spread.clamp(min=0) / (count - 1).clamp(min=1) / count.clamp(min=1)

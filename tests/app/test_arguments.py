@@ -143,6 +143,12 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
         arguments.check_folder("--out", tmp_path / "x")
 
 
+@pytest.mark.parametrize("word", ["4__096", "_4", "4_", "0", "-1", "x", "\u0664"])
+def test_what_is_no_number(word: str) -> None:
+    with pytest.raises(ValueError, match="--length must be positive integers"):
+        arguments.counts("--length", word)
+
+
 def test_lists() -> None:
     assert arguments.counts("--length", "4_096, 64,64,") == [64, 4096]
     assert arguments.percents("--budgets", "4, 7%") == [0.04, 0.07]

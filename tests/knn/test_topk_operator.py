@@ -145,3 +145,12 @@ def test_sizes_that_follow_from_a_length_nobody_knows(options: dict[str, Any], a
     shapes = ({2: Dim("length", min=32, max=4096)},) * 3
     with pytest.raises(ValueError, match=rf"to export with a dynamic length give cell_size, {advice}"):
         export(Model(method=nf.Cells(), **options), inputs(1, 2, queries=100, dim=8), dynamic_shapes=shapes, strict=False)
+
+
+def test_gradients_lie_as_the_operator_says() -> None:
+    """In rows of whole heads, also where the queries do not."""
+    query, key, value = (torch.randn(1, 20, 2, 8, generator=seeded(x)).transpose(1, 2) for x in range(3))
+    query.requires_grad_()
+    out = nf.attention(query, key, value, method=nf.TopK(4))
+    (grad,) = torch.autograd.grad(out, query, torch.ones_like(out))
+    assert grad.is_contiguous()

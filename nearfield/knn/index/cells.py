@@ -111,6 +111,12 @@ class CellIndex:
         )
 
 
+def unsupported_search(length: int, sizes: CellSizes, *tensors: Tensor) -> str | None:
+    """What the kernels cannot serve of a search of `length` keys with these sizes; None: they serve it."""
+    segments = length // sizes.segment if sizes.segment else 1
+    return unsupported(*tensors, segments=segments, probes=sizes.probes, cells=length // sizes.cell_size)
+
+
 class BuiltCells(PrefixBuilt):
     """What is built for rows that see all keys, and for others, when it is first asked for."""
 
@@ -239,8 +245,7 @@ class BuiltCells(PrefixBuilt):
 
     def _unsupported(self, sizes: CellSizes) -> str | None:
         """What the kernels cannot serve."""
-        segments = self.length // sizes.segment if sizes.segment else 1
-        return unsupported(self._source, segments=segments, probes=sizes.probes, cells=self.length // sizes.cell_size)
+        return unsupported_search(self.length, sizes, self._source)
 
     def _by_kernels(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         from nearfield.knn.index.cells_triton import KernelCells

@@ -96,7 +96,8 @@ class PrefixBuilt(BuiltIndex):
         """This index with other keys, which has to learn what that means. It shares everything with this one."""
         other = copy.copy(self)
         other._hold(keys)
-        other._blocks, other._base = {}, None
+        # A base must not keep the space that its keys were in before.
+        other._blocks, other._base, other._room = {}, None, None
         return other
 
     def _with_added(self, keys: Tensor) -> PrefixBuilt:
