@@ -67,7 +67,7 @@ def measure_case(case: Case, quick: bool) -> dict[str, Any]:
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal),
         "default": lambda: nf.attention(q, k, v, is_causal=case.causal, method=method),
     }
-    kept = est.info["chosen"] != "Exact()"
+    kept = est.info["chosen"] != nf.Exact()
     if kept:
         same = nf.Cells(probes=est.info["probes"])
         calls["cells"] = lambda: nf.attention(q, k, v, is_causal=case.causal, method=same)

@@ -33,6 +33,7 @@ from nearfield.cells.cache.store import CellStore
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
+from nearfield.cells.triton import trial
 from nearfield.kernels import cards, exact_rows, pairs_triton
 from nearfield.knn import attend_triton
 from nearfield.knn.index.cells import CellIndex
@@ -47,6 +48,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 TENSOR_COLUMNS = 512
@@ -171,6 +173,8 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int =
     triton_forward.forward(*given, *how, 2, 0, output, lse, *plan, MemoryPolicy().beyond, known)
     chosen = torch.arange(4)
     exact_rows.exact_rows(query, key, value, visible, chosen % 2, chosen, dim**-0.5)
+    level_of, of_rows = torch.zeros(4, 9, dtype=torch.uint8), (chosen, chosen, chosen, chosen % 2, chosen)
+    trial.level_sums(query, key, value, *of_rows, cell_of, level_of, sizes.segment, dim**-0.5, 4)
 
 
 def step(dim: int, dtype: torch.dtype) -> None:
@@ -194,11 +198,11 @@ def chosen_keys(dim: int, dtype: torch.dtype) -> None:
     pairs_triton.scatter_(torch.zeros(9, dim), weights, rows, ids.view(8, 5) % 9)
 
 
-def search(dim: int, dtype: torch.dtype) -> None:
-    """The search of an index by cells, for few and for many keys of a row's own segment."""
+def search(dim: int, dtype: torch.dtype, quick: bool) -> None:
+    """The search of an index by cells, for few and (unless `quick`) for many keys of a row's own segment."""
     keys = torch.randn(2, 4096, dim).to(dtype)
     visible = (torch.arange(4096) + 1).repeat(2, 1)
-    for segment in (512, 4096):
+    for segment in (512,) if quick else (512, 4096):
         sizes = CellIndex(cell_size=32, probes=6, segment=segment).sizes(4096, 64, True, True)
         cells = KernelCells(keys, sizes, None, 0)
         cells.tables.starts.zero_()
@@ -218,7 +222,7 @@ def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) ->
             passes(dim, dtype, **version)
         step(dim, dtype)
         chosen_keys(dim, dtype)
-        search(dim, dtype)
+        search(dim, dtype, quick)
     return list(compiler.seen.values())
 
 

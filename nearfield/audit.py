@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,38 +23,60 @@ MOST_ROWS = 1024
 
 
 @torch.no_grad()
-def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator, looks: int = 1) -> Audit:
+def run_audit(
+    problem: Problem, output: Tensor, size: int, generator: torch.Generator, looks: int = 1, per_head: bool = False
+) -> Audit:
     """Compare `size` random rows of `output` with exact attention.
 
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
 
     `looks`: how many audits there may be until one passes. Each of them then claims less, so that the promise holds for all.
+    `per_head`: as many rows of each head, over all batch entries. They speak for their head, and together for all rows: with bad
+    fractions f_h, all are missed with probability prod_h (1 - f_h)^s, at most (1 - mean f_h)^(s heads).
     """
     batch, heads, length, _ = problem.query.shape
     total = batch * heads * length
-    size = min(size, total)
-    chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
+    if per_head:
+        chosen = _rows_of_heads(problem, size, generator)
+    else:
+        chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
+    size = len(chosen)
     exact = problem.value.new_zeros(size, problem.value.shape[3], dtype=problem.compute_dtype)
     with full_precision(problem.query):
         for part in torch.arange(size, device=chosen.device).split(_rows_at_a_time(problem)) if size else ():
             exact[part] = _exact_rows(problem, chosen[part])
     got = output.detach().reshape(total, problem.value.shape[3])[chosen].to(problem.compute_dtype)
-    return audit_of(problem, chosen, exact, got, looks, everything=size == total)
+    error, whole = torch.linalg.vector_norm(got - exact, dim=-1), torch.linalg.vector_norm(exact, dim=-1)
+    unit = value_norm_of_rows(problem, chosen)
+    everything = size == total
+    found = summary(error, whole, unit, looks, everything)
+    if not per_head:
+        return found
+    head = (chosen // length % heads).to(got.device)
+    own = (head == number for number in range(heads))
+    # As many rows are drawn of each head, so all of one are there where all of all are.
+    each = [(error[mine], whole[mine], unit[mine]) for mine in own]
+    return replace(found, heads=tuple(summary(*norms, looks, everything) for norms in each))
 
 
-def audit_of(problem: Problem, chosen: Tensor, exact: Tensor, got: Tensor, looks: int = 1, everything: bool = False) -> Audit:
-    """What rows `got` `[rows, value_dim]`, drawn at random, and what they should be say about all rows: see `run_audit`.
+def _rows_of_heads(problem: Problem, size: int, generator: torch.Generator) -> Tensor:
+    """`size` random rows of each head, numbered over batch, heads and positions, in ascending order."""
+    batch, heads, length, _ = problem.query.shape
+    found = []
+    for head in range(heads):
+        rows = torch.randperm(batch * length, generator=generator, device=generator.device)[:size]
+        found.append((rows // max(1, length) * heads + head) * length + rows % max(1, length))
+    return torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.long, device=generator.device)
 
-    `chosen` `[rows]`: their numbers over batch, heads and positions. `everything`: they are all rows there are.
+
+def summary(error: Tensor, size_of_exact: Tensor, unit: Tensor, looks: int = 1, everything: bool = False) -> Audit:
+    """What rows that were drawn at random say about all rows: see `run_audit`.
+
+    Their errors, what they should be and the values of their head are given by their norms. `everything`: they are all rows.
     """
-    size = len(chosen)
-    error = torch.linalg.vector_norm(got - exact, dim=-1)
-    per_group = problem.query.shape[2] * problem.group_size
-    additive = error / value_norm(problem)[chosen.to(error.device) // per_group] if size else error
-    size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
-    relative = torch.where(error == 0, error, error / size_of_exact)
-    miss = (1.0 - CONFIDENCE) / looks
+    size, miss = len(error), (1.0 - CONFIDENCE) / looks
+    additive, relative = error / unit, torch.where(error == 0, error, error / size_of_exact)
     pooled = _pooled(error, size_of_exact)
     return Audit(
         rows=size,
@@ -94,20 +117,21 @@ def pooled_bound(error: Tensor, size: Tensor, confidence: float = CONFIDENCE) ->
     others = len(off) - 1
     weight = ((1.0 - share) * others - torch.arange(others, dtype=torch.float64)).clamp(0.0, 1.0) / others
     weight = torch.cat([weight.new_tensor([share]), weight])
-    # Weights fall with the rank, so the weighted sum of the ranked d is convex in eps^2. Newton's method, which begins below its
-    # root, climbs to it and ends where the ranks no longer change.
+    # Weights fall with the rank, so the weighted sum of the ranked d is convex in eps^2. It is positive where the mean of d is 0.
+    # Newton's method, which begins there and so below its root, climbs to it and ends where the ranks no longer change.
+    both = torch.stack([off, whole])
+    above, below = both.sum(1).tolist()
     square = -1.0
-    found = 0.0
-    while found > square:
-        square = found
-        rank = (off - square * whole).argsort(descending=True)
-        above, below = float(weight @ off[rank]), float(weight @ whole[rank])
+    while True:
         if above == 0.0:
             return 0.0
         if below == 0.0:
             return math.inf
-        found = above / below
-    return math.sqrt(square)
+        if above / below <= square:
+            return math.sqrt(square)
+        square = above / below
+        rank = torch.sub(off, whole, alpha=square).argsort(descending=True)
+        above, below = (both[:, rank] @ weight).tolist()
 
 
 def _rows_at_a_time(problem: Problem) -> int:
@@ -155,6 +179,12 @@ def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: 
     logits = torch.einsum("rd,rnd->rn", problem.query[entry, head, position].to(compute), problem.key[entry, kv].to(compute))
     weights, _ = reference.weighted_softmax(reference.masked(logits * problem.scale, mask), None)
     return torch.einsum("rn,rnd->rd", weights, problem.value[entry, kv].to(compute))
+
+
+def value_norm_of_rows(problem: Problem, rows: Tensor) -> Tensor:
+    """`value_norm` for the heads of some rows, numbered over batch, heads and positions."""
+    norm = value_norm(problem)
+    return norm[rows.to(norm.device) // max(1, problem.query.shape[2] * problem.group_size)] if len(rows) else norm[:0]
 
 
 def value_norm(problem: Problem) -> Tensor:

@@ -21,9 +21,9 @@ EPS = 0.1
 LONG = 16_384
 """From so many keys on, exact attention where nobody has measured cells is worth a word."""
 
-GPU_TIMES = 4
-"""On a GPU, a pilot waits for the card and starts many small kernels. A call is taken to repay that from this many times the
-crossover length on, where it does 16 times the work. This is an estimate."""
+GPU_TIMES = {False: 4, True: 2}
+"""On a GPU, a pilot waits for the card and starts many small kernels. From so many times the crossover length on, without a mask
+and causal, a call repays that."""
 
 _log = logging.getLogger("nearfield")
 
@@ -56,7 +56,7 @@ class Auto:
     Args:
         eps: the tolerance, between 0 and 1; None: 0.1.
         crossover: the number of keys from which on cells may be used, in place of the measured one. On a GPU it is meant for
-            eight heads; with fewer heads it takes more keys, and with `check` four times as many.
+            eight heads; with fewer heads it takes more keys, and with `check` four times as many (causal: twice).
         share: that of its cells, see `Cells`.
         unit: of eps, `"output"` or `"values"`.
         per_head: every head is within eps by itself, at a confidence of 95% for all of them; those that are not get exact
@@ -67,7 +67,7 @@ class Auto:
         >>> q, k, v = torch.randn(3, 1, 2, 2048, 64).unbind(0)
         >>> est = nearfield.estimate(q, k, v, method=Auto(eps=0.05, crossover=256))
         >>> est.info["chosen"], bool(est.info["steps"][0]["pooled"] > 0.05)
-        ('Exact()', True)
+        (Exact(), True)
     """
 
     eps: float | None = None
@@ -78,6 +78,7 @@ class Auto:
     check: bool = True
 
     any_mask = True
+    gives_lse = True
     drops_pairs = True
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class Auto:
         outcome = run_choice(choice, problem, replace(call, signature=None))
         if not call.diagnostics:
             return outcome
-        info = {"chosen": repr(choice.method), "steps": choice.steps, "audit": choice.audit}
+        info = {"chosen": choice.method, "steps": choice.steps, "audit": choice.audit}
         return replace(outcome, info={**outcome.info, **info})
 
     def choose(self, problem: Problem, call: Call) -> Choice:
@@ -159,7 +160,7 @@ def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
     outcome = method.run(problem, call)
     if not call.diagnostics:
         return outcome
-    return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": [], "audit": None})
+    return replace(outcome, info={**outcome.info, "chosen": method, "steps": [], "audit": None})
 
 
 def _cannot_look(problem: Problem) -> bool:
@@ -173,7 +174,7 @@ def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | 
     if limit is None:
         limit = crossover.length(query.device, query.dtype, is_causal)
     if checked and query.is_cuda:
-        limit = GPU_TIMES * limit
+        limit = GPU_TIMES[is_causal] * limit
     # Cells group all keys before the first query is answered. Few queries do not repay that.
     if length < limit or queries < limit / 4:
         return True

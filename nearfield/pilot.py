@@ -7,14 +7,14 @@ would be faster than exact attention, the call is exact attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearfield.audit import audit_of
+from nearfield.audit import summary, value_norm_of_rows
 from nearfield.cells import sizes as defaults
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CellSizes
@@ -38,6 +38,9 @@ GROWTH = 2
 
 MOST_NEAR = 0.3
 """Opening more than this share of the keys is no faster than exact attention."""
+
+MOST_ENTRIES = 32768
+"""With more heads over the batch, keys are not grouped in one go."""
 
 AT_CROSSOVER = 0.7
 """About the time of cells at the crossover length, exact attention being 1. That is the first power of two at which they are
@@ -113,15 +116,22 @@ def run_pilot(
     sizes = cells.sizes(problem)
     on_gpu = backends.runs_triton(problem.key.device)
     budgets = faster_budgets(sizes, problem.key.shape[2], limit, on_gpu)
-    if not budgets:
+    if not budgets or problem.key.shape[:2].numel() > MOST_ENTRIES:
         return Choice(Exact(), [], None)
     # The pilot looks at attention without dropout.
     whole = replace(problem, dropout_p=0.0)
     with full_precision(problem.query):
         prepared = cells.prepare(whole, call)
         numbers = draw_rows(problem, generator, per_head)
-        looks = len(budgets) * len(numbers)
-        audits = [_audits(whole, prepared, run, budgets, looks) for run in numbers]
+        by_budget: list[list[Audit]] = []
+        with_values = unit == "values" or call.diagnostics
+        for found in _audits(whole, prepared, numbers, budgets, with_values):
+            by_budget.append(found)
+            if not call.diagnostics and all(_error(audit, unit) <= eps for audit in found):
+                # Nobody asks what more cells would do.
+                break
+    budgets = budgets[: len(by_budget)]
+    audits = [list(run) for run in zip(*by_budget, strict=True)]
     methods = [with_budget(cells, sizes, budget) for budget in budgets]
     errors = [[_error(audit, unit) for audit in run] for run in audits]
     steps = [_step(methods[i], [run[i] for run in audits], [run[i] for run in errors]) for i in range(len(budgets))]
@@ -148,16 +158,21 @@ def with_budget(cells: Cells, sizes: CellSizes, budget: int) -> Cells:
     )
 
 
-def _audits(problem: Problem, prepared: Prepared, numbers: Tensor, budgets: Sequence[int], looks: int) -> list[Audit]:
-    """What each budget does to some rows `[rows]`, ascending."""
-    per_entry = prepared.queries.shape[1]
-    entry, counts = (numbers // per_entry).unique_consecutive(return_counts=True)
-    exact, found = [], []
-    for number, rows in zip(entry.tolist(), (numbers % per_entry).split(counts.tolist()), strict=True):
-        own_exact, own_found = try_budgets(prepared, number, rows.to(prepared.keys.device), budgets)
-        exact.append(own_exact)
-        found.append(own_found)
-    return [audit_of(problem, numbers, torch.cat(exact), rows, looks) for rows in torch.cat(found, 1)]
+def _audits(
+    problem: Problem, prepared: Prepared, numbers: Tensor, budgets: Sequence[int], with_values: bool
+) -> Iterator[list[Audit]]:
+    """What each budget does to the rows of each run, one budget after the other; `numbers` `[runs, rows]`.
+
+    Without `with_values`, errors in units of the values are NaN: on a GPU, to go through all values takes its time.
+    """
+    looks = len(budgets) * len(numbers)
+    exact, found = try_budgets(prepared, numbers.flatten(), budgets)
+    error, whole = torch.linalg.vector_norm(found - exact, dim=-1), torch.linalg.vector_norm(exact, dim=-1)
+    unit = value_norm_of_rows(problem, numbers.flatten()) if with_values else torch.full_like(whole, torch.nan)
+    # On a GPU, this is where it is waited for. A few hundred numbers are summed up faster here.
+    norms = torch.cat([error, whole[None], unit[None].to(whole.dtype)]).cpu().view(-1, *numbers.shape)
+    for own in norms[:-2]:
+        yield [summary(*run, looks) for run in zip(own, norms[-2], norms[-1], strict=True)]
 
 
 def _error(audit: Audit, unit: str) -> float:
@@ -190,13 +205,16 @@ def run_choice(choice: Choice, problem: Problem, call: Call) -> Outcome:
     def joined(ours: Tensor, theirs: Tensor) -> Tensor:
         return torch.cat([ours, theirs.to(ours.dtype)], 1).index_select(1, place.to(ours.device))
 
+    output = joined(by_cells.output, exactly.output)
     if by_cells.lse is None or exactly.lse is None:
-        return Outcome(joined(by_cells.output, exactly.output))
+        return Outcome(output)
+    lse = joined(by_cells.lse, exactly.lse)
+    if not call.diagnostics:
+        return Outcome(output, lse)
     info = {**by_cells.info, "exact_heads": _query_heads(problem, choice.exact_heads)}
     share = len(others) / kv_heads
     near = share * by_cells.info["keys_per_query"] + (1.0 - share) * exactly.info["keys_per_query"]
-    outputs = joined(by_cells.output, exactly.output), joined(by_cells.lse, exactly.lse)
-    return Outcome(*outputs, None, {**info, "keys_per_query": near})
+    return Outcome(output, lse, None, {**info, "keys_per_query": near})
 
 
 def _query_heads(problem: Problem, kv_heads: Sequence[int]) -> list[int]:

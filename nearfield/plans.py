@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield import crossover
+from nearfield._compat import sdpa
 from nearfield.audit import CONFIDENCE
 from nearfield.auto import GPU_TIMES, Auto
 from nearfield.cells.method import Cells
@@ -142,7 +142,7 @@ def explain(
     if not isinstance(auto, Auto):
         raise TypeError(f"method must be a nearfield.Auto or None, got {method!r}; other methods always do what they say")
     problem, call = _prepared(query, key, value, attn_mask, is_causal, scale, enable_gqa, generator, backend)
-    choice = _choice(auto, problem, call) if auto.check else None
+    choice = _choice(auto, problem, replace(call, diagnostics=True)) if auto.check else None
     return _table(auto, problem, choice, _exact_seconds(problem.query, problem.key, problem.value, is_causal))
 
 
@@ -185,7 +185,7 @@ def _exact_seconds(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -
     for _ in range(1 + TIMED):
         _wait(query)
         start = time.perf_counter()
-        F.scaled_dot_product_attention(rows, key, value, enable_gqa=rows.shape[1] != key.shape[1])
+        sdpa(rows, key, value, enable_gqa=rows.shape[1] != key.shape[1])
         _wait(query)
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:]) * share
@@ -268,7 +268,7 @@ def _call_line(problem: Problem) -> str:
 
 
 def _crossover_line(auto: Auto, problem: Problem, limit: float) -> str:
-    times = f", {GPU_TIMES} times that with a pilot" if problem.query.is_cuda and auto.check else ""
+    times = f", {GPU_TIMES[problem.is_causal]} times that with a pilot" if problem.query.is_cuda and auto.check else ""
     if auto.crossover is not None:
         return f"{auto.crossover} keys, as given{times}"
     where = f"{crossover.dtype_name(problem.query.dtype)} on {crossover.device_name(problem.query.device)}"

@@ -95,17 +95,18 @@ def pooled(queries: Tensor, share: int) -> tuple[Tensor, Tensor]:
 
 
 def votes(first: Tensor, spread: Tensor, size: Tensor, present: Tensor) -> Tensor:
-    """How many votes each cell has in each block, `[blocks, cells]`; -inf where it is empty.
+    """How many votes each cell has in each block, `[..., blocks, cells]`; -inf where it is empty.
 
-    `first` and `spread` `[blocks * pools, cells]` are those of the means of `POOL` rows. Each mean gives every key of cell c
+    `first` and `spread` `[..., blocks * pools, cells]` are those of the means of `POOL` rows. Each mean gives every key of cell c
     e^{s_c} / sum_c' n_c' e^{s_c'} of a vote, its weight if all keys of a cell had the score of the cell; w_c is the sum over the
-    means of a block that are `present` `[blocks, pools]`. All rows of a block that sees cells see some key, so all count.
+    means of a block that are `present` `[..., blocks, pools]`. All rows of a block that sees cells see some key, so all count.
+    `size`: `[..., cells]`.
     """
     weight = score(first, spread).clamp_(max=torch.finfo(first.dtype).max)
-    weight.sub_(finite(weight.amax(1, keepdim=True))).exp_()
-    weight.div_((weight @ size)[:, None])
-    found = weight.view(*present.shape, -1).masked_fill_(~present[..., None], 0.0).sum(1)
-    return found.masked_fill_(size == 0, -torch.inf)
+    weight.sub_(finite(weight.amax(-1, keepdim=True))).exp_()
+    weight.div_((weight @ size)[:, None] if size.dim() == 1 else weight @ size[..., None])
+    found = weight.view(*present.shape, -1).masked_fill_(~present[..., None], 0.0).sum(-2)
+    return found.masked_fill_(size[..., None, :] == 0, -torch.inf)
 
 
 def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, count: int) -> Tensor:

@@ -78,6 +78,7 @@ class Cells:
     unfold: InitVar[None] = None
 
     any_mask = False
+    gives_lse = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 
     def __post_init__(self, branching: None, unfold: None) -> None:
@@ -111,9 +112,8 @@ class Cells:
         if recipe.engine == "triton" and call.signature is not None and not is_captured(problem.query):
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         seed = self._seed(problem, call, recipe)
-        return self._outcome(
-            problem, call, recipe, cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
-        )
+        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe, call.return_lse)
+        return self._outcome(problem, call, recipe, result)
 
     def prepare(self, problem: Problem, call: Call) -> Prepared:
         """What a call with any number of probes begins with: see `run_prepared`."""
@@ -128,7 +128,9 @@ class Cells:
         recipe = recipe._replace(memory=recipe.memory._replace(heads=0))
         seed = self._seed(problem, call, recipe)
         inputs = rows.queries, rows.keys, rows.values, rows.visible, seed
-        return self._outcome(problem, call, recipe, planned_attention(*inputs, recipe, prepared.given, prepared.tables))
+        tables = prepared.kernel_tables or prepared.tables
+        result = planned_attention(*inputs, recipe, prepared.given, tables, call.return_lse)
+        return self._outcome(problem, call, recipe, result)
 
     def _recipe(self, problem: Problem, call: Call) -> Recipe:
         sizes = self.sizes(problem)
@@ -143,7 +145,7 @@ class Cells:
     def _outcome(self, problem: Problem, call: Call, recipe: Recipe, result: CellsResult) -> Outcome:
         output = result.output if recipe.memory.heads else problem.by_head(result.output)
         if not call.diagnostics:
-            return Outcome(output)
+            return Outcome(output, problem.by_head(result.lse) if call.return_lse else None)
         sizes = recipe.sizes
         info = {"keys_per_query": _keys_per_query(result, problem.grouped.visible, sizes), **sizes._asdict()}
         if recipe.engine == "triton":
@@ -194,6 +196,13 @@ class Cells:
 
     def _sizes(self, problem: Problem, share: int) -> CellSizes:
         length, causal = problem.key.shape[2], problem.is_causal
+        given = (self.cell_size, self.probes, self.segment) if causal else (self.cell_size, self.probes)
+        if isinstance(length, torch.SymInt) and None in given:
+            raise ValueError(
+                f"{self!r} chooses sizes by the number of keys, which is not known here; to export with a dynamic length "
+                f"give cell_size, probes{' and segment' if causal else ''}: Cells(cell_size=32, probes=16"
+                f"{', segment=512' if causal else ''})"
+            )
         on_gpu = backends.runs_triton(problem.key.device)
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)

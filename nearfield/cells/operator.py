@@ -8,7 +8,7 @@ Forward mode (torch.func.jvp) and second derivatives are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from nearfield.checks import double_backward_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.problem import is_traced, needs_grad
+
+if TYPE_CHECKING:
+    from nearfield.cells.triton.moments import Tables
 
 
 class Recipe(NamedTuple):
@@ -99,11 +102,11 @@ def forward(
     seed: Tensor,
     *settings: Any,
     given: Given | None = None,
-    tables: Sequence[CellTable] = (),
+    tables: Sequence[CellTable] | Tables = (),
 ) -> tuple[Tensor, ...]:
     """Attention of queries `[batch, group * length, dim]`. Returns what `empty_results` lists.
 
-    `tables`: of all entries, where they were made for these cells already; the Triton engine makes its own.
+    `tables`: of all entries, where they were made for these cells already.
     """
     recipe = Recipe.of(settings)
     results = empty_results(queries, keys, values, recipe.sizes, recipe.engine)
@@ -117,7 +120,9 @@ def forward(
         cell_of, opened, order = plans[:3]
         with backends.device_guard(queries.device):
             cells = recipe.sizes, recipe.scale, partition.iterations_or(KERNEL_ITERATIONS), partition.seed
-            run(queries, keys, values, visible, *cells, output, lse, cell_of, opened, order, recipe.memory.beyond, known)
+            given_plan = cell_of, opened, order
+            made = None if isinstance(tables, Sequence) else tables
+            run(queries, keys, values, visible, *cells, output, lse, *given_plan, recipe.memory.beyond, known, made)
         return results
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in plans))
@@ -125,7 +130,7 @@ def forward(
         if "cell_of" not in known:
             plan.cell_of.copy_(assign(key, visible[entry], recipe.sizes, partition))
         cell_of = plan.cell_of.long()
-        table = tables[entry] if tables else None
+        table = tables[entry] if isinstance(tables, Sequence) and tables else None
         head = head_of(recipe, queries, key, values, visible, cell_of, seed, entry, table=table)
         place = output[entry] if head.values.shape[1] == values.shape[2] else wide(output[entry])
         torch_forward.forward(head, place, lse[entry], stderr[entry], plan, known)
@@ -138,6 +143,7 @@ def forward(
 
 def backward(
     output_grad: Tensor,
+    lse_grad: Tensor | None,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -152,27 +158,28 @@ def backward(
     log_factor: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values, the plan held fixed."""
+    """Gradients of queries, keys and values, the plan held fixed. `lse_grad`: None where nothing depends on the lse."""
     recipe = Recipe.of(settings)
     if recipe.engine == "triton":
         from nearfield.cells.triton.backward import backward as run
 
         with backends.device_guard(queries.device):
             results = output, lse, cell_of, opened, order
-            return run(output_grad, queries, keys, values, visible, *results, recipe.sizes, recipe.scale)
+            return run(output_grad, queries, keys, values, visible, *results, recipe.sizes, recipe.scale, lse_grad)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, opened, order, drawn, log_factor)))
         head = head_of(recipe, queries, wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
         out, out_grad = wide(output[entry]), wide(output_grad[entry])
+        own_lse_grad = None if lse_grad is None else lse_grad[entry]
         if recipe.engine == "reference":
-            found = _reference_backward(head, plan, out_grad)
+            found = _reference_backward(head, plan, out_grad, own_lse_grad)
         else:
             into = [
                 x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
                 for x, y in zip(grads, (head.queries, head.keys, head.values), strict=True)
             ]
-            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into)
+            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into, own_lse_grad)
         for place, grad in zip(grads, found, strict=True):
             if place[entry].data_ptr() != grad.data_ptr():
                 place[entry] = grad[:, : place.shape[2]]
@@ -227,24 +234,27 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
     )
 
 
-def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tuple[Tensor, ...]:
+def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor, lse_grad: Tensor | None) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (head.queries, head.keys, head.values)]
-        output, _ = _reference(head, plan, *inputs)
-        return torch.autograd.grad(output, inputs, output_grad.to(output.dtype))
+        output, lse = _reference(head, plan, *inputs)
+        if lse_grad is None:
+            return torch.autograd.grad(output, inputs, output_grad.to(output.dtype))
+        return torch.autograd.grad((output, lse), inputs, (output_grad.to(output.dtype), lse_grad))
 
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
 _PLAN = "Tensor cell_of, Tensor opened, Tensor order, Tensor drawn, Tensor log_factor"
-_SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
-_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}".split(", "))
+_SETTINGS = "SymInt[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
+_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}, with_lse".split(", "))
 
 _LIBRARY.define(f"cells({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor stderr, {_PLAN})")
 
 _LIBRARY.define(
-    f"cells_backward(Tensor output_grad, {_INPUTS}, Tensor output, Tensor lse, {_PLAN}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"cells_backward(Tensor output_grad, Tensor? lse_grad, {_INPUTS}, Tensor output, Tensor lse, {_PLAN}, {_SETTINGS}) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -280,11 +290,16 @@ class CellsResult(NamedTuple):
     log_factor: Tensor
 
 
-def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
-    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
+def cells_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe, with_lse: bool = False
+) -> CellsResult:
+    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys.
+
+    `with_lse`: the log-normaliser has a gradient too.
+    """
     arguments = queries, keys, values, visible, seed, *recipe.arguments()
     if is_traced() or _compat.in_forward_mode() or needs_grad(queries, keys, values) or recipe.memory.heads:
-        return CellsResult(*_Cells.apply(*arguments))
+        return CellsResult(*_Cells.apply(*arguments, with_lse))
     # An autograd function looks up its own signature at every call, which takes longer than all the rest.
     return CellsResult(*torch.ops.nearfield.cells(*arguments))
 
@@ -307,6 +322,7 @@ class _Cells(torch.autograd.Function):
         engine: str,
         beyond: float,
         heads: int,
+        with_lse: bool,
     ) -> tuple[Tensor, ...]:
         output, *rest = torch.ops.nearfield.cells(
             queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads
@@ -319,24 +335,27 @@ class _Cells(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        queries, keys, values, visible, seed, *settings = inputs
+        queries, keys, values, visible, seed, *settings, with_lse = inputs
         result, lse, _, *plan = output
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*output[2 if with_lse else 1 :])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(queries, keys, values, visible, seed, result, lse, *plan)
-        ctx.settings = settings
+        ctx.settings, ctx.with_lse = settings, with_lse
 
     @staticmethod
-    def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         nothing: tuple[None, ...] = (None,) * _ARGUMENTS
-        if output_grad is None:
+        # A compiled program makes zeros of what has no gradient, and zeros would have to be subtracted.
+        lse_grad = lse_grad if ctx.with_lse else None
+        if output_grad is None and lse_grad is None:
             return nothing
         queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors
         rows = (*queries.shape[:2], values.shape[2])
-        output_grad, output = output_grad.reshape(rows), output.reshape(rows)
+        output = output.reshape(rows)
+        output_grad = torch.zeros_like(output) if output_grad is None else output_grad.reshape(rows)
         # A compiled program refuses second derivatives by itself.
         apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else CellsBackward.apply
-        grads = apply(output_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
+        grads = apply(output_grad, lse_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
         return (*grads, *nothing[3:])
 
 
@@ -368,7 +387,9 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tens
 
 
 @torch.library.register_fake("nearfield::cells_backward")
-def _(output_grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(
+    output_grad: Tensor, lse_grad: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     return queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
 
 

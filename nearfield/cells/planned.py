@@ -6,7 +6,7 @@ A call groups keys, puts rows in order, opens cells, and then attends. Here it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from nearfield.cells.moments import CellTable
 from nearfield.cells.operator import CellsBackward, CellsResult, Given, Recipe, forward
 from nearfield.kernels.backends import full_precision
+
+if TYPE_CHECKING:
+    from nearfield.cells.triton.moments import Tables
 
 
 def planned_attention(
@@ -24,7 +27,8 @@ def planned_attention(
     seed: Tensor,
     recipe: Recipe,
     given: Given,
-    tables: Sequence[CellTable] = (),
+    tables: Sequence[CellTable] | Tables = (),
+    with_lse: bool = False,
 ) -> CellsResult:
     """`cells_attention` with a plan, or a part of it, that is `given`; the plan of the result repeats it.
 
@@ -32,10 +36,10 @@ def planned_attention(
     those that its first row sees, and -1 where there are fewer. None of that is looked at, except that a block of the Triton
     engine has room for as many keys as `probes` cells of mean size have. What is not given is found out: the cells that are
     opened, and before that the order of rows. Differentiable with respect to queries, keys and values; torch.compile and
-    torch.func do not know this call. `tables`: see `operator.forward`.
+    torch.func do not know this call. `tables`: see `operator.forward`. `with_lse`: the log-normaliser has a gradient too.
     """
     _check(queries, keys, recipe, given)
-    return CellsResult(*_Planned.apply(queries, keys, values, visible, seed, recipe, given, tables))
+    return CellsResult(*_Planned.apply(queries, keys, values, visible, seed, recipe, given, tables, with_lse))
 
 
 def _check(queries: Tensor, keys: Tensor, recipe: Recipe, given: Given) -> None:
@@ -65,21 +69,25 @@ class _Planned(torch.autograd.Function):
         seed: Tensor,
         recipe: Recipe,
         given: Given,
-        tables: Sequence[CellTable],
+        tables: Sequence[CellTable] | Tables,
+        with_lse: bool,
     ) -> tuple[Tensor, ...]:
         settings = recipe.arguments()
         with full_precision(queries):
             results = forward(queries, keys, values, visible, seed, *settings, given=given, tables=tables)
         output, lse, _, *plan = results
-        ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*results[2 if with_lse else 1 :])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(queries, keys, values, visible, seed, output, lse, *plan)
-        ctx.settings = settings
+        ctx.settings, ctx.with_lse = settings, with_lse
         return results
 
     @staticmethod
-    def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * 5
-        if output_grad is None:
+    def backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * 6
+        lse_grad = lse_grad if ctx.with_lse else None
+        if output_grad is None and lse_grad is None:
             return None, None, None, *nothing
-        return *CellsBackward.apply(output_grad, *ctx.saved_tensors, *ctx.settings), *nothing
+        if output_grad is None:
+            output_grad = torch.zeros_like(ctx.saved_tensors[5])
+        return *CellsBackward.apply(output_grad, lse_grad, *ctx.saved_tensors, *ctx.settings), *nothing

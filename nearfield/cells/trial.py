@@ -9,25 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield.cells.far_field import POOL, finite, log_boost, moments, score, votes
-from nearfield.cells.moments import CellTable, SeenCells
+from nearfield.cells.far_field import MOST_SPREAD, POOL, finite, log_boost, score, squares, votes
+from nearfield.cells.moments import CellTable
 from nearfield.cells.operator import Given, Recipe, empty_results, head_of, wide
 from nearfield.cells.partition import from_plain
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.spans import Spans, blocks_of_rows, closed_keys
 from nearfield.cells.torch.forward import by_best_cell
 from nearfield.cells.torch.head import assign
-from nearfield.chunks import BLOCK_BYTES
+from nearfield.chunks import BLOCK_BYTES, GPU_TIMES
 from nearfield.kernels import backends
 from nearfield.problem import with_positive_scale
 
 if TYPE_CHECKING:
     from nearfield.cells.triton.moments import Tables
+
+
+KEY_BYTES, CELL_BYTES = 48, 16
+"""What a row needs for each of its keys and cells while it is tried; kernels read keys in place."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +53,23 @@ class Prepared:
     """of each entry; none where kernels in Triton made the cells"""
     kernel_tables: Tables | None = None
 
-    def seen(self, entry: int, segments: int) -> SeenCells:
-        """The cells that a row with so many closed segments sees."""
-        numbers = [span.number for span in self.spans[entry].seen(segments)]
-        if self.kernel_tables is None:
-            return self.tables[entry].seen(numbers)
-        return _seen_by_kernels(self.kernel_tables, self.spans[entry], numbers, entry, segments, self.cells_per_segment)
-
     def of(self, entries: list[int]) -> Prepared:
         """Those of some entries, for a call: no rows of theirs are tried any more."""
         order = self.given.order
         given = Given(self.given.cell_of[entries], order=None if order is None else order[entries])
-        return replace(self, given=given, tables=[self.tables[x] for x in entries] if self.tables else ())
+        tables = [self.tables[x] for x in entries] if self.tables else ()
+        return replace(self, given=given, tables=tables, kernel_tables=None)
+
+    @property
+    def cells(self) -> int:
+        """of an entry, at most"""
+        tables = self.tables if self.kernel_tables is None else (self.kernel_tables,)
+        return max((table.cells for table in tables), default=0) or 1
 
     @property
     def cells_per_segment(self) -> int:
         sizes = self.recipe.sizes
         return sizes.cells_in(sizes.segment or self.keys.shape[1])
-
-    def homes(self, entry: int, closed: int) -> Tensor:
-        """`[closed]`: the cell through which a row that sees so many keys through cells sees each of them; -1: none."""
-        size = self.recipe.sizes.segment or closed
-        spans, cell_of = self.spans[entry].seen(closed // size), self.given.cell_of[entry]
-        return torch.cat([cell_of[x.level, x.first * size : (x.first + x.segments) * size] for x in spans]).long()
 
 
 @torch.no_grad()
@@ -97,100 +97,267 @@ def prepare(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, reci
 
 
 @torch.no_grad()
-def try_budgets(prepared: Prepared, entry: int, numbers: Tensor, budgets: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Exact attention of some rows of an entry, `[rows, value_dim]`, and by cells with each budget, `[budgets, rows, value_dim]`.
+def try_budgets(prepared: Prepared, numbers: Tensor, budgets: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Exact attention of some rows, `[rows, value_dim]`, and by cells with each budget, `[budgets, rows, value_dim]`.
 
-    `numbers` `[rows]`: rows of the group, in any order and with repetitions. `budgets`: ascending numbers of cells to open.
+    `numbers` `[rows]`: of rows over all entries, in any order and with repetitions, not on a GPU. `budgets`: ascending numbers of
+    cells to open.
     """
-    sizes, values = prepared.recipe.sizes, prepared.values
-    compute = torch.promote_types(values.dtype, torch.float32)
-    exact = values.new_empty(len(numbers), values.shape[2], dtype=compute)
+    per_entry, (_, keys, width) = prepared.queries.shape[1], prepared.values.shape
+    entries, of_row, counts = (numbers // per_entry).unique(return_inverse=True, return_counts=True)
+    # The rows of each entry side by side; -1 where an entry has fewer than another.
+    by_entry = of_row.argsort(stable=True)
+    slot = torch.empty_like(of_row)
+    slot[by_entry] = torch.arange(len(numbers)) - (counts.cumsum(0) - counts)[of_row[by_entry]]
+    place = numbers.new_full((len(entries), int(counts.max())), -1)
+    place[of_row, slot] = numbers % per_entry
+    device, compute = prepared.values.device, torch.promote_types(prepared.values.dtype, torch.float32)
+    # In one go: a GPU is waited for at each.
+    columns, at = place.shape[1], of_row * place.shape[1] + slot
+    entries, place, at = torch.cat([entries, place.flatten(), at]).to(device).split([len(entries), place.numel(), len(at)])
+    place = place.view(-1, columns)
+    exact = prepared.values.new_empty(*place.shape, width, dtype=compute)
     found = exact.new_empty(len(budgets), *exact.shape)
-    closed = closed_keys(prepared.visible[entry], sizes, sizes.group)[numbers]
-    for edge in closed.unique().tolist():
-        own = (closed == edge).nonzero()[:, 0]
-        most = int(prepared.visible[entry][numbers[own]].max())
-        for some in own.split(max(1, BLOCK_BYTES // max(1, 24 * most))):
-            exact[some], found[:, some] = _try_rows(prepared, entry, numbers[some], edge, most, budgets, compute)
-    return exact, found
+    by_kernels = prepared.kernel_tables is not None
+    per_row = CELL_BYTES * prepared.cells * (1 + prepared.recipe.sizes.share // POOL) + (0 if by_kernels else KEY_BYTES * keys)
+    rows_at_a_time = BLOCK_BYTES * (GPU_TIMES if place.is_cuda else 1) // per_row
+    columns = max(1, min(columns, rows_at_a_time))
+    # Entries that torch has grouped may differ in their spans, so they come one by one.
+    step = max(1, rows_at_a_time // columns) if by_kernels else 1
+    for first in range(0, len(entries), step):
+        some = slice(first, first + step)
+        for start in range(0, place.shape[1], columns):
+            rows = slice(start, start + columns)
+            exact[some, rows], found[:, some, rows] = _try_rows(prepared, entries[some], place[some, rows], budgets, compute)
+    return exact.flatten(0, 1)[at], found.flatten(1, 2)[:, at]
 
 
 def _try_rows(
-    prepared: Prepared, entry: int, numbers: Tensor, closed: int, most: int, budgets: Sequence[int], compute: torch.dtype
+    prepared: Prepared, entries: Tensor, place: Tensor, budgets: Sequence[int], compute: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`try_budgets` for rows that see the same cells, and at most `most` keys."""
-    sizes, device = prepared.recipe.sizes, prepared.keys.device
-    queries = _scaled(prepared, entry, numbers, compute)
-    keys, values = (x[entry, :most].to(compute) for x in (prepared.keys, prepared.values))
-    logits = queries @ keys.T
-    unseen = torch.arange(most, device=device) >= prepared.visible[entry][numbers][:, None]
-    logits.masked_fill_(unseen, -torch.inf)
-    top = logits.amax(1) if most else logits.new_full((len(numbers),), -torch.inf)
-    # The number of budgets that do not open a key's cell; 0 for the keys that are near without it.
-    level = torch.zeros(len(numbers), most, dtype=torch.uint8, device=device)
-    if closed:
-        seen = prepared.seen(entry, closed // sizes.segment if sizes.segment else 1)
-        first, spread = moments(wide(queries), seen)
-        rating = score(first, spread) if sizes.share == 1 else _votes(prepared, entry, numbers, seen, compute)
-        best = rating.topk(min(budgets[-1], len(seen)), dim=1).indices
-        needed = torch.arange(1, best.shape[1] + 1, device=device).repeat(len(best), 1)
-        if sizes.share > 1 and prepared.kernel_tables is not None:
-            # The lists of a block have room for so many cells of mean size.
-            mean = -(-(sizes.segment or prepared.keys.shape[1]) // prepared.cells_per_segment)
-            needed = torch.maximum(needed, (seen.size[best].cumsum(1) / mean).ceil().long())
-        too_small = torch.bucketize(needed, torch.tensor([*budgets], device=device)).to(torch.uint8)
-        of_cell = torch.full_like(rating, len(budgets), dtype=torch.uint8).scatter_(1, best, too_small)
-        home = seen.columns(prepared.homes(entry, closed))
-        padded = torch.cat([of_cell, of_cell.new_zeros(len(numbers), 1)], 1)
-        level[:, :closed] = padded.index_select(1, torch.where(home < 0, len(seen), home))[:, :most]
-        log_mass = first + seen.size.log() + log_boost(spread)
-        top = torch.maximum(top, log_mass.amax(1))
-        masses = (log_mass - finite(top)[:, None]).exp()
-        mean_value = seen.value[:, : values.shape[1]]
-        tilt = (wide(queries) @ seen.cross.T)[:, : values.shape[1]]
-    weights = logits.sub_(finite(top)[:, None]).exp_()
-    total, all_mass = weights @ values, weights.sum(1)
-    outputs = []
-    numerator, mass = torch.zeros_like(total), torch.zeros_like(all_mass)
-    for budget in range(len(budgets)):
-        opened = weights * (level == budget)
-        numerator, mass = numerator + opened @ values, mass + opened.sum(1)
-        if closed:
-            far = masses * (of_cell > budget)
-            share = far.sum(1)
-            outputs.append(_ratio(numerator + far @ mean_value + share[:, None] * tilt, mass + share))
-        else:
-            outputs.append(_ratio(numerator, mass))
-    return _ratio(total, all_mass), torch.stack(outputs)
+    """`try_budgets` for rows `place` `[entries, rows]` of some entries; -1 is no row, and gets anything."""
+    sizes, real = prepared.recipe.sizes, place >= 0
+    place = place.clamp(min=0)
+    queries = prepared.queries[entries[:, None], place].to(compute) * prepared.recipe.scale
+    visible, of_block = (prepared.visible[entries[:, None], x] * real for x in (place, _first_of_block(prepared, place)))
+    closed = closed_keys(of_block, sizes._replace(share=1))
+    cells = _columns(prepared, entries, closed)
+    of_cell = torch.zeros(*place.shape, 1, dtype=torch.uint8, device=place.device)
+    if cells is not None:
+        wide_queries = _padded(queries, cells.centroid)
+        first, spread = cells.moments(wide_queries)
+        rating = score(first, spread) if sizes.share == 1 else _votes(prepared, entries, place, cells, compute)
+        of_cell = _levels(prepared, rating.masked_fill_(~cells.seen, -torch.inf), cells.size, budgets)
+    rows = _Rows(entries, place, queries, visible, closed)
+    sums = _sums if prepared.kernel_tables is None else _sums_by_kernel
+    top, mass, numerator = sums(prepared, rows, cells, of_cell, len(budgets) + 1)
+    exact = _ratio(numerator.sum(2), mass.sum(2))
+    mass, numerator = mass[:, :, :-1].cumsum(2), numerator[:, :, :-1].cumsum(2)
+    if cells is None:
+        return exact, _ratio(numerator, mass).movedim(2, 0)
+    log_mass = first + cells.size.log()[:, None] + log_boost(spread)
+    all_top = torch.maximum(top, log_mass.amax(2))
+    factor = (top - finite(all_top)).exp()[..., None]
+    masses = (log_mass - finite(all_top)[..., None]).exp()
+    tilt = cells.cross @ wide_queries[..., None]
+    closed_by = torch.arange(len(budgets), device=place.device)[:, None, None, None]
+    far = masses * (of_cell > closed_by)
+    share = far.sum(3)
+    of_far = torch.addcmul(far @ cells.value, share[..., None], tilt[..., 0])[..., : numerator.shape[3]]
+    numerator, mass = (x.movedim(2, 0) for x in (numerator * factor[..., None], mass * factor))
+    return exact, _ratio(numerator + of_far, mass + share)
 
 
-def _scaled(prepared: Prepared, entry: int, numbers: Tensor, compute: torch.dtype) -> Tensor:
-    return prepared.queries[entry][numbers].to(compute) * prepared.recipe.scale
+class _Rows(NamedTuple):
+    """Rows of some entries, `[entries, rows]`."""
+
+    entries: Tensor
+    """`[entries]`"""
+    place: Tensor
+    queries: Tensor
+    """`[entries, rows, dim]`, times the scale"""
+    visible: Tensor
+    closed: Tensor
+
+
+def _sums(prepared: Prepared, rows: _Rows, cells: _Columns | None, of_cell: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest logit of each row, and relative to it the sums of weights `[entries, rows, levels]` and of weighted values.
+
+    The level of a key is the number of budgets that do not open its cell; 0 for keys that are near without it.
+    """
+    most = int(rows.visible.max())
+    keys, values = (x[rows.entries, :most].to(rows.queries.dtype) for x in (prepared.keys, prepared.values))
+    logits = rows.queries @ keys.mT
+    position = torch.arange(most, device=logits.device)
+    logits.masked_fill_(position >= rows.visible[..., None], -torch.inf)
+    top = logits.amax(2) if most else logits.new_full(rows.place.shape, -torch.inf)
+    weights = logits.sub_(finite(top)[..., None]).exp_()
+    level = torch.zeros_like(logits, dtype=torch.uint8)
+    if cells is not None:
+        home = cells.homes(most).masked_fill(position >= rows.closed[..., None], of_cell.shape[2])
+        level = torch.cat([of_cell, of_cell.new_zeros(*rows.place.shape, 1)], 2).gather(2, home)
+    parts = [weights * (level == number) for number in range(levels)]
+    return top, torch.stack([x.sum(2) for x in parts], 2), torch.stack([x @ values for x in parts], 2)
+
+
+def _sums_by_kernel(
+    prepared: Prepared, rows: _Rows, cells: _Columns | None, of_cell: Tensor, levels: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_sums`, which never has a table of keys."""
+    from nearfield.cells.triton.trial import level_sums
+
+    shape, scale = rows.place.shape, prepared.recipe.scale
+    segments = torch.zeros_like(rows.closed) if cells is None else cells.segments
+    entry = rows.entries[:, None].expand(shape)
+    visible, closed, segments, entry, place = (x.flatten() for x in (rows.visible, rows.closed, segments, entry, rows.place))
+    tensors = prepared.queries, prepared.keys, prepared.values, visible, closed, segments, entry, place, prepared.given.cell_of
+    with backends.device_guard(place.device):
+        of_rows = level_sums(*tensors, of_cell.flatten(0, 1), prepared.recipe.sizes.segment, scale, levels)
+    top, mass, numerator = of_rows
+    return top.view(shape), mass.unflatten(0, shape), numerator.unflatten(0, shape)
+
+
+def _first_of_block(prepared: Prepared, place: Tensor) -> Tensor:
+    """The rows with whose eyes rows look at closed segments: in causal calls, the first row of a block."""
+    sizes = prepared.recipe.sizes
+    return place - place % (prepared.queries.shape[1] // sizes.group) % sizes.share if sizes.segment else place
 
 
 def _ratio(numerator: Tensor, mass: Tensor) -> Tensor:
     """Their ratio; zero for a row that sees nothing."""
     blind = mass <= 0
-    return (numerator / mass.masked_fill(blind, 1.0)[:, None]).masked_fill(blind[:, None], 0.0)
+    return (numerator / mass.masked_fill(blind, 1.0)[..., None]).masked_fill(blind[..., None], 0.0)
 
 
-def _votes(prepared: Prepared, entry: int, numbers: Tensor, seen: SeenCells, compute: torch.dtype) -> Tensor:
-    """The votes that each row's block gives to cells, `[rows, cells]`: see `far_field.votes`."""
+def _padded(x: Tensor, like: Tensor) -> Tensor:
+    """`x` with as many columns as `like`, see `wide`."""
+    missing = like.shape[-1] - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _levels(prepared: Prepared, rating: Tensor, size: Tensor, budgets: Sequence[int]) -> Tensor:
+    """How many budgets do not open each cell, `[entries, rows, cells]`."""
+    sizes, device = prepared.recipe.sizes, rating.device
+    best = rating.topk(min(budgets[-1], rating.shape[2]), dim=2).indices
+    needed = torch.arange(1, best.shape[2] + 1, device=device).repeat(*best.shape[:2], 1)
+    if sizes.share > 1 and prepared.kernel_tables is not None:
+        # The lists of a block have room for so many cells of mean size.
+        mean = -(-(sizes.segment or prepared.keys.shape[1]) // prepared.cells_per_segment)
+        members = size[:, None].expand_as(rating).gather(2, best)
+        needed = torch.maximum(needed, (members.cumsum(2) / mean).ceil().long())
+    too_small = torch.bucketize(needed, torch.tensor([*budgets], device=device)).to(torch.uint8)
+    return torch.full_like(rating, len(budgets), dtype=torch.uint8).scatter_(2, best, too_small)
+
+
+def _votes(prepared: Prepared, entries: Tensor, place: Tensor, cells: _Columns, compute: torch.dtype) -> Tensor:
+    """The votes that each row's block gives to cells, `[entries, rows, cells]`: see `far_field.votes`."""
     sizes, order = prepared.recipe.sizes, prepared.given.order
     length = prepared.queries.shape[1] // sizes.group
-    own_order = None if order is None else order[entry].long()
-    blocks = blocks_of_rows(prepared.queries.shape[1], sizes, numbers.device, own_order)[numbers]
-    member = numbers // length
-    place = (blocks - member * -(-length // sizes.share))[:, None] * sizes.share + torch.arange(
-        sizes.share, device=numbers.device
-    )
-    there = place < length
-    rows = member[:, None] * length + place.clamp(max=length - 1)
-    rows = rows if own_order is None else member[:, None] * length + own_order[rows]
-    queries = _scaled(prepared, entry, rows.flatten(), compute).view(*rows.shape, -1) * there[..., None]
-    counts = there.view(len(numbers), -1, POOL).sum(2)
-    means = queries.view(*counts.shape, POOL, -1).sum(2) / counts.clamp(min=1)[..., None]
-    return votes(*moments(wide(means.flatten(0, 1)), seen), seen.size, counts > 0)
+    own_order = None if order is None else order[entries].long()
+    blocks = blocks_of_rows(prepared.queries.shape[1], sizes, place.device, own_order)
+    blocks = blocks[place] if own_order is None else blocks.gather(1, place)
+    member = place // length
+    inside = torch.arange(sizes.share, device=place.device)
+    places = (blocks - member * -(-length // sizes.share))[..., None] * sizes.share + inside
+    there = places < length
+    rows = member[..., None] * length + places.clamp(max=length - 1)
+    if own_order is not None:
+        rows = member[..., None] * length + own_order.gather(1, rows.flatten(1)).view(rows.shape)
+    queries = prepared.queries[entries[:, None, None], rows].to(compute) * prepared.recipe.scale * there[..., None]
+    counts = there.unflatten(2, (-1, POOL)).sum(3)
+    means = queries.unflatten(2, (-1, POOL)).sum(3) / counts.clamp(min=1)[..., None]
+    first, spread = cells.moments(_padded(means, cells.centroid).flatten(1, 2), counts.shape[2])
+    return votes(first, spread, cells.size, counts > 0)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The cells of some entries, all of them, and which of them each of some rows sees."""
+
+    size: Tensor
+    """`[entries, cells]`"""
+    centroid: Tensor
+    """`[entries, cells, dim]`"""
+    variance: Tensor
+    value: Tensor
+    """`[entries, cells, value_dim]`"""
+    seen: Tensor
+    """`[entries, rows, cells]`: not empty, and seen by the row"""
+    cross: Tensor
+    """`[entries, rows, value_dim, dim]`: the covariance of the cells that a row sees"""
+    cell_of: Tensor
+    """`[entries, span_levels, keys]`"""
+    segments: Tensor
+    """`[entries, rows]`: how many closed segments each row sees"""
+    segment: int
+    """keys of a segment"""
+
+    def moments(self, queries: Tensor, repeat: int = 1) -> tuple[Tensor, Tensor]:
+        """q.mu_c (-inf for cells that are not seen) and u_c, `[entries, rows, cells]`; for `repeat` queries of each row."""
+        seen = self.seen if repeat == 1 else self.seen.repeat_interleave(repeat, 1)
+        first = (queries @ self.centroid.mT).masked_fill_(~seen, -torch.inf)
+        return first, (squares(queries) @ self.variance.mT).clamp_(max=MOST_SPREAD)
+
+    def homes(self, keys: int) -> Tensor:
+        """`[entries, rows, keys]`: the cell through which a row sees each key, of those in segments that it sees closed."""
+        levels, last = self.cell_of.shape[1], self.size.shape[1]
+        if levels == 1:
+            home = self.cell_of[:, :, :keys].expand(-1, self.segments.shape[1], -1)
+        else:
+            # A row sees a key through the longest of its spans that reaches the key.
+            segment = torch.arange(-(-keys // self.segment), device=self.segments.device)
+            reached = torch.stack([segment < (self.segments >> i << i)[..., None] for i in range(levels)])
+            level = (reached.sum(0) - 1).clamp_(min=0).repeat_interleave(self.segment, 2)[..., :keys]
+            home = self.cell_of[:, :, :keys].gather(1, level)
+        return home.long().masked_fill(home < 0, last)
+
+
+def _columns(prepared: Prepared, entries: Tensor, closed: Tensor) -> _Columns | None:
+    """The cells of some entries; None where there are none."""
+    sizes, spans = prepared.recipe.sizes, prepared.spans[int(entries[0]) if prepared.tables else 0]
+    if not spans.all:
+        return None
+    segments = closed // sizes.segment if sizes.segment else (closed > 0).long()
+    sees_span = seen_spans(spans, segments)
+    tables = prepared.kernel_tables
+    if tables is None:
+        table = prepared.tables[int(entries[0])]
+        edges = table.spans
+        size, centroid, variance, value = (x[None] for x in (table.size, table.centroid, table.variance, table.value))
+        weight = sees_span.to(table.cross.dtype)
+        pooled = (weight @ table.members.to(weight.dtype)).clamp(min=1)
+        cross = (weight @ table.cross.flatten(1)).unflatten(2, table.cross.shape[1:]) / pooled[..., None, None]
+    else:
+        edges = spans.edges(prepared.cells_per_segment)
+        size = torch.exp2(tables.log2_size[entries]).round()
+        centroid, variance, value = (x[entries].float() for x in (tables.centroid, tables.variance, tables.value))
+        cross = tables.cross[entries[:, None], segments].float()
+    seen = sees_span[..., _span_of_cell(tuple(edges), closed.device)] & (size > 0)[:, None]
+    cell_of = prepared.given.cell_of[entries]
+    return _Columns(size, centroid, variance, value, seen, cross, cell_of, segments, sizes.segment)
+
+
+@lru_cache(maxsize=64)
+def _span_of_cell(edges: tuple[int, ...], device: torch.device) -> Tensor:
+    """`[cells]`, from the first cell of each span."""
+    counts = torch.tensor([last - first for first, last in pairwise(edges)])
+    return torch.arange(len(counts)).repeat_interleave(counts).to(device)
+
+
+@lru_cache(maxsize=64)
+def _levels_and_starts(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The level and the first segment of each span."""
+    level, first = torch.tensor([(span.level, span.first) for span in spans.all]).T.to(device)
+    return level, first
+
+
+def seen_spans(spans: Spans, segments: Tensor) -> Tensor:
+    """`[..., spans]`: whether each span is among `spans.seen(segments)`, for many numbers of segments at a time."""
+    level, first = _levels_and_starts(spans, segments.device)
+    segments = segments[..., None]
+    # One span for each set bit, which begins where those of the higher bits end; of the largest level, all that fit.
+    is_bit = (segments >> level & 1 == 1) & (first == segments >> level + 1 << level + 1)
+    return torch.where(level == spans.tallest, first + (1 << level) <= segments, is_bit)
 
 
 def _prepare_by_kernels(
@@ -217,18 +384,3 @@ def _prepare_by_kernels(
         if recipe.sizes.ordered:
             order_for(queries, tables, layout, recipe.sizes, scale, order)
     return layout.spans, tables
-
-
-def _seen_by_kernels(tables: Tables, spans: Spans, numbers: list[int], entry: int, segments: int, per_segment: int) -> SeenCells:
-    """The cells of some spans, as `CellTable.seen` has them."""
-    edges = spans.edges(per_segment)
-    ranges = [slice(edges[number], edges[number + 1]) for number in numbers]
-    ids = torch.cat([torch.arange(x.start, x.stop, device=tables.centroid.device) for x in ranges])
-    column = torch.full((tables.cells,), -1, device=ids.device)
-    column[ids] = torch.arange(len(ids), device=ids.device)
-    size = torch.exp2(tables.log2_size[entry][ids]).round()
-    log_exists = torch.zeros_like(size).masked_fill(size == 0, -torch.inf)
-    centroid, variance, value = (wide(x[entry][ids].float()) for x in (tables.centroid, tables.variance, tables.value))
-    pooled = int(tables.pooled[entry, segments])
-    cross = wide(wide(tables.cross[entry, segments].float()).T).T
-    return SeenCells(size, log_exists, centroid, variance, value, numbers, ranges, ids, column, pooled, cross)

@@ -14,7 +14,8 @@ from nearfield.cells.operator import Recipe, cells_attention
 from nearfield.cells.partition import to_plain
 from nearfield.cells.planned import planned_attention
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.trial import Prepared, prepare, try_budgets
+from nearfield.cells.spans import Spans
+from nearfield.cells.trial import Prepared, prepare, seen_spans, try_budgets
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 SEED = torch.tensor(0)
@@ -55,18 +56,19 @@ def test_each_budget_is_a_call_with_that_budget(name: str, engine: str, dim: int
         budgets = (1, 4)
     tensors = problem(sizes, engine, dim)
     prepared = prepare(*tensors, recipe_of(sizes, engine))
-    numbers = torch.randint(sizes.group * LENGTH, (40,), generator=seeded(0)).to(tensors[0].device)
+    numbers = torch.randint(BATCH * sizes.group * LENGTH, (80,), generator=seeded(0))
+    exact, found = try_budgets(prepared, numbers, budgets)
     for entry in range(BATCH):
-        exact, found = try_budgets(prepared, entry, numbers, budgets)
+        mine, rows = numbers // (sizes.group * LENGTH) == entry, numbers % (sizes.group * LENGTH)
         query, key, value, visible = (x[entry].double() for x in tensors)
         mask = torch.arange(LENGTH, device=key.device) < visible[:, None]
         by_hand = attention64(query[None, None], key[None, None], value[None, None], mask, scale=SCALE)[0, 0]
-        torch.testing.assert_close(exact.double(), by_hand[numbers], atol=1e-4, rtol=1e-4)
-        for budget, rows in zip(budgets, found, strict=True):
+        torch.testing.assert_close(exact[mine].double(), by_hand[rows[mine]], atol=1e-4, rtol=1e-4)
+        for budget, ours in zip(budgets, found, strict=True):
             call = cells_attention(*tensors, SEED, recipe_of(sizes, engine, budget))
             assert torch.equal(call.cell_of, prepared.given.cell_of)
-            torch.testing.assert_close(rows, call.output[entry][numbers], atol=2e-3, rtol=2e-3)
-        assert float((found[0] - found[-1]).abs().max()) > 0.01, "budgets differ"
+            torch.testing.assert_close(ours[mine], call.output[entry][rows[mine]], atol=2e-3, rtol=2e-3)
+    assert float((found[0] - found[-1]).abs().max()) > 0.01, "budgets differ"
 
 
 @pytest.mark.parametrize(("name", "engine"), [("causal", "torch"), ("shared", "torch")])
@@ -94,6 +96,14 @@ def test_rows_that_see_nothing_are_zero() -> None:
     visible = visible.clone()
     visible[0] = 0
     prepared = prepare(query, key, value, visible, recipe_of(sizes, "torch"))
-    exact, found = try_budgets(prepared, 0, torch.arange(4), (1, 2))
+    exact, found = try_budgets(prepared, torch.arange(4), (1, 2))
     assert not bool(exact.any())
     assert not bool(found.any())
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4])
+def test_seen_spans_at_a_time(levels: int) -> None:
+    spans = Spans(13, levels)
+    seen = seen_spans(spans, torch.arange(14))
+    for segments in range(14):
+        assert seen[segments].nonzero()[:, 0].tolist() == sorted(span.number for span in spans.seen(segments))

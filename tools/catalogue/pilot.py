@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "pilot: budgets as sure as if each were the only one",
-        "pilot:run_pilot",
+        "pilot:_audits",
         "looks = len(budgets) * len(numbers)",
         "looks = 1",
         ("test_a_pilot_shares_its_confidence_among_budgets",),
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "pilot: trial: keys of the future",
         "trial:_try_rows",
-        "logits.masked_fill_(unseen, -torch.inf)",
+        "logits.masked_fill_(position >= visible[..., None], -torch.inf)",
         "pass",
         (EACH,),
     ),
@@ -122,8 +122,29 @@ MUTANTS = [
     Mutant(
         "pilot: trial: the order of rows is forgotten",
         "trial:_votes",
-        "rows = rows if own_order is None else",
-        "rows = rows if True else",
+        "if own_order is not None:",
+        "if False:",
         (EACH + "[shared-torch-16]",),
+    ),
+    Mutant(
+        "pilot: trial: every span is seen",
+        "trial:seen_spans",
+        "return torch.where(level == spans.tallest, first + (1 << level) <= segments, is_bit)",
+        "return torch.where(level == spans.tallest, first + (1 << level) <= segments, first + (1 << level) <= segments)",
+        (EACH + "[causal-torch-16]", "test_seen_spans_at_a_time"),
+    ),
+    Mutant(
+        "pilot: trial: keys are seen through the shortest spans",
+        "trial:_Columns.homes",
+        "(reached.sum(0) - 1)",
+        "(reached.sum(0) * 0)",
+        (EACH + "[causal-torch-16]",),
+    ),
+    Mutant(
+        "pilot: trial: the covariance of all cells",
+        "trial:_columns",
+        "weight = sees_span.to(table.cross.dtype)",
+        "weight = torch.ones_like(sees_span, dtype=table.cross.dtype)",
+        (EACH + "[causal-torch-16]",),
     ),
 ]

@@ -47,25 +47,28 @@ def forward(
     order: Tensor,
     beyond: float,
     known: Collection[str] = frozenset(),
+    tables: Tables | None = None,
 ) -> None:
     """Fills in output and log-normaliser of queries `[entries, group * length, dim]`, and the plan: the cells of keys, the opened
     cells, and the order in which rows open them together, if it is not their own.
 
-    `beyond`: see `memory_budget`. `known`: the names of parts of the plan that are there already.
+    `beyond`: see `memory_budget`. `known`: the names of parts of the plan that are there already. `tables`: of these
+    cells, where they are known and have been made before.
     """
     if len(queries) > MOST_ENTRIES:
         for some in entry_parts(len(queries)):
             inputs = queries[some], keys[some], values[some], visible[some]
             results = output[some], lse[some], cell_of[some], opened[some], order[some]
-            forward(*inputs, sizes, scale, iterations, seed, *results, beyond, known)
+            own = None if tables is None else tables.of(some)
+            forward(*inputs, sizes, scale, iterations, seed, *results, beyond, known, own)
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
     visible = as_read(visible)
     layout = layout_for(keys, sizes)
-    if "cell_of" in known:
+    if tables is None and "cell_of" in known:
         tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
-    else:
+    elif tables is None:
         tables = cells_of(keys, values, visible, sizes, layout, iterations, seed, cell_of)
     if sizes.share > 1:
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, order, *vars(tables).values()), beyond)
