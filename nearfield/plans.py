@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float) 
     rows = {
         "call": _call_line(problem),
         "crossover": _crossover_line(auto, problem, limit),
-        "method": "exact attention or cells" if method is None else repr(method),
+        "method": "exact attention or cells" if method is None else _short(method),
         "why": why,
     }
     if budgets:
@@ -219,7 +219,7 @@ def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float) 
     at_best = " at best" if method is None else ""
     rows["time"] = f"exact attention about {_time(seconds)}" + (f"; cells about {ratio:.2f} of that{at_best}" if probes else "")
     rows["error"] = _error_line(auto, method, choice)
-    rows["memory"] = f"about {memory / 2**20:.0f} MiB, of which inputs and output are {plain / 2**20:.0f} MiB"
+    rows["memory"] = f"about {memory / 2**20:,.0f} MiB, of which inputs and output are {plain / 2**20:,.0f} MiB"
     data = {
         "keys": keys,
         "crossover": limit,
@@ -264,17 +264,18 @@ def _call_line(problem: Problem) -> str:
     batch, heads, queries, dim = problem.query.shape
     mask = "causal" if problem.is_causal else "no mask" if problem.attn_mask is None else "masked"
     where = f"{crossover.dtype_name(problem.query.dtype)} on {crossover.device_name(problem.query.device)}"
-    return f"{batch * heads} heads of {queries} queries and {problem.key.shape[2]} keys, dimension {dim}, {where}, {mask}"
+    many = f"{batch * heads} heads" if batch * heads > 1 else "1 head"
+    return f"{many} of {queries:,} queries and {problem.key.shape[2]:,} keys, dimension {dim}, {where}, {mask}"
 
 
 def _crossover_line(auto: Auto, problem: Problem, limit: float) -> str:
     times = f", {GPU_TIMES[problem.is_causal]} times that with a pilot" if problem.query.is_cuda and auto.check else ""
     if auto.crossover is not None:
-        return f"{auto.crossover} keys, as given{times}"
+        return f"{auto.crossover:,} keys, as given{times}"
     where = f"{crossover.dtype_name(problem.query.dtype)} on {crossover.device_name(problem.query.device)}"
     if limit == float("inf"):
         return f"not known for {where}, so always exact attention; `nearfield bench --calibrate` measures it"
-    return f"from {limit:.0f} keys on cells are faster with {where}{times}"
+    return f"from {limit:,.0f} keys on cells are faster with {where}{times}"
 
 
 def _error_line(auto: Auto, method: Cells | Exact | None, choice: Choice | None) -> str:
@@ -297,4 +298,12 @@ def _bytes(problem: Problem) -> int:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1e3 * seconds:.2g} ms"
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.2g} ms"
+    return f"{seconds:.2g} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _short(method: Cells | Exact) -> str:
+    """What it was given, without what is as it is by default."""
+    given = (f"{x.name}={getattr(method, x.name)!r}" for x in fields(method) if getattr(method, x.name) != x.default)
+    return f"{type(method).__name__}({', '.join(given)})"

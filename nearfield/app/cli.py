@@ -1,4 +1,4 @@
-"""The command line: `nearfield plan`, `demo`, `bench`, `eval`, `tune`, `remember` and `ask`."""
+"""The command line: `nearfield plan`, `explain`, `demo`, `bench`, `eval`, `tune`, `remember` and `ask`."""
 
 from __future__ import annotations
 
@@ -94,6 +94,42 @@ def plan(
         f"from n = {sublinear_from(eps, delta, d=d):,} on. At n = {n:,} it would look at keys "
         f"{keys_read(n, eps, delta, d=d):,.0f} times."
     )
+
+
+@app.command()
+def explain(
+    n: int = typer.Option(131072, min=1, metavar="N", help="Queries and keys."),
+    heads: int = typer.Option(8, min=1, metavar="N", help="Heads."),
+    dim: int = typer.Option(64, min=1, metavar="N", help="Dimension of a head."),
+    device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1, ..."),
+    dtype: str = typer.Option("", metavar="NAME", help="Default: float32, or bfloat16 on CUDA."),
+    causal: bool = typer.Option(False, "--causal", help="Each query sees the keys up to its own position."),
+    family: str = typer.Option(
+        "", metavar="NAME", help=f"Look at such values (see nearfield.synthetic): {', '.join(FAMILIES)}. Default: sizes alone."
+    ),
+) -> None:
+    """Say what attention would do with inputs of some sizes, and why: method, budget, time, error and memory."""
+    import nearfield as nf
+    from nearfield.app import sweep
+    from nearfield.synthetic import make
+
+    with _one_line_errors():
+        place = arguments.device(device)
+        kind = arguments.dtype(dtype) if dtype else sweep.usual_dtype(place)
+        arguments.check_memory(place, kind, [n], [heads] if family else [1], [dim])
+        if not family:
+            told = nf.explain_sizes(n, heads, dim, place, kind, causal)
+        else:
+            arguments.known("--family", family, FAMILIES)
+            query, key, value = (x.to(place) for x in make(family, 1, heads, n, dim, dtype=kind))
+            told = nf.explain(query, key, value, is_causal=causal)
+    console = wide_console(110)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for name, text in told.rows.items():
+        table.add_row(name, text)
+    console.print(table)
 
 
 @app.command()

@@ -16,7 +16,7 @@ import nearfield
 from nearfield.app import arguments, demo, sweep
 from nearfield.app.cli import app
 
-COMMANDS = ("plan", "demo", "bench", "eval", "tune", "remember", "ask")
+COMMANDS = ("plan", "explain", "demo", "bench", "eval", "tune", "remember", "ask")
 
 
 def invoke(*given: object, columns: int = 80) -> tuple[int, str]:

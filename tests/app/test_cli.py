@@ -70,6 +70,20 @@ def test_plan_refuses_bad_arguments(arguments: tuple[str, ...], message: str) ->
     assert message in " ".join(printed.split())
 
 
+def test_explain_says_what_would_run_and_why() -> None:
+    code, printed = invoke("explain", "--n", "32768", "--heads", "1", "--dim", "8")
+    assert code == 0
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert lines[0] == "call 1 head of 32,768 queries and 32,768 keys, dimension 8, float32 on cpu, no mask"
+    assert "method exact attention or cells" in lines
+    code, printed = invoke("explain", "--n", "300", "--heads", "2", "--dim", "8", "--family", "clustered", "--causal")
+    assert code == 0
+    assert "method Exact()" in " ".join(printed.split())
+    code, printed = invoke("explain", "--family", "nope")
+    assert code == 2
+    assert "--family must be among gaussian" in " ".join(printed.split())
+
+
 @pytest.mark.long
 def test_demo_shows_a_table_and_saves_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "demo.png"
