@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nearfield import crossover
+from nearfield import causal, crossover
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
@@ -38,6 +38,7 @@ def attention(
     generator: torch.Generator | None = None,
     backend: str = "auto",
     check_finite: bool = False,
+    offset: int | None = None,
 ) -> Tensor:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
@@ -45,9 +46,10 @@ def attention(
         query: `[..., heads, Lq, dim]`, float64, float32, float16 or bfloat16.
         key, value: `[..., kv_heads, Lk, dim]` and `[..., kv_heads, Lk, value_dim]`.
         attn_mask: a boolean key-padding mask, True where a key counts, broadcastable from `[batch, 1, 1, Lk]`. It may be
-            combined with `is_causal`. `Exact` and `Auto` take any mask that SDPA takes.
+            combined with `is_causal`. `Exact` and `Auto` take any mask that SDPA takes. Or a bias of torch's,
+            `causal_upper_left(Lq, Lk)` or `causal_lower_right(Lq, Lk)` of `torch.nn.attention.bias`, which every method takes.
         dropout_p: applied to the normalised weights (the normaliser is not dropped).
-        is_causal: row i sees keys 0..i (aligned at the first key, as in SDPA).
+        is_causal: row i sees keys 0..i (aligned at the first key, as in SDPA); see `offset`.
         scale: 1/sqrt(dim) if None.
         enable_gqa: query heads may be a multiple of the key-value heads; keys are not repeated in memory.
         method: `Auto()` (the default: SDPA where that is faster, cells beyond), `Cells(...)`, `Exact()`, `TopK(...)`,
@@ -63,6 +65,8 @@ def attention(
             open them together with a bad query (see `Cells`). On a GPU, where nothing waits to look at inputs, a NaN may spoil
             just its own column of the rows that see it, and exact attention does what SDPA does.
             Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
+        offset: with `is_causal`: row i sees keys 0..i + offset; None: 0. The last Lq rows of a sequence of Lk tokens have the
+            offset Lk - Lq, which is `causal_lower_right`. Queries that are not there cost nothing.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
@@ -71,8 +75,10 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
+    if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
+        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
-    if is_plain and method is None and backend == "auto":
+    if is_plain and method is None and backend == "auto" and not offset:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output
@@ -80,11 +86,11 @@ def attention(
     method = Auto() if method is None else method
     # Only these: a method of one's own may do more than the cells that it calls.
     if is_plain and type(method) in (Cells, Auto):
-        signature = ready.signature(query, key, value, backend, is_causal, scale, enable_gqa, method, crossover.edition())
+        signature = ready.signature(query, key, value, backend, is_causal, offset, scale, enable_gqa, method, crossover.edition())
         make = None if signature is None else ready.known(signature)
         if make is not None:
             return make(query, key, value)
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset if is_causal else None)
     call = replace(_call(problem, generator, backend, gradient), signature=signature)
     problem = _screened(problem, method, call, check_finite)
     return _finish(problem, _run(problem, method, call).output)
@@ -106,6 +112,7 @@ def estimate(
     backend: str = "auto",
     check_finite: bool = False,
     audit: int = 0,
+    offset: int | None = None,
 ) -> Estimate:
     """`attention`, with its log-normaliser, standard error and audit.
 
@@ -125,7 +132,7 @@ def estimate(
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
     method = Auto() if method is None else method
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)

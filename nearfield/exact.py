@@ -54,16 +54,21 @@ def _sdpa(problem: Problem) -> Tensor:
     query, key, value, mask = problem.query, problem.key, problem.value, problem.attn_mask
     # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
     query, scale = with_positive_scale(query, problem.scale)
-    if mask is None or not problem.is_causal:
-        return _grouped(query, key, value, mask, problem, scale)
-    # Torch takes a mask or is_causal, not both. Combined they are a matrix: make it for some rows at a time.
+    offset = problem.offset
+    # From some offset on the first row, and so every one, sees all keys.
+    is_causal = problem.is_causal and offset < key.shape[2] - 1
+    if not is_causal or (mask is None and offset == 0):
+        return _grouped(query, key, value, mask, problem, scale, is_causal)
+    # Torch takes a mask or is_causal, not both, and knows no offset. Then it is a matrix: make it for some rows at a time.
+    entries = 1 if mask is None else mask.shape[0] * mask.shape[1]
     parts = []
-    for block in row_blocks((1, query.shape[2]), mask.shape[0] * mask.shape[1] * key.shape[2]):
-        seen = slice(0, block.stop)
-        position = torch.arange(min(block.stop, key.shape[2]), device=key.device)
-        causal = position <= torch.arange(block.start, block.stop, device=key.device)[:, None]
-        part = mask[..., seen] & causal
-        parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale))
+    for block in row_blocks((1, query.shape[2]), entries * key.shape[2]):
+        # Rows that see nothing get a hidden key.
+        seen = slice(0, max(1, min(block.stop + offset, key.shape[2])))
+        position = torch.arange(seen.stop, device=key.device)
+        causal = (position <= torch.arange(block.start, block.stop, device=key.device)[:, None] + offset)[None, None]
+        part = causal if mask is None else mask[..., seen] & causal
+        parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale, False))
     return torch.cat(parts, 2)
 
 
@@ -81,9 +86,10 @@ def _with_dropped_pairs(problem: Problem, dropout: Dropout) -> Tensor:
     return problem.by_head(output)
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float) -> Tensor:
+def _grouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float, causal: bool
+) -> Tensor:
     """SDPA with grouped queries, keys not repeated in memory."""
-    causal = problem.is_causal and mask is None
 
     def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nearfield import _compat
+from nearfield import _compat, causal
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds
 
@@ -94,6 +94,7 @@ class Problem:
     """`[batch, kv_heads, key_length]`, True where a key counts; None: no mask, or one that is not key padding"""
     dropout_p: float
     is_causal: bool
+    """row i sees the keys j <= i + offset"""
     scale: float
     poison: Tensor | None
     """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None: all inputs are finite"""
@@ -101,6 +102,8 @@ class Problem:
     """the dimensions of the query before length and dim, as the caller gave them"""
     sync: bool = True
     """whether values may be looked at, which waits for a GPU"""
+    offset: int = 0
+    """where the causal mask begins; 0 without one"""
 
     @property
     def has_general_mask(self) -> bool:
@@ -151,8 +154,9 @@ class Problem:
         groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
         if self.is_causal:
             queries = self.query.shape[2]
-            visible = torch.arange(1, queries + 1, device=self.key.device)
-            visible = visible if queries <= length else visible.clamp_(max=length)
+            visible = torch.arange(1 + self.offset, queries + 1 + self.offset, device=self.key.device)
+            if self.offset < 0 or queries + self.offset > length:
+                visible = visible.clamp_(0, length)
             visible = (visible if self.group_size == 1 else visible.repeat(self.group_size)).expand(groups, -1)
         else:
             rows = self.group_size * self.query.shape[2]
@@ -219,9 +223,11 @@ def check(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    offset: int | None = None,
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
+    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
@@ -265,6 +271,7 @@ def check(
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None and query.shape[-1] else float(scale or 0.0),
         poison=None,
         leading=tuple(leading),
+        offset=offset,
     )
 
 
@@ -356,8 +363,9 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     batch, heads, length = finite["query"].shape
     bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
     if problem.is_causal:
-        seen = torch.arange(length, device=bad_key.device).clamp(max=bad_key.shape[2] - 1)
-        spoiled = bad_key.cumsum(2).gt(0)[:, :, seen] if bad_key.shape[2] else bad_key.new_zeros(batch, heads, length)
+        last = torch.arange(length, device=bad_key.device) + problem.offset
+        so_far = torch.nn.functional.pad(bad_key.cumsum(2).gt(0), (1, 0))
+        spoiled = so_far[:, :, (last + 1).clamp(0, bad_key.shape[2])]
     elif problem.has_general_mask:
         assert problem.attn_mask is not None
         allowed = problem.attn_mask if problem.attn_mask.dtype == torch.bool else problem.attn_mask > -torch.inf

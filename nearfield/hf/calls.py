@@ -56,8 +56,8 @@ class LayerCall:
         key, value = self.key[entries, :, keys], self.value[entries, :, keys]
         return replace(self, query=self.query[entries, :, rows], key=key, value=value)
 
-    def by_method(self, is_causal: bool, key_padding: Tensor | None = None) -> Tensor:
-        """Attention by the method; `key_padding` `[batch, keys]` is False for padding."""
+    def by_method(self, is_causal: bool, key_padding: Tensor | None = None, offset: int | None = None) -> Tensor:
+        """Attention by the method; `key_padding` `[batch, keys]` is False for padding, `offset` as in `attention`."""
         mask = None if key_padding is None else key_padding[:, None, None, :].to(self.query.device)
         is_prefill = self.prefill is not None and is_causal and not needs_grad(self.query, self.key, self.value)
         return attention(
@@ -70,6 +70,7 @@ class LayerCall:
             self.scale,
             enable_gqa=True,
             method=self.prefill if is_prefill else self.method,
+            offset=offset,
         )
 
     def by_sdpa(self, mask: Tensor | None) -> Tensor:
@@ -219,7 +220,7 @@ def _serve_lazy_mask(call: LayerCall, mask: LazyMask) -> Tensor:
     if call.rows > 1 and mask.is_causal and mask.shift == 0 and mask.keys == call.rows:
         return call.by_method(True, mask.key_padding)
     if mask.is_causal and call.rows + mask.shift == mask.keys and _are_enough_rows(call):
-        return _serve_last_rows(call, mask.key_padding)
+        return call.by_method(True, mask.key_padding, mask.keys - call.rows)
     _tell_if_searchable(call)
     return exact(call, mask)
 
@@ -240,14 +241,8 @@ def tell_exact() -> None:
 
 
 def _are_enough_rows(call: LayerCall) -> bool:
-    """Whether it pays to let the method serve the last rows of a sequence, although it computes the earlier ones as well."""
+    """Whether it pays to let the method serve the last rows of a sequence: it may have to prepare all keys for them."""
     return call.rows >= LEAST_SHARE * call.keys and not isinstance(call.method, Exact)
-
-
-def _serve_last_rows(call: LayerCall, key_padding: Tensor | None) -> Tensor:
-    """Causal attention of the last rows. Methods align rows at the first key, so zeros stand in for the earlier queries."""
-    before = call.keys - call.rows
-    return replace(call, query=F.pad(call.query, (0, 0, before, 0))).by_method(True, key_padding)[:, :, before:]
 
 
 def _serve_packed(call: LayerCall, mask: LazyMask) -> Tensor:
