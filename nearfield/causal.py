@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 
 def resolve(attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, int]:
@@ -13,7 +12,8 @@ def resolve(attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, 
 
     Row i of a causal mask sees the keys j <= i + offset: 0 for `causal_upper_left`, Lk - Lq for `causal_lower_right`.
     """
-    if not isinstance(attn_mask, CausalBias):
+    # By name: importing the class loads the compiler, which takes seconds.
+    if type(attn_mask).__name__ != "CausalBias":
         if offset is None:
             return attn_mask, is_causal, 0
         if isinstance(offset, bool) or not isinstance(offset, int):
@@ -33,4 +33,4 @@ def resolve(attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, 
             f"attn_mask is a causal bias for {asked[0]} queries and {asked[1]} keys, got {got[0]} and {got[1]}; make it with "
             "torch.nn.attention.bias.causal_lower_right(query.shape[-2], key.shape[-2])"
         )
-    return None, True, asked[1] - asked[0] if attn_mask.variant == CausalVariant.LOWER_RIGHT else 0
+    return None, True, asked[1] - asked[0] if attn_mask.variant.name == "LOWER_RIGHT" else 0
