@@ -39,6 +39,8 @@ def attention(
     backend: str = "auto",
     check_finite: bool = False,
     offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
@@ -67,6 +69,10 @@ def attention(
             Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
         offset: with `is_causal`: row i sees keys 0..i + offset; None: 0. The last Lq rows of a sequence of Lk tokens have the
             offset Lk - Lq, which is `causal_lower_right`. Queries that are not there cost nothing.
+        softcap: logits z (scale times q.k) count as softcap tanh(z / softcap); None or 0: as they are. For `Exact`, `Auto`,
+            `TopK` and `Cells`.
+        s_aux: `[heads]`, a logit for each query head that counts in the denominator alone, as an additional key with value zero
+            would. It has a gradient. For the same methods.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
@@ -78,6 +84,7 @@ def attention(
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
         attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
+    is_plain = is_plain and not softcap and s_aux is None
     if is_plain and method is None and backend == "auto" and not offset:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
@@ -90,7 +97,8 @@ def attention(
         make = None if signature is None else ready.known(signature)
         if make is not None:
             return make(query, key, value)
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset if is_causal else None)
+    offset = offset if is_causal else None
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
     call = replace(_call(problem, generator, backend, gradient), signature=signature)
     problem = _screened(problem, method, call, check_finite)
     return _finish(problem, _run(problem, method, call).output)
@@ -113,6 +121,8 @@ def estimate(
     check_finite: bool = False,
     audit: int = 0,
     offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Estimate:
     """`attention`, with its log-normaliser, standard error and audit.
 
@@ -132,7 +142,7 @@ def estimate(
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
     method = Auto() if method is None else method
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)
@@ -233,6 +243,8 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     if problem.has_general_mask and call.gradient is not None:
         assert problem.attn_mask is not None
         raise general_mask_error(f"gradient={call.gradient!r}", problem.attn_mask, "With any other mask use gradient=None.")
+    if not problem.has_plain_logits:
+        _check_logits(problem, method, call)
     if call.gradient is not None:
         check_dropped_gradient(method, call.gradient, problem.dropout_p)
     if problem.has_general_mask and not method.any_mask:
@@ -249,6 +261,17 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         dropout = pair_dropout(problem.dropout_p, call.seeds)
         output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds, dropout)
         return replace(outcome, output=problem.by_head(output))
+
+
+def _check_logits(problem: Problem, method: Method, call: Call) -> None:
+    """Raise where a cap or a sink is asked for that the method, or the gradient, would ignore."""
+    asked = f"softcap={problem.softcap:g}" if problem.softcap else "s_aux"
+    if call.gradient is not None:
+        raise ValueError(f"gradient={call.gradient!r} knows plain logits only, got {asked}; use gradient=None")
+    if not getattr(method, "any_logits", False):
+        raise ValueError(
+            f"{type(method).__name__} knows plain logits only, got {asked}; use Exact(), TopK(...), Cells(...) or Auto()"
+        )
 
 
 def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
@@ -273,6 +296,8 @@ def _zeros(problem: Problem) -> Outcome:
     """The outcome where there are no rows, no keys or no columns; connected to the inputs, so that these get zero gradients."""
     anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
     lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
+    if problem.sink is not None:
+        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink.detach()[:, None].expand_as(lse)
     output = anchor.expand(*lse.shape, problem.value.shape[-1])
     return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 

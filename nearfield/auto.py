@@ -60,6 +60,7 @@ class Auto:
     share: int | None = None
 
     any_mask = True
+    any_logits = True
     drops_pairs = True
 
     def __post_init__(self) -> None:

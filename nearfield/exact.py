@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nearfield.chunks import row_blocks
 from nearfield.kernels import reference
-from nearfield.problem import Call, Problem, with_positive_scale
+from nearfield.kernels.dense import capped, dense_attention, sink_share
+from nearfield.problem import Call, Problem, is_traced, with_positive_scale
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds, pair_dropout
 
@@ -22,6 +23,9 @@ from nearfield.sampling import Dropout, Seeds, pair_dropout
 class Exact:
     """`F.scaled_dot_product_attention`: every key is near. It honours any `attn_mask`. Time O(Lq Lk dim).
 
+    With `softcap` or `s_aux`, which torch's kernels do not have, it is written out in torch, some rows at a time, and the
+    backward pass computes the weights again: memory stays bounded, and it takes longer.
+
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
         >>> torch.allclose(nearfield.attention(q, k, v, method=Exact()), F.scaled_dot_product_attention(q, k, v))
@@ -29,6 +33,7 @@ class Exact:
     """
 
     any_mask = True
+    any_logits = True
     drops_pairs = True
 
     def is_async(self, problem: Problem, backend: str) -> bool:
@@ -57,18 +62,28 @@ def _sdpa(problem: Problem) -> Tensor:
     offset = problem.offset
     # From some offset on the first row, and so every one, sees all keys.
     is_causal = problem.is_causal and offset < key.shape[2] - 1
-    if not is_causal or (mask is None and offset == 0):
+    plain = problem.has_plain_logits
+    if plain and (not is_causal or (mask is None and offset == 0)):
         return _grouped(query, key, value, mask, problem, scale, is_causal)
     # Torch takes a mask or is_causal, not both, and knows no offset. Then it is a matrix: make it for some rows at a time.
     entries = 1 if mask is None else mask.shape[0] * mask.shape[1]
+    # With other logits the weights are a table too, and a few more while they are computed.
+    per_key = entries if plain else 4 * query.shape[0] * query.shape[1] * problem.compute_dtype.itemsize
     parts = []
-    for block in row_blocks((1, query.shape[2]), entries * key.shape[2]):
+    for block in row_blocks((1, query.shape[2]), per_key * max(1, key.shape[2]), query.is_cuda):
         # Rows that see nothing get a hidden key.
-        seen = slice(0, max(1, min(block.stop + offset, key.shape[2])))
-        position = torch.arange(seen.stop, device=key.device)
-        causal = (position <= torch.arange(block.start, block.stop, device=key.device)[:, None] + offset)[None, None]
-        part = causal if mask is None else mask[..., seen] & causal
-        parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale, False))
+        seen = slice(0, max(1, min(block.stop + offset, key.shape[2])) if is_causal else key.shape[2])
+        part = None if mask is None else (mask if mask.shape[2] == 1 else mask[:, :, block])[..., seen]
+        if is_causal:
+            position = torch.arange(seen.stop, device=key.device)
+            causal = (position <= torch.arange(block.start, block.stop, device=key.device)[:, None] + offset)[None, None]
+            part = causal if part is None else part & causal
+        inputs = query[:, :, block], key[:, :, seen], value[:, :, seen], part
+        if plain:
+            parts.append(_grouped(*inputs, problem, scale, False))
+        else:
+            logits = scale, problem.softcap, problem.sink
+            parts.append(dense_attention(*inputs, *logits, problem.dropout_p, recompute=problem.needs_grad and not is_traced()))
     return torch.cat(parts, 2)
 
 
@@ -153,8 +168,9 @@ def _lse(problem: Problem) -> Tensor:
     lse = rows.queries.new_empty(rows.visible.shape)
     for block in row_blocks(rows.visible.shape, 4 * max(1, rows.length) * rows.queries.element_size()):
         part = rows.at(block)
-        lse[:, block] = reference.exact_logits(part.queries, part.keys, part.visible).logsumexp(-1)
-    return lse
+        logits = capped(part.queries @ part.keys.mT, problem.softcap)
+        lse[:, block] = reference.hidden_beyond(logits, part.visible).logsumexp(-1)
+    return lse if problem.row_sinks is None else sink_share(lse, problem.row_sinks)[1]
 
 
 def _masked_lse(problem: Problem) -> Tensor:
@@ -168,5 +184,6 @@ def _masked_lse(problem: Problem) -> Tensor:
         queries = problem.query[:, :, block].to(dtype) * problem.scale
         logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
         here = mask if mask.shape[2] == 1 else mask[:, :, block]
-        lse[:, :, block] = reference.masked(logits, here).logsumexp(-1)
-    return lse.reshape(batch * kv_heads, -1)
+        lse[:, :, block] = reference.masked(capped(logits, problem.softcap), here).logsumexp(-1)
+    lse = lse.reshape(batch * kv_heads, -1)
+    return lse if problem.row_sinks is None else sink_share(lse, problem.row_sinks)[1]

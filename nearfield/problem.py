@@ -104,11 +104,28 @@ class Problem:
     """whether values may be looked at, which waits for a GPU"""
     offset: int = 0
     """where the causal mask begins; 0 without one"""
+    softcap: float = 0.0
+    """logits z count as softcap tanh(z / softcap); 0: as they are"""
+    sink: Tensor | None = None
+    """`[heads]`, float32 or float64: logits that count in the denominator alone"""
 
     @property
     def has_general_mask(self) -> bool:
         """Whether there is a mask beyond key padding: one that differs from query to query, or that is added to the logits."""
         return self.attn_mask is not None and self.key_padding is None
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether a row is the softmax of its logits, without a cap and without a sink."""
+        return not self.softcap and self.sink is None
+
+    @once
+    def row_sinks(self) -> Tensor | None:
+        """The sinks in the layout of `Rows`, `[batch * kv_heads, group * length]`; None: there are none."""
+        if self.sink is None:
+            return None
+        batch, heads, length, _ = self.query.shape
+        return self.sink[None, :, None].expand(batch, heads, length).reshape(batch * self.key.shape[1], -1)
 
     @property
     def group_size(self) -> int:
@@ -117,7 +134,7 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        return needs_grad(self.query, self.key, self.value)
+        return needs_grad(self.query, self.key, self.value) or (self.sink is not None and needs_grad(self.sink))
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -224,6 +241,8 @@ def check(
     scale: float | None = None,
     enable_gqa: bool = False,
     offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
@@ -244,6 +263,8 @@ def check(
         raise ValueError(f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads})")
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
+    softcap = _check_softcap(softcap)
+    sink = None if s_aux is None else _check_sink(s_aux, query)
     query, key, value = to_autocast_dtype(query, key, value)
 
     padding = None
@@ -272,6 +293,8 @@ def check(
         poison=None,
         leading=tuple(leading),
         offset=offset,
+        softcap=softcap,
+        sink=sink,
     )
 
 
@@ -314,6 +337,30 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
+
+
+def _check_softcap(softcap: object) -> float:
+    """The cap as a number; 0 for none, as in FlashAttention."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be a positive number, or 0 or None for no cap, got {softcap!r}")
+    return float(softcap)
+
+
+def _check_sink(s_aux: object, query: Tensor) -> Tensor:
+    """The sinks of a call in the dtype of its arithmetic."""
+    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point():
+        got = s_aux.dtype if isinstance(s_aux, Tensor) else type(s_aux).__name__
+        raise TypeError(f"s_aux must be a tensor of floating point numbers, one logit for each query head, got {got}")
+    if s_aux.shape != query.shape[1:2]:
+        raise ValueError(
+            f"s_aux must have shape ({query.shape[1]},), one logit for each query head, got {tuple(s_aux.shape)}; sinks that are "
+            "keys, as in Cells(sinks=...), are another thing"
+        )
+    if s_aux.device != query.device:
+        raise ValueError(f"query and s_aux must be on the same device, got {query.device} and {s_aux.device}")
+    return s_aux.to(torch.promote_types(query.dtype, torch.float32))
 
 
 def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
@@ -412,6 +459,8 @@ class Method(Protocol):
 
     any_mask: bool = False
     """whether `run` honours masks beyond key padding"""
+    any_logits: bool = False
+    """whether `run` honours `Problem.softcap` and `Problem.sink`"""
     drops_pairs: bool = False
     """whether `run`, asked for a `gradient`, drops by `sampling.pair_dropout`: only then can the gradient drop the same pairs"""
 

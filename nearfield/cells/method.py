@@ -13,6 +13,7 @@ from nearfield.cells import sizes as defaults
 from nearfield.cells.operator import CellsResult, Recipe, cells_attention
 from nearfield.cells.partition import Partition, check_partition, make_known, to_plain
 from nearfield.cells.partition.kmeans import KMeans
+from nearfield.cells.sinks import sunk_attention
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.triton.limits import unsupported
@@ -76,6 +77,7 @@ class Cells:
     unfold: InitVar[None] = None
 
     any_mask = False
+    any_logits = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 
     def __post_init__(self, branching: None, unfold: None) -> None:
@@ -110,11 +112,13 @@ class Cells:
         engine = self._engine(problem, sizes, call.backend)
         seed = call.seeds.tensor() if random else _no_seed(problem.query, engine)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
-        recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
+        recipe = Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory, problem.softcap)
         if engine == "triton" and call.signature is not None and not _is_captured(problem.query):
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
-        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe)
-        output = result.output if memory.heads else problem.by_head(result.output)
+        inputs = rows.queries, rows.keys, rows.values, rows.visible, seed
+        sinks = problem.row_sinks
+        result = cells_attention(*inputs, recipe) if sinks is None else sunk_attention(*inputs, sinks, recipe)
+        output = result.output if memory.heads and sinks is None else problem.by_head(result.output)
         if not call.diagnostics:
             return Outcome(output)
         info = {"keys_per_query": _keys_per_query(result, rows.visible, sizes), **sizes._asdict()}
@@ -145,6 +149,7 @@ class Cells:
             partition=self.partition,
             dropout=problem.dropout_p,
             samples=self.samples,
+            softcap=problem.softcap,
             segments=length // sizes.segment if sizes.segment else 1,
             probes=sizes.probes,
             cells=length // sizes.cell_size,

@@ -42,16 +42,18 @@ class Recipe(NamedTuple):
     engine: str
     """`reference` for `cells/reference.py`, `torch` and `triton` for the folders of these names"""
     memory: MemoryPolicy = MemoryPolicy()
+    softcap: float = 0.0
+    """see `Problem.softcap`; the Triton engine has none"""
 
     def arguments(self) -> tuple[Any, ...]:
         """As the operators' schemas take them: see `_SETTINGS`."""
-        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory
+        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory, self.softcap
 
     @staticmethod
     def of(arguments: Sequence[Any]) -> Recipe:
         """The recipe of these `arguments()`."""
-        sizes, scale, dropout_p, partition, options, engine, *memory = arguments
-        return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory))
+        sizes, scale, dropout_p, partition, options, engine, *memory, softcap = arguments
+        return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory), softcap)
 
 
 class Given(NamedTuple):
@@ -160,7 +162,7 @@ def backward(
         head = _head(recipe, queries, _wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
         out, out_grad = _wide(output[entry]), _wide(output_grad[entry])
         if recipe.engine == "reference":
-            found = _reference_backward(head, plan, out_grad)
+            found = _reference_backward(head, plan, out, lse[entry], out_grad)
         else:
             into = [
                 x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
@@ -187,7 +189,7 @@ def _head(
     """One entry of the batch, for keys that are `_wide` already."""
     query, value = _wide(queries[entry]), _wide(values[entry])
     random = recipe.dropout_p, int(seed), entry * queries.shape[1]
-    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order)
+    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order, recipe.softcap)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -216,22 +218,26 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
     closed = closed_keys(head.visible, head.sizes, head.sizes.group)
     keys, values = keys.to(head.compute), values.to(head.compute)
     return reference.reference_attention(
-        scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep
+        scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep, head.softcap
     )
 
 
-def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor) -> tuple[Tensor, ...]:
+def _reference_backward(head: Head, plan: CellPlan, out: Tensor, lse: Tensor, output_grad: Tensor) -> tuple[Tensor, ...]:
+    """`out` and `lse` may be those beside a sink: see `cells.sinks`. Without one, the factor is 1."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (head.queries, head.keys, head.values)]
-        output, _ = _reference(head, plan, *inputs)
-        return torch.autograd.grad(output, inputs, output_grad.to(output.dtype))
+        output, own = _reference(head, plan, *inputs)
+        share = (own - lse).exp().masked_fill(own.detach() == -torch.inf, 0.0)[:, None]
+        return torch.autograd.grad((output - out) * share, inputs, output_grad.to(output.dtype))
 
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
 _PLAN = "Tensor cell_of, Tensor opened, Tensor order, Tensor drawn, Tensor log_factor"
-_SETTINGS = "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
+_SETTINGS = (
+    "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads, float softcap"
+)
 _ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}".split(", "))
 
 _LIBRARY.define(f"cells({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor stderr, {_PLAN})")
@@ -300,9 +306,10 @@ class _Cells(torch.autograd.Function):
         engine: str,
         beyond: float,
         heads: int,
+        softcap: float,
     ) -> tuple[Tensor, ...]:
         output, *rest = torch.ops.nearfield.cells(
-            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads
+            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads, softcap
         )
         if heads:
             group = sizes[0]

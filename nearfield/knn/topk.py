@@ -19,6 +19,7 @@ from nearfield.chunks import row_blocks
 from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
+from nearfield.kernels.dense import cap_slope, capped, sink_share
 from nearfield.kernels.reference import exact_attention, weighted_softmax
 from nearfield.knn import fused
 from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores, row_table
@@ -102,6 +103,7 @@ class TopK:
     joint: bool = False
 
     any_mask = False
+    any_logits = True
     drops_pairs = True
 
     def __post_init__(self) -> None:
@@ -128,7 +130,7 @@ class TopK:
             exact = Exact().run(problem, call)
             promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})
-        sizes = fused.served_sizes(self.index, problem, call, rows, k, tail)
+        sizes = fused.served_sizes(self.index, problem, call, rows, k, tail) if problem.has_plain_logits else None
         if sizes is not None:
             assert isinstance(self.index, CellIndex)
             return Outcome(problem.by_head(fused.attend_by_cells(rows, problem.scale, self.index, sizes, k, tail, call.seeds)))
@@ -139,9 +141,11 @@ class TopK:
         if promise is not None and call.diagnostics:
             met = RowsMet(tail_factor(promise.eps, promise.entry_delta(rows.count, rows.values.shape[-1])))
         dropout = pair_dropout(problem.dropout_p, call.seeds)
-        planner = _Planner(rows.detach(), built, k, tail, dropout, call, _gathers(backend), Tally(built), Tally(built), met)
+        planner = _Planner(
+            rows.detach(), built, k, tail, dropout, call, _gathers(backend), Tally(built), Tally(built), met, problem.softcap
+        )
         output, lse, error = weighted_attention(
-            rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and tail > 0
+            rows.queries, rows.keys, rows.values, planner, call.backend, call.diagnostics and tail > 0, problem.row_sinks
         )
         planner.searches.warn(built)
         if not call.diagnostics:
@@ -208,6 +212,8 @@ class _Planner:
     """those of them that the index looked at, if it says"""
     met: RowsMet | None = None
     """rows whose promise is known to hold; None: none was made, or nobody asks"""
+    softcap: float = 0.0
+    """see `Problem.softcap`: the nearest keys are the same, since a cap keeps the order of logits"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
@@ -219,6 +225,7 @@ class _Planner:
     def plan(self, block: slice) -> Plan:
         rows = self.rows.at(block)
         logits, ids, scored = self.built.find(rows.queries, self.k, rows.causal_offset)
+        logits = self._capped(logits)
         near = (ids != PADDING).sum(-1)
         drawn_at_most = (rows.visible - near).clamp(max=self.tail)
         self.tally.add((near if scored is None else scored) + drawn_at_most, rows.visible)
@@ -226,17 +233,22 @@ class _Planner:
             self.searches.add(scored, rows.visible)
         if self.met is not None and self.met.open:
             bound = self.built.upper_bound(rows.queries, ids, rows.causal_offset)
+            bound = bound if bound is None else capped(bound, self.softcap)
             self.met.add(logits, bound, rows.visible - near, self.tail)
         if not self.tail:
             return Plan(ids, logits, keep=self._keep(ids, block))
         left_out = rows.visible - near
         drawn = self._draw_tail(ids, left_out, block)
         count = (drawn != PADDING).sum(-1)
-        drawn_logits = gathered_scores(rows.queries, rows.keys, drawn, self.call.backend)
+        drawn_logits = self._capped(gathered_scores(rows.queries, rows.keys, drawn, self.call.backend))
         weight = (left_out.to(logits.dtype) / count.clamp(min=1)).clamp(min=1).log()
         log_weight = torch.cat([torch.zeros_like(logits), weight[..., None].expand_as(drawn_logits)], -1)
         ids, logits = torch.cat([ids, drawn], -1), torch.cat([logits, drawn_logits], -1)
         return Plan(ids, logits, log_weight, self._keep(ids, block), near=self.k, left_out=left_out)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """The logits under the cap; -inf, where there is no key, stays."""
+        return capped(logits, self.softcap).masked_fill(logits == -torch.inf, -torch.inf) if self.softcap else logits
 
     def _draw_tail(self, near: Tensor, left_out: Tensor, block: slice) -> Tensor:
         """`tail` keys per row, without replacement, from the visible keys that are not near."""
@@ -254,20 +266,33 @@ class _Planner:
 
 
 def weighted_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str = "auto", stderr: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    planner: _Planner,
+    backend: str = "auto",
+    stderr: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of queries `[batch, rows, dim]` over the planned keys: output, log-normaliser and standard error.
 
     The logits come with the plan. Queries, keys and values get the exact gradient of the estimator. The standard error
-    is zero where nothing was drawn, and everywhere unless `stderr` is set.
+    is zero where nothing was drawn, and everywhere unless `stderr` is set. `sinks` `[batch, rows]`: see `Problem.row_sinks`.
     """
-    return _WeightedAttention.apply(queries, keys, values, planner, backend, stderr)
+    return _WeightedAttention.apply(queries, keys, values, planner, backend, stderr, sinks)
 
 
 class _WeightedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str, stderr: bool
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        planner: _Planner,
+        backend: str,
+        stderr: bool,
+        sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel = backends.pair_kernels(backend, queries.device)
         output = values.new_empty(*queries.shape[:2], values.shape[2])
@@ -278,7 +303,7 @@ class _WeightedAttention(torch.autograd.Function):
         kept: tuple[Tensor | None, ...] = ()
         for block in blocks:
             plan = planner.plan(block)
-            weights, lse[:, block] = weighted_softmax(plan.logits, plan.log_weight)
+            weights, lse[:, block] = _weights(plan, sinks, block)
             applied = weights if plan.keep is None else weights * plan.keep
             rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, step))
             output[:, block] = rows.unflatten(0, weights.shape[:2])
@@ -287,7 +312,8 @@ class _WeightedAttention(torch.autograd.Function):
             parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
             if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
                 kept = parts
-        ctx.save_for_backward(queries, keys, values, *kept)
+        ctx.save_for_backward(queries, keys, values, sinks, *kept)
+        ctx.softcap = planner.softcap
         # A planner keeps the inputs alive, so it stays only where it is needed again.
         ctx.planner, ctx.kernel = None if kept else planner, kernel
         ctx.mark_non_differentiable(lse, error)
@@ -297,7 +323,17 @@ class _WeightedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         with full_precision(grad_output):
-            return (*_weighted_backward(ctx, grad_output), None, None, None)
+            *grads, grad_sinks = _weighted_backward(ctx, grad_output)
+            return (*grads, None, None, None, grad_sinks)
+
+
+def _weights(plan: Plan, sinks: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
+    """The weights of the planned keys of a block, and the log-normalisers, beside the sinks of its rows."""
+    weights, lse = weighted_softmax(plan.logits, plan.log_weight)
+    if sinks is None:
+        return weights, lse
+    share, total = sink_share(lse, sinks[:, block])
+    return weights * share[..., None], total
 
 
 def _bytes(*tensors: Tensor | None) -> int:
@@ -316,15 +352,16 @@ def _plans(planner: _Planner | None, kept: Sequence[Tensor | None], rows: int) -
         yield block, planner.plan(block)
 
 
-def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values, *kept = ctx.saved_tensors
+def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    queries, keys, values, sinks, *kept = ctx.saved_tensors
     kernel = ctx.kernel
     key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
-    grad_queries = torch.empty_like(queries)
+    grad_queries, grad_sinks = torch.empty_like(queries), None if sinks is None else torch.empty_like(sinks)
     grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
     for block, plan in _plans(ctx.planner, kept, queries.shape[1]):
         ids = flat_ids(plan.ids, keys.shape[1])
-        weights = weighted_softmax(plan.logits, plan.log_weight)[0].flatten(0, 1)
+        by_row, lse = _weights(plan, sinks, block)
+        weights = by_row.flatten(0, 1)
         query_rows, upstream = queries[:, block].flatten(0, 1), grad_output[:, block].flatten(0, 1)
 
         grad_weights = kernel.pair_scores(upstream, value_table, ids)
@@ -332,12 +369,18 @@ def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, T
         if plan.keep is not None:
             keep = plan.keep.flatten(0, 1)
             applied, grad_weights = weights * keep, grad_weights * keep
-        grad_logits = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
+        along = (weights * grad_weights).sum(-1, keepdim=True)
+        grad_logits = weights * (grad_weights - along)
+        if ctx.softcap:
+            grad_logits = grad_logits * cap_slope(plan.logits, ctx.softcap).flatten(0, 1)
+        if sinks is not None and grad_sinks is not None:
+            # A sink is a key with value zero.
+            grad_sinks[:, block] = -(sinks[:, block] - lse).exp() * along.view_as(lse)
 
         grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
         kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
         kernel.pair_scatter_(grad_values, applied, upstream, ids)
-    return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values)
+    return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values), grad_sinks
 
 
 def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor, step: int) -> Tensor:

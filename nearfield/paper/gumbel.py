@@ -73,6 +73,7 @@ class LazyGumbel:
     slack: float | None = None
 
     any_mask = False
+    any_logits = False
     drops_pairs = True
 
     def __post_init__(self) -> None:

@@ -1,10 +1,12 @@
-"""Ways to break causal offsets."""
+"""Ways to break causal offsets, soft caps and sinks."""
 
 from __future__ import annotations
 
 from catalogue.mutant import Mutant
 
-READ_ALL = "test_methods_that_read_all_keys_are_exact"
+READ_ALL = "test_causal_offset.py::test_methods_that_read_all_keys_are_exact"
+LOGITS = "test_logits.py::test_methods_that_read_all_keys_are_exact"
+ENGINE = "test_the_engine_is_the_specification"
 
 MUTANTS = (
     Mutant(
@@ -41,5 +43,50 @@ MUTANTS = (
         "device=bad_key.device) + problem.offset",
         "device=bad_key.device)",
         ("test_a_nan_reaches_the_rows_that_see_it",),
+    ),
+    Mutant(
+        "sinks: no gradient in cells",
+        "_SunkCells.backward",
+        "-(sinks - lse).exp() * along",
+        "0.0 * (sinks - lse).exp() * along",
+        (LOGITS,),
+    ),
+    Mutant(
+        "sinks: cells keep their normaliser",
+        "_SunkCells.forward",
+        ".to(output.dtype), total,",
+        ".to(output.dtype), lse,",
+        (LOGITS,),
+    ),
+    Mutant("sinks: the wrong sign in TopK", "_weighted_backward", "= -(sinks[:, block]", "= (sinks[:, block]", (LOGITS,)),
+    Mutant(
+        "sinks: the audit forgets them",
+        "_exact_masked_rows",
+        "if problem.sink is not None:",
+        "if False:",
+        (LOGITS,),
+    ),
+    Mutant(
+        "softcap: near keys have the slope of plain logits",
+        "torch.backward:_near",
+        "if slope is not None:",
+        "if False:",
+        (LOGITS,),
+    ),
+    Mutant("softcap: TopK has the slope of plain logits", "_weighted_backward", "if ctx.softcap:", "if False:", (LOGITS,)),
+    Mutant(
+        "softcap: spreads of cells as without",
+        "cap_moments",
+        "spread * slope.square(), slope",
+        "spread, slope",
+        (ENGINE,),
+    ),
+    Mutant("softcap: slopes are constant", "cap_moments_backward", "bend = -2.0 / softcap", "bend = 0.0 / softcap", (ENGINE,)),
+    Mutant(
+        "softcap: drawn keys are not capped",
+        "Draws.correct",
+        "head.keys[drawn].to(head.compute)), head.softcap)",
+        "head.keys[drawn].to(head.compute)), 0.0)",
+        (ENGINE,),
     ),
 )

@@ -194,6 +194,7 @@ class _Probe:
     found: list[_Found]
 
     any_mask = False
+    any_logits = False
     drops_pairs = False
 
     def run(self, problem: Problem, call: Call) -> Outcome:
@@ -260,6 +261,7 @@ class _Noise:
     seed: int
 
     any_mask = False
+    any_logits = False
     drops_pairs = False
 
     def is_async(self, problem: Problem, backend: str) -> bool:

@@ -30,6 +30,7 @@ class PastTopK:
     sinks: int = 16
 
     any_mask = False
+    any_logits = False
     drops_pairs = False
 
     def __post_init__(self) -> None:
