@@ -25,6 +25,7 @@ from nearfield.paper.gumbel import LazyGumbel
 from nearfield.paper.sample import sample
 from nearfield.problem import Call, Method, Problem
 from nearfield.results import Audit, Estimate, Outcome, Samples
+from nearfield.varlen import attention_varlen
 
 __version__ = "0.2.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "Samples",
     "TopK",
     "attention",
+    "attention_varlen",
     "audit_rows",
     "budget",
     "estimate",

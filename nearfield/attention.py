@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from nearfield.checks import check_dropped_gradient, check_gradient, check_metho
 from nearfield.exact import fuses_groups
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
+from nearfield.packed import attend_packed, jagged
 from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
 from nearfield.results import Estimate, Outcome
@@ -45,7 +47,8 @@ def attention(
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
     Args:
-        query: `[..., heads, Lq, dim]`, float64, float32, float16 or bfloat16.
+        query: `[..., heads, Lq, dim]`, float64, float32, float16 or bfloat16. All three may be jagged nested tensors
+            `[batch, heads, Lq, dim]`; see `attention_varlen` for what these cost.
         key, value: `[..., kv_heads, Lk, dim]` and `[..., kv_heads, Lk, value_dim]`.
         attn_mask: a boolean key-padding mask, True where a key counts, broadcastable from `[batch, 1, 1, Lk]`. It may be
             combined with `is_causal`. `Exact` and `Auto` take any mask that SDPA takes. Or a bias of torch's,
@@ -81,6 +84,12 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
+    if isinstance(query, Tensor) and query.is_nested and query.layout == torch.jagged:
+        given = dropout_p, is_causal, scale, enable_gqa
+        more = {"method": method, "gradient": gradient, "generator": generator, "backend": backend, "check_finite": check_finite}
+        return _jagged_attention(
+            query, key, value, attn_mask, given, more | {"offset": offset, "softcap": softcap, "s_aux": s_aux}
+        )
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
         attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
@@ -102,6 +111,22 @@ def attention(
     call = replace(_call(problem, generator, backend, gradient), signature=signature)
     problem = _screened(problem, method, call, check_finite)
     return _finish(problem, _run(problem, method, call).output)
+
+
+def _jagged_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, given: tuple[Any, ...], more: dict[str, Any]
+) -> Tensor:
+    """Attention of jagged nested tensors, each sequence to itself: see `packed.attend_packed`. `given`, `more`: the arguments."""
+    if attn_mask is not None:
+        raise ValueError("nested tensors have no padding to mask, got attn_mask; leave it out, or pass padded tensors")
+    rows, (edges, key_edges, _) = jagged(query, key, value)
+    by_length: Any = query.transpose(1, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, None, *given, **more)
+
+    output = attend_packed(attend, *rows, edges, key_edges)
+    return torch.nested.nested_tensor_from_jagged(output, by_length.offsets()).transpose(1, 2)
 
 
 def estimate(

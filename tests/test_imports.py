@@ -20,13 +20,13 @@ PACKAGE = Path(nearfield.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("app",),
     ("",),  # the package itself: the public names
-    ("nn", "hf"),
+    ("nn", "hf", "varlen"),
     ("attention",),
     ("auto", "paper"),
     ("knn",),
     ("cells", "exact", "audit"),
     ("problem", "kernels", "crossover"),
-    ("results", "sampling", "checks", "chunks", "causal", "synthetic", "user_cache", "_compat", "_moved"),
+    ("results", "sampling", "checks", "chunks", "causal", "packed", "synthetic", "user_cache", "_compat", "_moved"),
 )
 MOST_LAYERS = 9
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

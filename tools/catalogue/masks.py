@@ -1,4 +1,4 @@
-"""Ways to break causal offsets, soft caps and sinks."""
+"""Ways to break causal offsets, soft caps, sinks and packed sequences."""
 
 from __future__ import annotations
 
@@ -88,5 +88,26 @@ MUTANTS = (
         "head.keys[drawn].to(head.compute)), head.softcap)",
         "head.keys[drawn].to(head.compute)), 0.0)",
         (ENGINE,),
+    ),
+    Mutant(
+        "packed: rows stay in the order of the calls",
+        "attend_packed",
+        ".index_select(0, rows.argsort())",
+        ".index_select(0, rows)",
+        ("test_each_sequence_is_as_if_it_were_alone",),
+    ),
+    Mutant(
+        "packed: lengths of keys do not count",
+        "attend_packed",
+        "groups.setdefault((last - first, key_last - key_first), [])",
+        "groups.setdefault((last - first, key_edges[1]), [])",
+        ("test_each_sequence_is_as_if_it_were_alone",),
+    ),
+    Mutant(
+        "packed: causal sequences aligned at their first key",
+        "attention_varlen",
+        "offset=key.shape[2] - query.shape[2] if causal else None",
+        "offset=0 if causal else None",
+        ("test_each_sequence_is_as_if_it_were_alone",),
     ),
 )
