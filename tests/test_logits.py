@@ -135,6 +135,20 @@ def test_sinks_beside_the_kernels_in_triton() -> None:
         nf.attention(q, k, v, enable_gqa=True, softcap=3.0, method=ALL_OPEN, backend="triton")
 
 
+def test_sinks_can_be_compiled() -> None:
+    leaves, arguments, _ = problem("both", True, torch.float32)
+    arguments.pop("s_aux")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        return nf.attention(q, k, v, s_aux=sink, method=FEW, **arguments)
+
+    want, got = attend(*leaves), torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves)
+    torch.testing.assert_close(got, want)
+    upstream = torch.randn(want.shape)
+    for a, b in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_rows_without_keys() -> None:
     """They are zero, and so are their gradients."""
     q, k, v = inputs(1, 2, queries=3, keys=0)
