@@ -1,13 +1,14 @@
 # Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
 # versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma mutants same clean
+.PHONY: help install demo plan test test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma mutants same docs clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
 REAL := .venv/.installed-real
+DOCS := .venv-docs/.installed
 JOBS ?= 2
 AGAINST ?= HEAD
 # One thread per test process: with two processes on two cores, more threads would only wait for each other.
@@ -85,6 +86,15 @@ mutants: $(STAMP) ## break the library in known ways, one at a time; each break 
 same: $(STAMP) ## compare results with another commit, bit for bit: make same AGAINST=main
 	$(BIN)/python tools/same_bits.py --against $(AGAINST)
 
+# The sources are read, not imported, so that torch is not needed here.
+$(DOCS): pyproject.toml constraints.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q mkdocs-material 'mkdocstrings[python]' ruff -c constraints.txt
+	touch $@
+
+docs: $(DOCS) ## build the documentation site into site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet --strict
+
 clean: ## remove whatever can be made again
-	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png experiments/report.html
+	rm -rf .venv .venv-docs site .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png experiments/report.html
 	find experiments -name '*.svg' -delete

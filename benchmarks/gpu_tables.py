@@ -1,4 +1,5 @@
-"""The tables of README.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json and results/peers.json.
+"""The tables of docs/benchmarks.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json and
+topk_gpu.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -18,7 +19,7 @@ from typing import Any
 from record import read_sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/gpu.md", "docs/peers.md")
+PAGES = ("docs/benchmarks.md", "docs/gpu.md", "docs/peers.md")
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
 NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
@@ -38,7 +39,7 @@ def ms(x: float) -> str:
 
 
 def lengths(gpu: dict[str, Any]) -> str:
-    """By length: what a reader of the README looks for."""
+    """By length: what most readers look for."""
     training = {(row["n"], row["dim"]): row for row in gpu["training"]["rows"] if row["causal"]}
     forward = {(row["dim"], row["n"], row["causal"]): row for row in gpu["forward"]["rows"]}
     head = ["n", "d", "forward, no mask: time", "error", "memory", "forward, causal: time", "error", "memory"]
@@ -148,6 +149,21 @@ def peers(sections: dict[str, Any], section: str, kind: str) -> str:
     return rows_of([*head, "keys read", "memory / SDPA"], *found)
 
 
+def topk(sections: dict[str, Any]) -> str:
+    """kNN attention over cells, by mask and length."""
+    head = ["mask", "n", "k", "SDPA, ms", "`tail=0`, ms", "SDPA / method", "error", "`tail=32`, ms", "SDPA / method", "error"]
+    found = []
+    for mask in ("no mask", "causal"):
+        for row in sections[mask]["lengths"]:
+            cells = [mask, f"{row['n']:,}", f"{row['k']:,}", ms(row["methods"]["SDPA"]["ms"])]
+            for name in ("tail=0", "tail=32"):
+                method = row["methods"][name]
+                cells += [ms(method["ms"]), f"{method['speedup']:.2f}", f"{method['errors']['mean']:.2f}"]
+            memory = row["methods"]["tail=32"]["peak_megabytes"]["total"]
+            found.append([*cells, f"{memory / 1024:.2f}", f"{row['recall']:.3f}", f"{row['scored']:,.0f}"])
+    return rows_of([*head, "peak, GiB", "recall", "keys scored"], *found)
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -160,7 +176,7 @@ def table(name: str) -> str:
     if name.startswith("peers "):
         _, section, kind = name.split(" ")
         return peers(read_sections("peers"), section, kind)
-    return makers[name](read_sections("gpu"))
+    return topk(read_sections("topk_gpu")) if name == "topk" else makers[name](read_sections("gpu"))
 
 
 def fresh(text: str) -> str:

@@ -6,14 +6,23 @@ python examples/finetune.py MODEL --text TEXT --tokens 8192 --steps 10 --rate 1e
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
-from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from example_options import (
+    PAYS,
+    Parser,
+    count,
+    device_name,
+    model_name,
+    positive,
+    python_documentation,
+    text_file,
+    usual_device,
+    verdict,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -53,13 +62,13 @@ def train(model: Any, ids: Tensor, attention: str, tokens: int, steps: int, rate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="default: a small random model")
-    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
-    parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate; about 1e-5 for a trained model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = Parser(__doc__)
+    parser.add_argument("model", nargs="?", type=model_name, help="default: a small random model")
+    parser.add_argument("--text", type=text_file, help="default: Python's own documentation")
+    parser.add_argument("--tokens", type=count, default=65_536 if torch.cuda.is_available() else 2048, help="per sequence")
+    parser.add_argument("--steps", type=count, default=20)
+    parser.add_argument("--rate", type=positive, default=3e-3, help="learning rate; about 1e-5 for a trained model")
+    parser.add_argument("--device", type=device_name, default=usual_device())
     options = parser.parse_args()
     if options.model:
         model, tokenizer = load_model(options.model, options.device)
@@ -68,26 +77,26 @@ def main() -> None:
         ids = token_ids(tokenizer, options.text)
     else:
         model = random_model(options.tokens).to(options.device)
-        words = options.text.read_text(encoding="utf-8") if options.text else "\n".join(topics.values())
+        words = options.text.read_text(encoding="utf-8") if options.text else python_documentation()
         ids = torch.tensor([list(words.encode()[: 16 * options.tokens])])
     ids = ids.to(options.device)
 
     # Gradients are exact for the estimate, with the choice of cells held fixed, and need no quadratic memory.
     hf.register("nearfield", nf.Cells())
+    taken = {}
     table = Table(
         "attention", "s per step", "first loss", "last loss", title=f"{options.steps} steps of {options.tokens:,} tokens"
     )
     curves = {}
     for name in ("sdpa", "nearfield"):
         curves[name], seconds = train(copy.deepcopy(model), ids, name, options.tokens, options.steps, options.rate)
+        taken[name] = seconds
         table.add_row(name, f"{seconds:.2f}", f"{curves[name][0]:.4f}", f"{curves[name][-1]:.4f}")
     console = Console()
     console.print(table)
     apart = max(abs(a - b) for a, b in zip(*curves.values(), strict=True))
     console.print(f"Largest difference between the losses of the same step: {apart:.4f}")
-    console.print(
-        "Cells pay off at longer sequences (docs/cells.md and docs/gpu.md say where); these are enough to see that losses agree."
-    )
+    console.print(verdict(taken["nearfield"], taken["sdpa"], options.tokens, PAYS))
 
 
 if __name__ == "__main__":

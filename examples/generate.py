@@ -7,13 +7,22 @@ python examples/generate.py MODEL --text TEXT --config nearfield-eval/config.jso
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from example_options import (
+    PAYS,
+    Parser,
+    count,
+    device_name,
+    model_name,
+    old_file,
+    python_documentation,
+    text_file,
+    usual_device,
+    verdict,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -48,15 +57,15 @@ def generate(model: Any, ids: Tensor, attention: str, count: int) -> tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="default: a small random model")
-    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
-    parser.add_argument("--new", type=int, default=24, help="tokens to generate")
-    parser.add_argument("--config", type=Path, help="methods by layer, as `nearfield eval` writes them")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = Parser(__doc__)
+    parser.add_argument("model", nargs="?", type=model_name, help="default: a small random model")
+    parser.add_argument("--text", type=text_file, help="default: Python's own documentation")
+    parser.add_argument("--tokens", type=count, default=65_536 if torch.cuda.is_available() else 4096, help="of the prompt")
+    parser.add_argument("--new", type=count, default=24, help="tokens to generate")
+    parser.add_argument("--config", type=old_file, help="methods by layer, as `nearfield eval` writes them")
+    parser.add_argument("--device", type=device_name, default=usual_device())
     options = parser.parse_args()
-    words = options.text.read_text(encoding="utf-8") if options.text else "\n".join(topics.values())
+    words = options.text.read_text(encoding="utf-8") if options.text else python_documentation()
     if options.model:
         model, tokenizer = load_model(options.model, options.device)
         ids = tokenizer(words[: 8 * options.tokens], return_tensors="pt", verbose=False)["input_ids"][:, : options.tokens]
@@ -77,6 +86,8 @@ def main() -> None:
         table.add_row(name, f"{prompt:.2f}", f"{1000 * each:.1f}", f"the first {same} of {len(exact)}")
     console = Console()
     console.print(table)
+    console.print(verdict(results["nearfield"][0], results["sdpa"][0], ids.shape[1], PAYS))
+    console.print("New tokens attend exactly here, at SDPA's cost. examples/cell_cache.py has the cache that makes them cheaper.")
     if tokenizer is not None:
         for name, (_, _, found) in results.items():
             console.print(f"{name}: {tokenizer.decode(found)!r}", markup=False)

@@ -7,13 +7,23 @@ python examples/prefill.py MODEL --text TEXT --config nearfield-eval/config.json
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from example_options import (
+    PAYS,
+    Parser,
+    count,
+    device_name,
+    model_name,
+    old_file,
+    python_documentation,
+    text_file,
+    usual_device,
+    verdict,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -40,7 +50,7 @@ def prompt(tokenizer: Any | None, text: Path | None, tokens: int) -> Tensor:
     """`[1, tokens]` of a text, or of Python's own documentation; bytes if there is no tokenizer."""
     if tokenizer is not None and text is not None:
         return token_ids(tokenizer, text)[:, :tokens]
-    words = text.read_text(encoding="utf-8") if text else "\n".join(topics.values())
+    words = text.read_text(encoding="utf-8") if text else python_documentation()
     if tokenizer is not None:
         return tokenizer(words[: 8 * tokens], return_tensors="pt", verbose=False)["input_ids"][:, :tokens]
     return torch.tensor([list(words.encode()[:tokens])])
@@ -61,12 +71,17 @@ def read(model: Any, ids: Tensor, attention: str) -> tuple[float, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="default: a small random model")
-    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
-    parser.add_argument("--tokens", type=int, default=32_768, help="at most the positions that the model knows")
-    parser.add_argument("--config", type=Path, help="methods by layer, as `nearfield eval` writes them")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = Parser(__doc__)
+    parser.add_argument("model", nargs="?", type=model_name, help="default: a small random model")
+    parser.add_argument("--text", type=text_file, help="default: Python's own documentation")
+    parser.add_argument(
+        "--tokens",
+        type=count,
+        default=131_072 if torch.cuda.is_available() else 32_768,
+        help="at most the positions that the model knows",
+    )
+    parser.add_argument("--config", type=old_file, help="methods by layer, as `nearfield eval` writes them")
+    parser.add_argument("--device", type=device_name, default=usual_device())
     options = parser.parse_args()
     if options.model:
         dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
@@ -86,13 +101,16 @@ def main() -> None:
     seconds, exact = read(model, ids, "sdpa")
     table = Table("attention", "seconds", "SDPA / this", "same next token", "divergence", title=f"{ids.shape[1]:,} tokens")
     table.add_row("sdpa", f"{seconds:.2f}", "1.00", "", "")
+    taken = {}
     for name in names:
         own, found = read(model, ids, name)
+        taken[name] = own
         same = (found.argmax(-1) == exact.argmax(-1)).float().mean()
         divergence = (exact.exp() * (exact - found)).sum(-1).mean()
         table.add_row(name, f"{own:.2f}", f"{seconds / own:.2f}", f"{same:.0%}", f"{divergence:.1e}")
     console = Console()
     console.print(table)
+    console.print(verdict(taken["nearfield-cells"], seconds, ids.shape[1], PAYS))
     console.print(f"Same next token and Kullback-Leibler divergence (nats): over the last {LAST} positions, against SDPA.")
 
 

@@ -8,12 +8,10 @@ It draws the losses against the steps to FOLDER/train_walks.png and writes them 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import matplotlib
@@ -22,6 +20,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from example_options import Parser, count, new_folder, positive, python_documentation, share, text_file
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -110,17 +109,17 @@ def draw(runs: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="default: Python's own documentation")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--context", type=int, default=64, help="characters that the model sees")
-    parser.add_argument("--k", type=int, default=16, help="keys per row of top-k attention")
-    parser.add_argument("--walks", type=int, default=16, help="walks per row")
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
-    parser.add_argument("--dropout", type=float, default=0.0, help="on the attention weights")
-    parser.add_argument("--out", type=Path, default=Path("train-walks"), help="folder of the picture and the numbers")
+    parser = Parser(__doc__)
+    parser.add_argument("--text", type=text_file, help="default: Python's own documentation")
+    parser.add_argument("--steps", type=count, default=500)
+    parser.add_argument("--context", type=count, default=64, help="characters that the model sees")
+    parser.add_argument("--k", type=count, default=16, help="keys per row of top-k attention")
+    parser.add_argument("--walks", type=count, default=16, help="walks per row")
+    parser.add_argument("--rate", type=positive, default=3e-3, help="learning rate")
+    parser.add_argument("--dropout", type=share, default=0.0, help="on the attention weights")
+    parser.add_argument("--out", type=new_folder, default=Path("train-walks"), help="folder of the picture and the numbers")
     options = parser.parse_args()
-    text = options.text.read_text(encoding="utf-8") if options.text else "\n".join(topics.values())
+    text = options.text.read_text(encoding="utf-8") if options.text else python_documentation()
     symbols = sorted(set(text))
     if len(text) < 2 * HELD_OUT * (options.context + 1):
         parser.error(f"--text must have at least {2 * HELD_OUT * (options.context + 1):,} characters, got {len(text):,}")

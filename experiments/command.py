@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         type=_positive,
         default=math.inf,
         metavar="S",
-        help="begin no timed call after so many seconds; the same command goes on with the others (indices)",
+        help="begin nothing after so many seconds; the same command goes on with the others (indices, shakespeare)",
     )
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="what language models are trained on (default: tiny Shakespeare)"

@@ -29,7 +29,7 @@ class Settings:
     memory_limit: float = 8.0
     """gigabytes that one timed call may need beyond its inputs (efficiency, indices); 8 is what the paper's machine had"""
     total_limit: float = math.inf
-    """seconds after which no further call is begun; the others are left to the next run (indices)"""
+    """seconds after which no further call or training is begun; the others are left to the next run (indices, shakespeare)"""
     out: Path | None = None
     text: Path | None = None
     """what to train on; None: tiny Shakespeare"""

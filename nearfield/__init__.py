@@ -1,6 +1,12 @@
 """nearfield: kNN attention for PyTorch that trains, and tells you its error."""
 
-from nearfield import _moved, nn
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from nearfield import _moved, nn, synthetic
 from nearfield.attention import attention, estimate
 from nearfield.audit import audit_rows
 from nearfield.auto import Auto
@@ -19,6 +25,7 @@ from nearfield.knn.index.lsh import ConcentricLSH
 from nearfield.knn.index.lsh_theory import LSHBudget, lsh_budget
 from nearfield.knn.needed import needed_k
 from nearfield.knn.topk import TopK
+from nearfield.merge import merge
 from nearfield.paper import gradients
 from nearfield.paper.budgets import Budget, budget
 from nearfield.paper.gumbel import LazyGumbel
@@ -26,6 +33,9 @@ from nearfield.paper.sample import sample
 from nearfield.problem import Call, Method, Problem
 from nearfield.results import Audit, Estimate, Outcome, Samples
 from nearfield.varlen import attention_varlen
+
+if TYPE_CHECKING:
+    from nearfield import hf as hf
 
 __version__ = "0.2.0"
 
@@ -63,10 +73,20 @@ __all__ = [
     "gradients",
     "index",
     "lsh_budget",
+    "merge",
     "needed_k",
     "nn",
     "sample",
+    "synthetic",
 ]
 
 _moved.redirect()
-__getattr__ = _moved.attribute
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`nearfield.hf` is imported when it is asked for, and so are modules under their names of version 0.1."""
+    return importlib.import_module("nearfield.hf") if name == "hf" else _moved.attribute(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "hf"})

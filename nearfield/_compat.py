@@ -55,6 +55,11 @@ cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+sdpa = torch._C._nn.scaled_dot_product_attention
+"""Torch's own attention, whoever may have put something else (`nearfield.attention`, say) in the place of
+`F.scaled_dot_product_attention`. Seen in torch 2.11 and 2.13."""
+
+
 def wrapper_tensor(cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass with a shape and no numbers. Seen in torch 2.11 and 2.13."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield import causal, crossover
+from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
@@ -23,6 +23,52 @@ from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
 from nearfield.results import Estimate, Outcome
 from nearfield.sampling import Seeds, pair_dropout
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+    return_lse: Literal[False] = False,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+    return_lse: Literal[True],
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -40,10 +86,11 @@ def attention(
     generator: torch.Generator | None = None,
     backend: str = "auto",
     check_finite: bool = False,
+    return_lse: bool = False,
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
     Args:
@@ -70,6 +117,10 @@ def attention(
             open them together with a bad query (see `Cells`). On a GPU, where nothing waits to look at inputs, a NaN may spoil
             just its own column of the rows that see it, and exact attention does what SDPA does.
             Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
+        return_lse: return the log of the softmax normaliser as well, with its gradient, so that results over disjoint keys can be
+            merged (`merge`) and trained through. `Exact`, `Auto`, `Cells` and `TopK` give it; the latter two that of their
+            estimate. It is not changed by dropout, and it includes `s_aux`: of parts to merge, only one may have it. Not with
+            `gradient=`, nor for nested tensors. With `Exact` the logits are computed a second time.
         offset: with `is_causal`: row i sees keys 0..i + offset; None: 0. The last Lq rows of a sequence of Lk tokens have the
             offset Lk - Lq, which is `causal_lower_right`. Queries that are not there cost nothing.
         softcap: logits z (scale times q.k) count as softcap tanh(z / softcap); None or 0: as they are. For `Exact`, `Auto`,
@@ -78,13 +129,19 @@ def attention(
             would. It has a gradient. For the same methods.
 
     Returns:
-        `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero.
+        `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
+        `[..., heads, Lq]` in float32 (float64 for float64 inputs), -inf for rows that see no key
+        (`s_aux` where there is one).
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
     if isinstance(query, Tensor) and query.is_nested and query.layout == torch.jagged:
+        if return_lse:
+            raise ValueError(
+                "return_lse=True is not for nested tensors; call attention for each sequence, or with padding and attn_mask"
+            )
         given = dropout_p, is_causal, scale, enable_gqa
         more = {"method": method, "gradient": gradient, "generator": generator, "backend": backend, "check_finite": check_finite}
         return _jagged_attention(
@@ -93,7 +150,7 @@ def attention(
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
         attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
-    is_plain = is_plain and not softcap and s_aux is None
+    is_plain = is_plain and not return_lse and not softcap and s_aux is None
     if is_plain and method is None and backend == "auto" and not offset:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
@@ -108,9 +165,17 @@ def attention(
             return make(query, key, value)
     offset = offset if is_causal else None
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
-    call = replace(_call(problem, generator, backend, gradient), signature=signature)
+    call = replace(_call(problem, generator, backend, gradient), return_lse=return_lse, signature=signature)
     problem = _screened(problem, method, call, check_finite)
-    return _finish(problem, _run(problem, method, call).output)
+    if return_lse:
+        _check_gives_lse(method, gradient)
+    outcome = _run(problem, method, call)
+    output = _finish(problem, outcome.output)
+    if not return_lse:
+        return output
+    if outcome.lse is None:
+        raise ValueError(f"{method!r}.run must return an Outcome with lse where call.return_lse is set, got None")
+    return output, _spoil(problem, outcome.lse)
 
 
 def _jagged_attention(
@@ -145,6 +210,7 @@ def estimate(
     backend: str = "auto",
     check_finite: bool = False,
     audit: int = 0,
+    per_head: bool = False,
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -154,6 +220,7 @@ def estimate(
     Args:
         audit: how many random rows to recompute exactly. The largest error among s of them bounds the error of a fraction
             0.05^(1/s) of all rows with 95% confidence, for any data and any method: 59 rows speak for 95% of them, 299 for 99%.
+        per_head: audit so many rows of each head, so that `est.audit.heads` says the same of every head by itself.
 
     The other arguments are those of `attention`.
 
@@ -166,6 +233,8 @@ def estimate(
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")
     if audit and dropout_p:
         raise ValueError(f"audit compares with attention without dropout; got audit={audit} and dropout_p={dropout_p}")
+    if per_head and not audit:
+        raise ValueError(f"per_head={per_head!r} needs an audit: pass audit=59, say, to recompute 59 rows of each head")
     method = Auto() if method is None else method
     problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
@@ -176,9 +245,11 @@ def estimate(
         raise ValueError(f"{method!r}.run must return an Outcome with lse where call.diagnostics is set, got None")
     return Estimate(
         output=output,
-        lse=_spoil(problem, outcome.lse),
+        lse=_spoil(problem, outcome.lse.detach()),
         stderr=None if outcome.stderr is None else _spoil(problem, outcome.stderr),
-        audit=run_audit(problem, output, audit, call.seeds.generator(-1)) if audit else outcome.info.get("audit"),
+        audit=run_audit(problem, output, audit, call.seeds.generator(-1), per_head=per_head)
+        if audit
+        else outcome.info.get("audit"),
         info={
             "method": repr(method),
             "backend": backends.without_triton(backend, query.device),
@@ -208,6 +279,8 @@ def _sdpa_if_faster(
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor or is_traced():
         return None
+    if query.is_nested or key.is_nested or value.is_nested:
+        return None
     rows, shape, dtype = query.shape, key.shape, key.dtype
     if len(shape) != 4 or value.shape != shape or query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES:
         return None
@@ -224,12 +297,12 @@ def _sdpa_if_faster(
             return None
         if (shape[2] > SHORT and not is_exact_faster(query, key, is_causal)) or (grouped and not fuses_groups(query, value)):
             return None
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
         return None
     if not FEW <= shape[2] <= SHORT:
         return None
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    output = sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     # Torch multiplies hidden values by zero, so a later NaN or inf would reach earlier rows. The last row reads every key that
     # any row reads: where it is not finite, go the long way.
     if is_causal and not math.isfinite(output.detach().select(2, -1).sum().item()):
@@ -261,6 +334,20 @@ def _call(
             "with gradient=None and Cells, Exact or Auto it is a part of the compiled program"
         )
     return Call(Seeds(generator, problem.query.device), backend, gradient, diagnostics)
+
+
+def _check_gives_lse(method: Method, gradient: Gradient | None) -> None:
+    """Raise where a log-normaliser would come without its gradient."""
+    if gradient is not None:
+        raise ValueError(
+            f"gradient={gradient!r} estimates the gradient of the output alone; with return_lse=True leave gradient out, "
+            "or use estimate(...).lse, which has no gradient"
+        )
+    if not getattr(method, "gives_lse", False):
+        raise ValueError(
+            f"method={method!r} has no log-normaliser with a gradient; with return_lse=True use Exact(), Cells(...) or "
+            "TopK(...), or estimate(...).lse, which has no gradient"
+        )
 
 
 def _run(problem: Problem, method: Method, call: Call) -> Outcome:
@@ -322,7 +409,7 @@ def _zeros(problem: Problem) -> Outcome:
     anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
     lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
     if problem.sink is not None:
-        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink.detach()[:, None].expand_as(lse)
+        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink[:, None].expand_as(lse)
     output = anchor.expand(*lse.shape, problem.value.shape[-1])
     return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 

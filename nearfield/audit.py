@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,18 +24,25 @@ MOST_ROWS = 1024
 
 
 @torch.no_grad()
-def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator, looks: int = 1) -> Audit:
+def run_audit(
+    problem: Problem, output: Tensor, size: int, generator: torch.Generator, looks: int = 1, per_head: bool = False
+) -> Audit:
     """Compare `size` random rows of `output` with exact attention.
 
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
 
     `looks`: how many audits there may be until one passes. Each of them then claims less, so that the promise holds for all.
+    `per_head`: as many rows of each head, over all batch entries. They speak for their head, and together for all rows: with bad
+    fractions f_h, all are missed with probability prod_h (1 - f_h)^s, at most (1 - mean f_h)^(s heads).
     """
     batch, heads, length, _ = problem.query.shape
     total = batch * heads * length
-    size = min(size, total)
-    chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
+    if per_head:
+        chosen = _rows_of_heads(problem, size, generator)
+    else:
+        chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
+    size = len(chosen)
     exact = problem.value.new_zeros(size, problem.value.shape[3], dtype=problem.compute_dtype)
     with full_precision(problem.query):
         for part in torch.arange(size, device=chosen.device).split(_rows_at_a_time(problem)) if size else ():
@@ -44,6 +52,27 @@ def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Gene
     additive = error / _value_norm(problem)[chosen // (length * problem.group_size)] if size else error
     size_of_exact = torch.linalg.vector_norm(exact, dim=-1)
     relative = torch.where(error == 0, error, error / size_of_exact)
+    found = _summary(additive, relative, total, looks)
+    if not per_head:
+        return found
+    head = chosen // length % heads
+    own = (head == number for number in range(heads))
+    return replace(found, heads=tuple(_summary(additive[mine], relative[mine], total // heads, looks) for mine in own))
+
+
+def _rows_of_heads(problem: Problem, size: int, generator: torch.Generator) -> Tensor:
+    """`size` random rows of each head, numbered over batch, heads and positions, in ascending order."""
+    batch, heads, length, _ = problem.query.shape
+    found = []
+    for head in range(heads):
+        rows = torch.randperm(batch * length, generator=generator, device=generator.device)[:size]
+        found.append((rows // max(1, length) * heads + head) * length + rows % max(1, length))
+    return torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.long, device=generator.device)
+
+
+def _summary(additive: Tensor, relative: Tensor, total: int, looks: int) -> Audit:
+    """What the errors of audited rows say about `total` rows."""
+    size = len(additive)
     quantile = 1.0 if size == total else audit_quantile(size, 1.0 - (1.0 - CONFIDENCE) / looks)
     return Audit(
         rows=size,

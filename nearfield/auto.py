@@ -52,7 +52,7 @@ class Auto:
         >>> q, k, v = torch.randn(3, 1, 2, 300, 64).unbind(0)
         >>> est = nearfield.estimate(q, k, v, method=Auto(eps=0.05, crossover=256))
         >>> est.info["chosen"], est.info["audit"].additive <= 0.05
-        ('Exact()', True)
+        (Exact(), True)
     """
 
     eps: float | None = None
@@ -61,6 +61,7 @@ class Auto:
 
     any_mask = True
     any_logits = True
+    gives_lse = True
     drops_pairs = True
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ class Auto:
             audit = run_audit(problem, outcome.output.to(problem.query.dtype), rows, generator, looks=STEPS)
             steps.append({"method": repr(method), "additive": audit.additive, "relative": audit.relative, "rows": audit.rows})
             if isinstance(method, Exact) or audit.additive <= self.eps:
-                return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": steps, "audit": audit})
+                return replace(outcome, info={**outcome.info, "chosen": method, "steps": steps, "audit": audit})
             sizes = method.sizes(problem)
             # Rows that open cells together by default go on doing so.
             method = replace(method, probes=GROWTH * sizes.probes, share=sizes.share if sizes.share > 1 else method.share)
@@ -119,7 +120,7 @@ def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
     outcome = method.run(problem, call)
     if not call.diagnostics:
         return outcome
-    return replace(outcome, info={**outcome.info, "chosen": repr(method), "steps": [], "audit": None})
+    return replace(outcome, info={**outcome.info, "chosen": method, "steps": [], "audit": None})
 
 
 def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | None = None) -> bool:

@@ -40,7 +40,8 @@ def check_not_negative(name: str, value: object, optional: bool = False) -> None
 def check_has(name: str, value: object, function: str, example: str) -> None:
     """An object, and not a class, that has a function of this name."""
     if isinstance(value, type) or not callable(getattr(value, function, None)):
-        raise TypeError(f"{name} must be {example}, got {value!r}")
+        hint = f"; write {value.__name__}(), with parentheses" if isinstance(value, type) and hasattr(value, function) else ""
+        raise TypeError(f"{name} must be {example}, got {value!r}{hint}")
 
 
 def check_method(name: str, value: object) -> None:
@@ -77,10 +78,22 @@ def check_dropped_gradient(method: object, gradient: Any, dropout_p: float) -> N
 
 def general_mask_error(who: str, attn_mask: torch.Tensor, remedy: str) -> ValueError:
     """For a mask beyond key padding that `who` cannot honour."""
+    if _looks_causal(attn_mask):
+        remedy = f"It looks lower-triangular: pass is_causal=True in place of attn_mask. {remedy}"
     return ValueError(
         f"{who} honours only boolean key-padding masks, broadcastable from [batch, 1, 1, key_length]; got {attn_mask.dtype} of "
         f"shape {tuple(attn_mask.shape)}. {remedy}"
     )
+
+
+def _looks_causal(mask: torch.Tensor) -> bool:
+    """Whether a square boolean mask shows all keys to the last row, its own to each row, and the next one to none. O(n)."""
+    if torch.compiler.is_compiling() or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
+        return False
+    if mask.dtype != torch.bool:
+        return False
+    parts = mask[..., -1, :], mask.diagonal(dim1=-2, dim2=-1), ~mask.diagonal(1, dim1=-2, dim2=-1), ~mask[..., 0, 1:]
+    return all(bool(part.all()) for part in parts)
 
 
 def double_backward_error() -> NotImplementedError:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from nearfield import _compat
+from nearfield._compat import sdpa
 from nearfield.chunks import row_blocks
 from nearfield.kernels import reference
 from nearfield.kernels.dense import capped, dense_attention, sink_share
-from nearfield.problem import Call, Problem, is_traced, with_positive_scale
+from nearfield.problem import Call, Problem, is_traced, needs_grad, with_positive_scale
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds, pair_dropout
 
@@ -34,6 +36,7 @@ class Exact:
 
     any_mask = True
     any_logits = True
+    gives_lse = True
     drops_pairs = True
 
     def is_async(self, problem: Problem, backend: str) -> bool:
@@ -48,9 +51,12 @@ class Exact:
         else:
             with _seeded(call.seeds, problem):
                 output = _sdpa(problem)
-        if not call.diagnostics:
+        if not (call.diagnostics or call.return_lse):
             return Outcome(output)
-        lse = problem.by_head(_lse(problem))
+        if call.return_lse:
+            return Outcome(output, problem.by_head(_lse(problem)))
+        with torch.no_grad():
+            lse = problem.by_head(_lse(problem))
         seen = float(problem.key.shape[2]) if problem.has_general_mask else float(problem.visible.double().mean())
         return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": seen})
 
@@ -60,8 +66,8 @@ def _sdpa(problem: Problem) -> Tensor:
     # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
     query, scale = with_positive_scale(query, problem.scale)
     offset = problem.offset
-    # From some offset on the first row, and so every one, sees all keys.
-    is_causal = problem.is_causal and offset < key.shape[2] - 1
+    # From some offset on the first row, and so every one, sees all keys. Without one, a program of any length is not asked.
+    is_causal = problem.is_causal and not (offset > 0 and offset >= key.shape[2] - 1)
     plain = problem.has_plain_logits
     if plain and (not is_causal or (mask is None and offset == 0)):
         return _grouped(query, key, value, mask, problem, scale, is_causal)
@@ -107,7 +113,7 @@ def _grouped(
     """SDPA with grouped queries, keys not repeated in memory."""
 
     def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
+        return sdpa(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
 
     group = problem.group_size
     if group == 1:
@@ -159,18 +165,36 @@ def _seeded(seeds: Seeds, problem: Problem) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
 def _lse(problem: Problem) -> Tensor:
-    """Log-normalisers in the layout of `Rows`, block by block. SDPA does not return them."""
+    """Log-normalisers in the layout of `Rows`, block by block. SDPA does not return them.
+
+    Where gradients are recorded, a block keeps its inputs alone, and the backward pass computes its logits again.
+    """
     if problem.has_general_mask:
         return _masked_lse(problem)
-    rows = problem.rows.detach()
-    lse = rows.queries.new_empty(rows.visible.shape)
+    rows = problem.rows
+
+    def of_rows(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+        logits = capped(queries @ keys.mT, problem.softcap)
+        return reference.log_normaliser(reference.hidden_beyond(logits, visible))
+
+    parts = []
     for block in row_blocks(rows.visible.shape, 4 * max(1, rows.length) * rows.queries.element_size()):
         part = rows.at(block)
-        logits = capped(part.queries @ part.keys.mT, problem.softcap)
-        lse[:, block] = reference.hidden_beyond(logits, part.visible).logsumexp(-1)
+        parts.append(_recomputed(of_rows, part.queries, part.keys, part.visible))
+    return _beside_sinks(torch.cat(parts, 1), problem)
+
+
+def _beside_sinks(lse: Tensor, problem: Problem) -> Tensor:
+    """Log-normalisers `[batch * kv_heads, group * length]` with the sinks of the problem, if it has some."""
     return lse if problem.row_sinks is None else sink_share(lse, problem.row_sinks)[1]
+
+
+def _recomputed(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`make(*inputs)`, of which nothing is kept for the backward pass. Transforms of torch.func keep what they need."""
+    if not needs_grad(*inputs) or _compat.in_functorch_transform():
+        return make(*inputs)
+    return checkpoint(make, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _masked_lse(problem: Problem) -> Tensor:
@@ -179,11 +203,15 @@ def _masked_lse(problem: Problem) -> Tensor:
     batch, kv_heads, length, _ = problem.key.shape
     dtype = problem.compute_dtype
     keys = problem.key.to(dtype).transpose(-1, -2)
-    lse = problem.query.new_empty(problem.query.shape[:3], dtype=dtype)
-    for block in row_blocks((lse.shape[0] * lse.shape[1], lse.shape[2]), 4 * max(1, length) * keys.element_size()):
-        queries = problem.query[:, :, block].to(dtype) * problem.scale
+    heads, count = problem.query.shape[1:3]
+
+    def of_rows(query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        queries = query.to(dtype) * problem.scale
         logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
+        return reference.log_normaliser(reference.masked(capped(logits, problem.softcap), mask))
+
+    parts = []
+    for block in row_blocks((batch * heads, count), 4 * max(1, length) * keys.element_size()):
         here = mask if mask.shape[2] == 1 else mask[:, :, block]
-        lse[:, :, block] = reference.masked(capped(logits, problem.softcap), here).logsumexp(-1)
-    lse = lse.reshape(batch * kv_heads, -1)
-    return lse if problem.row_sinks is None else sink_share(lse, problem.row_sinks)[1]
+        parts.append(_recomputed(of_rows, problem.query[:, :, block], keys, here))
+    return _beside_sinks(torch.cat(parts, 2).reshape(batch * kv_heads, -1), problem)

@@ -258,9 +258,13 @@ def check(
     query, key, value = (_four_dims(x) for x in (query, key, value))
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads != kv_heads and not enable_gqa:
-        raise ValueError(f"query has {heads} heads and key has {kv_heads}; pass enable_gqa=True for grouped-query attention")
+        remedy = _layout_hint(query, key) or "pass enable_gqa=True for grouped-query attention"
+        raise ValueError(f"query has {heads} heads and key has {kv_heads}; {remedy}")
     if heads % kv_heads if kv_heads else heads:
-        raise ValueError(f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads})")
+        hint = _layout_hint(query, key)
+        raise ValueError(
+            f"with enable_gqa=True query heads ({heads}) must be a multiple of key heads ({kv_heads}){'; ' * bool(hint)}{hint}"
+        )
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
     softcap = _check_softcap(softcap)
@@ -303,6 +307,11 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), the same "
+                f"of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]{_jagged_hint(query)}"
+            )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
         if x.dim() < 2:
@@ -321,6 +330,24 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"key and value must agree in all but the last dimension, got {shapes['key']} and {shapes['value']}")
     if query.dim() > 3 and query.shape[:-3] != key.shape[:-3]:
         raise ValueError(f"query and key must have the same batch dimensions, got {shapes['query']} and {shapes['key']}")
+
+
+def _jagged_hint(query: Tensor) -> str:
+    """What else to write where not all inputs are jagged: `attention` takes these before anything is checked here."""
+    if query.is_nested and query.layout == torch.jagged:
+        return ""
+    return "; or pass all three to `attention` as jagged ones, made with layout=torch.jagged"
+
+
+def _layout_hint(query: Tensor, key: Tensor) -> str:
+    """What to write where heads that cannot be grouped are more likely lengths; otherwise nothing."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if not kv_heads or heads % kv_heads == 0 or query.shape[2] != key.shape[2] or key.shape[2] >= kv_heads:
+        return ""
+    return (
+        f"inputs are [batch, heads, length, dim]: if {heads} and {kv_heads} are lengths, and there are {key.shape[2]} heads, "
+        "pass query.transpose(1, 2), key.transpose(1, 2) and value.transpose(1, 2)"
+    )
 
 
 def _four_dims(x: Tensor) -> Tensor:
@@ -365,7 +392,10 @@ def _check_sink(s_aux: object, query: Tensor) -> Tensor:
 
 def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask must be boolean or floating point, got {mask.dtype}")
+        shown = "attn_mask[:, None, None, :].bool()" if _is_padding_in_2d(mask, query, key) else "attn_mask.bool()"
+        raise TypeError(
+            f"attn_mask must be boolean or floating point, got {mask.dtype}; if 1 means that a key counts, pass {shown}"
+        )
     if mask.dtype not in (torch.bool, query.dtype):
         raise TypeError(f"a float attn_mask must have the dtype of query, got {mask.dtype} and {query.dtype}")
     if mask.device != query.device:
@@ -374,9 +404,22 @@ def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -
     try:
         mask.expand(full)
     except RuntimeError:
-        raise ValueError(f"attn_mask must be broadcastable to {full}, got {tuple(mask.shape)}") from None
+        hint = ""
+        if _is_padding_in_2d(mask, query, key):
+            hint = "; for a key-padding mask [batch, key_length] pass attn_mask[:, None, None, :]"
+        elif mask.shape[-1] == key.shape[1] != key.shape[2]:
+            hint = (
+                f"; inputs are [batch, heads, length, dim]: if there are {key.shape[1]} keys and {key.shape[2]} heads, pass "
+                "query.transpose(1, 2), key.transpose(1, 2) and value.transpose(1, 2)"
+            )
+        raise ValueError(f"attn_mask must be broadcastable to {full}, got {tuple(mask.shape)}{hint}") from None
     mask = mask[(None,) * (len(full) - mask.dim())]
     return _four_dims(mask) if mask.dim() <= 4 else mask.expand(*leading[:-1], *mask.shape[-3:]).flatten(0, -4)
+
+
+def _is_padding_in_2d(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask has the shape `[batch, key_length]`, and no other that attention takes."""
+    return mask.shape == (key.shape[0], key.shape[2]) and key.shape[0] not in (1, query.shape[2])
 
 
 def _as_key_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
@@ -438,6 +481,8 @@ class Call:
     """how to differentiate; None: the method's own way"""
     diagnostics: bool = False
     """whether `lse`, `stderr` and `info` of the outcome are wanted"""
+    return_lse: bool = False
+    """whether `lse` of the outcome is wanted, with a gradient"""
     signature: Hashable = None
     """what calls like this one have in common: see `kernels.ready`; None: there is nothing to remember"""
 
@@ -461,6 +506,8 @@ class Method(Protocol):
     """whether `run` honours masks beyond key padding"""
     any_logits: bool = False
     """whether `run` honours `Problem.softcap` and `Problem.sink`"""
+    gives_lse: bool = False
+    """whether `run` returns an `lse` that can be differentiated, where `Call.return_lse` asks for it"""
     drops_pairs: bool = False
     """whether `run`, asked for a `gradient`, drops by `sampling.pair_dropout`: only then can the gradient drop the same pairs"""
 

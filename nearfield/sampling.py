@@ -195,6 +195,13 @@ class Seeds:
         self._device = device
         self._drawn: Tensor | None = None
 
+    @staticmethod
+    def given(seed: Tensor, device: torch.device) -> Seeds:
+        """The seeds of a call that has drawn its number: see `tensor`."""
+        seeds = Seeds(None, device)
+        seeds._drawn = seed
+        return seeds
+
     def tensor(self) -> Tensor:
         """`base` as a tensor: a program that torch.compile traces draws its number when it runs."""
         if self._drawn is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,17 @@ import torch
 from own_indices import BuiltWithBounds, OwnIndex, Subclassed
 from torch import Tensor
 
-from nearfield.knn.index import PADDING, BuiltIndex, CellIndex, ConcentricLSH, ExactIndex, FaissIndex, KMeansIndex, build_index
+from nearfield.knn.index import (
+    PADDING,
+    BuiltIndex,
+    CellIndex,
+    ConcentricLSH,
+    ExactIndex,
+    FaissIndex,
+    KMeansIndex,
+    build_index,
+    load,
+)
 
 KINDS: dict[str, Any] = {
     "exact": ExactIndex(),
@@ -30,6 +41,9 @@ INCOMPLETE = {"faiss-ivf", "cells"}
 """Kinds that may find fewer than min(k, visible) keys."""
 
 FLOAT32_ONLY = {"faiss-flat", "faiss-lifted", "faiss-ivf"}
+
+UNSAVED = {"own", "subclassed"}
+"""Kinds that a user brings: no file could hold them."""
 
 
 @pytest.fixture(params=list(KINDS))
@@ -114,6 +128,58 @@ def assert_bounds(built: BuiltIndex, queries: Tensor, ids: Tensor, offset: int |
     if built.length:
         assert bool((upper.double() + slack[..., 0] >= rest.amax(-1)).all())
     assert bool((upper[visible == 0] == -torch.inf).all())
+
+
+def assert_loads_the_same(kind: str, built: BuiltIndex, queries: Tensor, k: int, path: Path) -> None:
+    """Saved, with its keys and without, and loaded, an index is the same to the last bit, also where it grows and shrinks on."""
+    if kind in UNSAVED:
+        with pytest.raises(TypeError, match="save its keys, and build it of them again"):
+            built.save(path)
+        assert not path.exists()
+        return
+    built.save(path)
+    whole, state = load(path), built._state()
+    built.save(path, keys=False)
+    for loaded in (whole, load(path, keys=built._source)):
+        assert type(loaded) is type(built)
+        assert (loaded.recipe, loaded.dtype, loaded.groups) == (built.recipe, built.dtype, built.groups)
+        assert loaded.build(built.keys) is loaded
+        assert_same_state(loaded._state(), state)
+        for offset in (None, 0, built.length - queries.shape[1]):
+            assert_same_answers(loaded, built, queries, k, offset)
+    for more in (3, 40):
+        keys = random(built.keys.shape[0], more, built.keys.shape[2], seed=more, dtype=built.dtype)
+        for change, offset in (
+            (lambda x, keys=keys: x.add(keys), None),
+            (lambda x: x.remove([0, x.length - 1]), 9),
+            (lambda x, keys=keys: x.add(keys, take_in=False), None),
+            (lambda x: x.first(x.length - 2), 9),
+            (lambda x: x.reserve(5), None),
+        ):
+            whole, built = change(whole), change(built)
+            assert_same_answers(whole, built, queries, k, offset)
+            assert_same_state(whole._state(), built._state())
+
+
+def assert_same_state(found: dict[str, Tensor], true: dict[str, Tensor]) -> None:
+    assert found.keys() == true.keys()
+    assert_equal(tuple(found.values()), tuple(true[name] for name in found))
+
+
+def assert_same_answers(one: BuiltIndex, other: BuiltIndex, queries: Tensor, k: int, *offsets: int | None) -> None:
+    for offset in offsets:
+        found, true = one.find(queries, k, offset), other.find(queries, k, offset)
+        assert_equal(tuple(found), tuple(true))
+        mine, bounds = one.cutoffs(queries, found.ids, offset), other.cutoffs(queries, true.ids, offset)
+        assert (mine is None) == (bounds is None)
+        if mine is not None and bounds is not None:
+            assert_equal(tuple(vars(mine).values()), tuple(vars(bounds).values()))
+
+
+def assert_equal(found: tuple[Tensor | None, ...], true: tuple[Tensor | None, ...]) -> None:
+    for mine, wanted in zip(found, true, strict=True):
+        assert (mine is None) == (wanted is None)
+        assert mine is None or wanted is None or torch.equal(mine, wanted)
 
 
 def clustered(length: int, dim: int, seed: int) -> Tensor:

@@ -219,7 +219,7 @@ def test_exact_repeats_no_key_for_grouped_queries(
         seen.append((query.shape[1], options["enable_gqa"]))
         return plain(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr("nearfield.exact.sdpa", spy)
     nf.attention(q, k, v, dropout_p=dropout_p, enable_gqa=True)
     assert seen == calls
 
@@ -396,7 +396,7 @@ def test_unknown_backend() -> None:
 def test_default_method_is_sdpa() -> None:
     q, k, v = inputs(1, 2, queries=30, dim=16)
     assert torch.equal(nf.attention(q, k, v, is_causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True))
-    assert nf.estimate(q, k, v).info["chosen"] == "Exact()"
+    assert nf.estimate(q, k, v).info["chosen"] == nf.Exact()
 
 
 def test_default_k_is_the_square_root_of_the_keys() -> None:

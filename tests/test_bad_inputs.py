@@ -60,6 +60,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fewer heads of values": ({"value": V[:, :2]}, ValueError, r"key and value .* got \(2, 4, .* and \(2, 2, "),
     "another batch": ({"key": K[:1], "value": V[:1]}, ValueError, r"same batch dimensions, got \(2, .* and \(1, "),
     "grouped, not enabled": ({"key": K[:, :2], "value": V[:, :2]}, ValueError, "4 heads and key has 2; pass enable_gqa=True"),
+    "grouped and short, not enabled": (
+        {"query": Q[:, :, :1], "key": K[:, :2, :1], "value": V[:, :2, :1]},
+        ValueError,
+        "4 heads and key has 2; pass enable_gqa=True",
+    ),
     "groups do not divide": (
         {"key": K[:, :3], "value": V[:, :3], "enable_gqa": True},
         ValueError,
@@ -75,12 +80,55 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale NaN": ({"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
     "scale not a number": ({"scale": "1"}, ValueError, "scale must be a finite number, got '1'"),
     "mask not a tensor": ({"attn_mask": [True] * 6}, TypeError, "attn_mask must be a torch.Tensor or None, got list"),
-    "integer mask": ({"attn_mask": torch.ones(6).long()}, TypeError, "attn_mask must be boolean or .* got torch.int64"),
+    "integer mask": (
+        {"attn_mask": torch.ones(6).long()},
+        TypeError,
+        r"got torch.int64; .* pass attn_mask.bool\(\)",
+    ),
+    "integer padding": (
+        {"attn_mask": torch.ones(2, 6).long()},
+        TypeError,
+        r"got torch.int64; if 1 means that a key counts, pass attn_mask\[:, None, None, :\].bool\(\)",
+    ),
+    "padding in two dimensions": (
+        {"attn_mask": torch.ones(2, 6, dtype=BOOL)},
+        ValueError,
+        r"got \(2, 6\); for a key-padding mask \[batch, key_length\] pass attn_mask\[:, None, None, :\]",
+    ),
     "mask of another length": ({"attn_mask": torch.ones(5, 7, dtype=BOOL)}, ValueError, r"to \(2, 4, 5, 6\), got \(5, 7\)"),
     "mask of more dimensions": ({"attn_mask": torch.ones(1, 1, 1, 1, 6, dtype=BOOL)}, ValueError, "must be broadcastable to"),
     "mask on another device": ({"attn_mask": torch.ones(6, dtype=BOOL, device=META)}, ValueError, "attn_mask .* cpu and meta"),
     "unknown backend": ({"backend": "fast"}, ValueError, "backend must be one of .* got 'fast'"),
-    "method is a class": ({"method": nf.TopK}, TypeError, "method must be a method such as .* got <class"),
+    "method is a class": (
+        {"method": nf.TopK},
+        TypeError,
+        r"got <class .*; write TopK\(\), with parentheses",
+    ),
+    "nested": (
+        {"query": torch.nested.nested_tensor([Q[0], Q[1]])},
+        TypeError,
+        r"query is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor\(0.0\)",
+    ),
+    "nested keys": (
+        {"key": torch.nested.nested_tensor([K[0], K[1]], layout=torch.jagged)},
+        TypeError,
+        "key is a nested tensor; pad it",
+    ),
+    "lengths before heads": (
+        {name: x.transpose(1, 2) for name, x in (("query", Q), ("key", K), ("value", V))},
+        ValueError,
+        r"5 heads and key has 6; inputs are \[batch, heads, length, dim\]: .* there are 4 heads, pass query.transpose\(1, 2\)",
+    ),
+    "lengths before heads, grouped": (
+        {"enable_gqa": True} | {name: x.transpose(1, 2) for name, x in (("query", Q), ("key", K), ("value", V))},
+        ValueError,
+        r"must be a multiple of key heads \(6\); inputs are \[batch, heads, length, dim\]: .* pass query.transpose\(1, 2\)",
+    ),
+    "lengths before heads, masked": (
+        {"query": K.transpose(1, 2), "key": K.transpose(1, 2), "value": V.transpose(1, 2), "attn_mask": torch.ones(6, 6).bool()},
+        ValueError,
+        r"got \(6, 6\); inputs are .*: if there are 6 keys and 4 heads, pass query.transpose\(1, 2\)",
+    ),
     "method is a string": ({"method": "topk"}, TypeError, "method must be a method such as .* got 'topk'"),
     "generator is a seed": ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
     "gradient is a class": (
@@ -114,6 +162,18 @@ def test_refused(name: str, call: Any) -> None:
     with pytest.raises(error, match=message):
         call(**{"method": method} | arguments)
     assert method.asked == []
+
+
+@pytest.mark.parametrize("method", [nf.Cells(), nf.TopK(k=3)], ids=["cells", "topk"])
+def test_a_causal_mask_that_was_written_out(method: Any) -> None:
+    lower = torch.ones(6, 6, dtype=BOOL).tril()
+    with pytest.raises(ValueError, match=r"It looks lower-triangular: pass is_causal=True in place of attn_mask. Exact"):
+        nf.attention(K, K, V, lower, method=method)
+    window = lower & ~lower.tril(-3)
+    for other in (window, lower.flip(0), torch.ones(6, 6, dtype=BOOL), torch.zeros(6, 6), lower[:5]):
+        with pytest.raises(ValueError, match="honours only boolean key-padding masks") as caught:
+            nf.attention(K[:, :, : len(other)], K, V, other, method=method)
+        assert "is_causal" not in str(caught.value)
 
 
 def test_a_method_is_asked_when_the_inputs_are_right() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from by_hand import QKV, gradients, inputs, seeded
 from torch import Tensor
 
@@ -97,7 +96,7 @@ def test_interrupted_in_exact_dropout(error: BaseException, monkeypatch: pytest.
     tensors = inputs(1, 2, queries=10)
     before = surroundings()
     with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", fail)
+        patch.setattr("nearfield.exact.sdpa", fail)
         with pytest.raises(type(error)):
             nf.attention(*tensors, dropout_p=0.5, generator=seeded(0))
     assert surroundings() == before

@@ -26,7 +26,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("knn",),
     ("cells", "exact", "audit"),
     ("problem", "kernels", "crossover"),
-    ("results", "sampling", "checks", "chunks", "causal", "packed", "synthetic", "user_cache", "_compat", "_moved"),
+    (
+        "results",
+        "sampling",
+        "checks",
+        "chunks",
+        "causal",
+        "merge",
+        "packed",
+        "synthetic",
+        "tensor_file",
+        "user_cache",
+        "_compat",
+        "_moved",
+    ),
 )
 MOST_LAYERS = 9
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

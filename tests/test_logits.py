@@ -61,6 +61,43 @@ def test_methods_that_read_all_keys_are_exact(method: nf.Method, kind: str, caus
 
 
 @pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_normaliser_has_a_gradient(method: nf.Method, kind: str, causal: bool) -> None:
+    """Alone, and together with the output. That of a sink s is its weight, e^s / Z."""
+    leaves, arguments, mask = problem(kind, causal)
+    found = nf.attention(*leaves[:3], method=method, return_lse=True, **arguments)
+    expected = by_hand(*leaves[:3], mask, arguments["softcap"], arguments["s_aux"])
+    torch.testing.assert_close(found, expected)
+    grads = [grads_of(*both, leaves) for both in (found, expected)]
+    torch.testing.assert_close(grads[0], grads[1])
+    alone = [torch.autograd.grad(finite(lse).sin().sum(), leaves, materialize_grads=True) for _, lse in (found, expected)]
+    torch.testing.assert_close(alone[0], alone[1])
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Without a sink, rows that see no key have a normaliser of zero."""
+    return torch.where(lse > -torch.inf, lse, 0.0)
+
+
+def grads_of(output: Tensor, lse: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(4), dtype=output.dtype)
+    return torch.autograd.grad((output * upstream).sum() + finite(lse).sin().sum(), leaves, retain_graph=True)
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=400), nf.TopK(k=8, tail=400), ALL_OPEN], ids=repr)
+def test_parts_of_the_keys_merge_where_one_has_the_sink(method: nf.Method) -> None:
+    leaves, arguments, mask = problem("both", False)
+    (q, k, v, _), cut = leaves, 25
+    first = nf.attention(q, k[:, :, :cut], v[:, :, :cut], method=method, return_lse=True, **arguments)
+    second = nf.attention(q, k[:, :, cut:], v[:, :, cut:], method=method, return_lse=True, **(arguments | {"s_aux": None}))
+    merged = nf.merge(*zip(first, second, strict=True))
+    expected = by_hand(q, k, v, mask, arguments["softcap"], arguments["s_aux"])
+    torch.testing.assert_close(merged, expected)
+    torch.testing.assert_close(grads_of(*merged, leaves), grads_of(*expected, leaves))
+
+
+@pytest.mark.parametrize("kind", LOGITS)
 def test_exact_attention_takes_any_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     leaves, arguments, _ = problem(kind, False)
     mask = torch.rand(2, 1, 40, 60, generator=torch.Generator().manual_seed(2)) < 0.3
@@ -72,7 +109,9 @@ def test_exact_attention_takes_any_mask(kind: str, monkeypatch: pytest.MonkeyPat
     assert est.audit is not None
     assert est.audit.additive < 1e-12
     additive = torch.zeros(mask.shape, dtype=want.dtype).masked_fill(~mask, -torch.inf)
-    torch.testing.assert_close(nf.attention(*leaves[:3], additive, method=nf.Exact(), **arguments), want)
+    found = nf.attention(*leaves[:3], additive, method=nf.Exact(), return_lse=True, **arguments)
+    torch.testing.assert_close(found, (want, lse))
+    torch.testing.assert_close(grads_of(*found, leaves), grads_of(want, lse, leaves))
 
 
 @pytest.mark.parametrize("kind", LOGITS)
@@ -87,9 +126,12 @@ def test_the_engine_is_the_specification(kind: str, change: dict[str, Any]) -> N
         found = []
         for backend in ("cpu", "reference"):
             generator = torch.Generator().manual_seed(3)
-            out = nf.attention(*leaves[:3], method=method, backend=backend, generator=generator, **arguments)
+            options = {"method": method, "backend": backend, "generator": generator, **arguments}
+            out = nf.attention(*leaves[:3], **options)
             upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=out.dtype)
-            found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+            grads = torch.autograd.grad(out, leaves, upstream)
+            both = nf.attention(*leaves[:3], **(options | {"generator": generator.manual_seed(3)}), return_lse=True)
+            found.append((out, *grads, *both, *grads_of(*both, leaves)))
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -124,11 +166,9 @@ def test_sinks_beside_the_kernels_in_triton() -> None:
     found = []
     for backend in ("triton", "cpu"):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
-        out = nf.attention(
-            *leaves[:3], is_causal=True, offset=16, enable_gqa=True, s_aux=leaves[3], method=ALL_OPEN, backend=backend
-        )
-        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-        found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+        options: dict[str, Any] = {"is_causal": True, "offset": 16, "enable_gqa": True, "method": ALL_OPEN, "backend": backend}
+        out, lse = nf.attention(*leaves[:3], s_aux=leaves[3], return_lse=True, **options)
+        found.append((out, lse, *grads_of(out, lse, leaves)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="softcap=3"):
@@ -139,14 +179,16 @@ def test_sinks_can_be_compiled() -> None:
     leaves, arguments, _ = problem("both", True, torch.float32)
     arguments.pop("s_aux")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-        return nf.attention(q, k, v, s_aux=sink, method=FEW, **arguments)
+    for with_lse in (False, True):
 
-    want, got = attend(*leaves), torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves)
-    torch.testing.assert_close(got, want)
-    upstream = torch.randn(want.shape)
-    for a, b in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True):
-        torch.testing.assert_close(a, b)
+        def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, with_lse: bool = with_lse) -> tuple[Tensor, ...]:
+            found = nf.attention(q, k, v, s_aux=sink, method=FEW, return_lse=with_lse, **arguments)
+            return found if with_lse else (found,)
+
+        want, got = attend(*leaves), torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves)
+        torch.testing.assert_close(got, want)
+        upstream = [torch.randn(x.shape) for x in want]
+        torch.testing.assert_close(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream))
 
 
 def test_rows_without_keys() -> None:
@@ -159,6 +201,8 @@ def test_rows_without_keys() -> None:
     est.output.sum().backward()
     assert sink.grad is not None
     assert not bool(sink.grad.any())
+    _, lse = nf.attention(q, k, v, s_aux=sink, return_lse=True)
+    assert torch.equal(torch.autograd.grad(lse.sum(), sink)[0], torch.full((2,), 3.0))
 
 
 def test_what_is_refused() -> None:

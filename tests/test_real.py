@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-spec = importlib.util.spec_from_file_location("real", Path(__file__).parents[1] / "benchmarks" / "real.py")
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # it imports others
+spec = importlib.util.spec_from_file_location("real", BENCHMARKS / "real.py")
 assert spec is not None
 assert spec.loader is not None
 real = importlib.util.module_from_spec(spec)

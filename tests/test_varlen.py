@@ -106,3 +106,9 @@ def test_what_is_refused() -> None:
     nested = nested.transpose(1, 2)
     with pytest.raises(ValueError, match="nested tensors have no padding to mask"):
         nf.attention(nested, nested, nested, torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="return_lse=True is not for nested tensors; call attention for each sequence"):
+        nf.attention(nested, nested, nested, return_lse=True)
+    with pytest.raises(TypeError, match=r"query is a nested tensor; pad it(?!.*jagged)"):
+        nf.estimate(nested, nested, nested)
+    with pytest.raises(TypeError, match=r"key is a nested tensor; pad it.*or pass all three to `attention` as jagged ones"):
+        nf.attention(q[None], nested, nested)

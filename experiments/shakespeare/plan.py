@@ -1,4 +1,4 @@
-"""One unit per context and method: train a model, look at it on the way, let it write."""
+"""One unit per seed, context and method: train a model, look at it on the way, let it write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from experiments.corpus import Corpus, load_corpus
 from experiments.digest import digest
-from experiments.experiment import Row, Rows, Unit
+from experiments.experiment import Done, Row, Rows, Unit
 from experiments.settings import Settings
 from experiments.shakespeare.evaluate import WARMTH, attention_errors, keys, perplexity, perplexity_with, write
 from experiments.shakespeare.methods import CAPTURED, method
@@ -21,25 +21,36 @@ from experiments.shakespeare.train import BETAS, DECAY, EAGER_STEPS, LARGEST_GRA
 
 
 def plan(settings: Settings) -> list[Unit]:
+    """Seed after seed, all methods of the first before those of the next: a run that is cut ends with whole seeds."""
+    began = time.perf_counter()
     runs = QUICK if settings.quick else ON_CPU if torch.device(settings.device).type == "cpu" else ON_GPU
     corpus = load_corpus(settings)
     text = numbered(corpus, max(sizes.context for sizes in runs), settings.device)
 
-    def unit(sizes: Sizes, name: str) -> Unit:
+    def unit(sizes: Sizes, name: str, number: int) -> Unit:
+        seed = settings.seed + number
+
+        def measured(done: Done) -> Rows:
+            if time.perf_counter() - began > settings.total_limit:
+                return [{"kind": "left", "context": sizes.context, "method": name, "seed": seed, "limit": settings.total_limit}]
+            return measure(corpus, text, sizes, name, seed)
+
         return Unit(
-            f"context={sizes.context}, {name}",
-            lambda done: measure(corpus, text, sizes, name, settings.seed),
+            # The first seed is not named: there was a time when it was the only one.
+            f"context={sizes.context}, {name}" + (f", seed={seed}" if number else ""),
+            measured,
             lambda rows: stale(rows[-1], sizes),
             made_with(sizes, name),
             corpus,
         )
 
-    return [unit(sizes, name) for sizes in runs for name in sizes.methods]
+    numbers = range(max(sizes.seeds for sizes in runs))
+    return [unit(sizes, name, i) for i in numbers for sizes in runs if i < sizes.seeds for name in sizes.methods]
 
 
-def stale(end: Row, sizes: Sizes) -> bool:
-    """Whether a model ran out of time, and there is more of it now."""
-    return end["stopped"] and end["limit"] < sizes.seconds
+def stale(last: Row, sizes: Sizes) -> bool:
+    """Whether a model was left to the next run, or ran out of time and there is more of it now."""
+    return last["kind"] == "left" or (last["stopped"] and last["limit"] < sizes.seconds)
 
 
 def made_with(sizes: Sizes, name: str) -> str:
@@ -57,7 +68,7 @@ def others(sizes: Sizes, name: str) -> tuple[str, ...]:
 def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> Rows:
     """Rows of kind "evaluation", and one of kind "end"."""
     device = text.train.device
-    about: Row = {"context": sizes.context, "method": name}
+    about: Row = {"context": sizes.context, "method": name, "seed": seed}
     chosen = method(name, sizes.context)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # weights and dropout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SECONDS, SECONDS_ON_GPU = 110.0, 600.0
 """A unit that takes longer stops there, and says so. On a GPU all of them are done by then."""
@@ -31,6 +31,8 @@ class Sizes:
     written: int = 224
     """characters of the sample; it continues a prompt that fills the rest of the context"""
     seconds: float = SECONDS
+    seeds: int = field(default=3, repr=False)
+    """how often everything is trained, each time with the next seed; not shown, for a unit is about one of them"""
 
 
 SHORT = ("exact", "topk-5", "topk", "tail", "cells")
@@ -45,6 +47,6 @@ ON_CPU = (
 )
 """As nanoGPT does without a GPU."""
 QUICK = (
-    Sizes(64, 2, 16, 4, SHORT, layers=2, heads=1, width=32, warm_up=4, evaluated=2, written=16),
-    Sizes(144, 2, 8, 4, LONG[:-1], layers=2, heads=1, width=32, rotary=True, warm_up=4, evaluated=2, written=16),
+    Sizes(64, 2, 16, 4, SHORT[:-1], layers=2, heads=1, width=32, warm_up=4, evaluated=2, written=16, seeds=2),
+    Sizes(144, 2, 8, 4, LONG[:-1], layers=2, heads=1, width=32, rotary=True, warm_up=4, evaluated=2, written=16, seeds=1),
 )

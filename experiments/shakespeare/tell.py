@@ -3,58 +3,71 @@
 from __future__ import annotations
 
 import math
+from statistics import mean
 
-from experiments.experiment import Finding, Row, Rows, Section, Table, Verdict, judged
+from experiments.experiment import Finding, Rows, Section, Verdict, judged
 from experiments.shakespeare.methods import KNN, NAMES, PAPER
-from experiments.shakespeare.select import beside_exact, best, contexts, curve, end, gap, gap_of_best, methods
-from experiments.words import (
-    ALIKE,
-    NOT_FINITE,
-    as_it_is,
-    change,
-    faster,
-    finite,
-    listed,
-    middle,
-    number,
-    percent,
-    seconds,
-    sentence,
-    signed,
-    times,
+from experiments.shakespeare.seeds import (
+    changes,
+    direction,
+    larger,
+    numbers,
+    percents,
+    span,
+    too_close,
+    verdict,
 )
+from experiments.shakespeare.select import (
+    Pair,
+    beside_exact,
+    best,
+    contexts,
+    curves,
+    ends,
+    gap,
+    gap_of_best,
+    methods,
+    seed_of,
+    shared,
+)
+from experiments.shakespeare.setting import bands, basis, left, rule_of, setting, stops
+from experiments.shakespeare.tables import graph_seconds, samples, step_seconds, table
+from experiments.words import ALIKE, NOT_FINITE, change, faster, finite, listed, middle, percent, seconds, sentence, times
 
 SMALL = 0.05
 """A perplexity within 5% of that of exact attention, above or below, counts as a small gap."""
 OVERFITTED = 0.01
 """A validation perplexity 1% above its minimum counts as overfitting."""
-MARGIN = 0.01
-"""A gap that changes by a percentage point counts as changed, as does an error that changes by 1%."""
+NOT_YET = "No two models to compare have been trained."
+THE_PAPER = (
+    "A character-level model, after nanoGPT, trained on Shakespeare with kNN attention in place of attention, against "
+    "exact attention: training and validation perplexity, mean and maximal error over training. Found there: a small gap in "
+    "perplexity, which widens as the model overfits, possibly because the maximal error grows; larger k are left to future "
+    f"work. The authors' code takes k = {PAPER} keys, searches without a mask (a character can attend to those after it) and "
+    "passes no gradient to queries and keys."
+)
 
 
 def tell(rows: Rows) -> Section:
-    findings = [
-        small_gap(rows),
-        widening(rows),
-        growing_error(rows),
-        cost(rows),
-        *(more_keys(rows, context) for context in contexts(rows)),
-        used_with_exact(rows),
-        exact_used_with(rows),
-    ]
+    claims = [small_gap(rows), widening(rows), growing_error(rows), cost(rows)]
+    if not contexts(rows):
+        return Section(THE_PAPER, f"No model was trained to its end. {left(rows)}", claims, {})
     short = contexts(rows)[0]
+    keys = numbers([row["keys"] for row in ends(rows, short, "exact")])
+    band = bands(rows)
     return Section(
-        paper="A character-level model, after nanoGPT, trained on Shakespeare with kNN attention in place of attention, against "
-        "exact attention: training and validation perplexity, mean and maximal error over training. Found there: a small gap in "
-        "perplexity, which widens as the model overfits, possibly because the maximal error grows; larger k are left to future "
-        f"work. The authors' code takes k = {PAPER} keys, searches without a mask (a character can attend to those after it) and "
-        "passes no gradient to queries and keys.",
+        paper=THE_PAPER,
         here=setting(rows),
-        findings=findings,
+        findings=[
+            *claims,
+            *(more_keys(rows, context) for context in contexts(rows)),
+            used_with_exact(rows),
+            exact_used_with(rows),
+        ],
         captions={
-            "shakespeare": f"Perplexity over training; below, the gap to exact attention. {findings[0].evidence}",
+            "shakespeare": f"Perplexity over training; below, the gap to exact attention. {band} {claims[0].evidence}",
             "shakespeare-errors": f"Attention on queries, keys and values of the model in training, next to exact attention in "
-            f"float32. {findings[2].evidence}",
+            f"float32. {band} {claims[2].evidence}",
         },
         tables=[table(rows, context) for context in contexts(rows)] + [samples(rows, context) for context in contexts(rows)],
         notes=[
@@ -64,152 +77,186 @@ def tell(rows: Rows) -> Section:
             "No method drops single attention weights in training: a mask over weights needs the weights, and not every method "
             "has them. Dropout acts on embeddings and on what each layer adds, for all methods alike. nanoGPT drops weights too, "
             "which holds overfitting back: what is said about it here is about models without.",
-            "Weights at the start, batches and the rate of learning are the same for all methods. There is one seed: small "
-            "differences in perplexity say little.",
+            "For one seed, weights at the start, batches and the rate of learning are the same for all methods; a gap is that "
+            f"between models of one seed. {rule_of(rows)}",
             f"Keys are counted one by one: with cells, the unopened ones count as nothing, and every key of the row's own "
-            f"segment counts. At context {short:,} exact attention looks at {number(end(rows, short, 'exact')['keys'])} on "
-            "average.",
+            f"segment counts. At context {short:,} exact attention looks at {keys} on average.",
         ],
     )
 
 
-def setting(rows: Rows) -> str:
-    ends = [end(rows, context, "exact") for context in contexts(rows)]
-    first = ends[0]
-    lengths = listed(
-        [
-            f"{row['context']:,} (batches of {row['batch']}, {row['asked']:,} iterations, "
-            f"{'rotary' if row['rotary'] else 'learned'} positions)"
-            for row in ends
-        ]
-    )
-    return (
-        f"A GPT of {first['layers']} layers, {first['heads']} heads, {first['width']} wide ({first['parameters']:,} weights), "
-        f"dropout {first['dropout']:g}, on {first['corpus']} ({first['characters']:,} characters, the last tenth for "
-        f"validation), context {lengths}. Attention is causal, and trains with the exact gradient of each estimator. Methods: "
-        f"`TopK({PAPER})`, `TopK` with √n keys, half of them near and half drawn, and `Cells` that look at about as many."
-    )
+def of_paper(rows: Rows) -> tuple[int, list[list[Pair]]] | None:
+    """The context that was trained with the paper's k, and its evaluations beside those of exact attention, seed by seed."""
+    for context in contexts(rows):
+        if "topk-5" in methods(rows, context):
+            return context, beside_exact(rows, context, "topk-5")
+    return None
 
 
-def of_paper(rows: Rows) -> tuple[int, list[tuple[Row, Row]]]:
-    """The context that was trained with the paper's k, and its evaluations beside those of exact attention."""
-    context = next(context for context in contexts(rows) if "topk-5" in methods(rows, context))
-    return context, beside_exact(rows, context, "topk-5")
-
-
-def diverged(row: Row, name: str) -> str:
-    """Nothing, where a perplexity is a number."""
-    if math.isfinite(row["validation"]):
+def diverged(found: Rows, name: str) -> str:
+    """Nothing, where perplexities are numbers."""
+    lost = [row for row in found if not math.isfinite(row["validation"])]
+    if not lost:
         return ""
-    return f"Training with {name} attention diverged: at iteration {row['iteration']:,} its perplexity is {NOT_FINITE}. "
+    seeds = "" if len(found) == 1 else f" with seed {listed([str(seed_of(row)) for row in lost])}"
+    at = span([row["iteration"] for row in lost])
+    return f"Training with {name} attention diverged{seeds}: at iteration {at} its perplexity is {NOT_FINITE}. "
 
 
 def small_gap(rows: Rows) -> Finding:
     claim = "kNN attention maintains a small perplexity gap."
-    context, pairs = of_paper(rows)
-    lost = diverged(pairs[-1][1], "exact")
+    found = of_paper(rows)
+    if found is None:
+        return Finding(claim, "untested", NOT_YET)
+    context, each = found
+    mine, exact = [pairs[-1][0] for pairs in each], [pairs[-1][1] for pairs in each]
+    lost = diverged(exact, "exact")
     if lost:
         return Finding(claim, "untested", lost + "There is nothing to compare with.")
-    last, of_best = gap(pairs[-1]), gap_of_best(pairs)
-    small = (abs(last) <= SMALL, abs(of_best) <= SMALL)
-    why = "The gap at the end is in favour of kNN attention, which overfits less." if last < -SMALL else ""
-    mine, exact = pairs[-1]
+    last, of_best = [gap(pairs[-1]) for pairs in each], [gap_of_best(pairs) for pairs in each]
+    large = [larger(last, SMALL), larger(of_best, SMALL)]
+    small = [None if answer is None else not answer for answer in large]
+    why = []
+    if large[0] and mean(last) < 0:
+        why.append("The gap at the end is in favour of kNN attention, which overfits less.")
+    if None in small:
+        near = [name for name, answer in zip(("at the end", "of the best"), small, strict=True) if answer is None]
+        why.append(f"The gap {listed(near)} is too close to {percent(SMALL)} to say. {too_close(len(each))}")
     text = (
-        f"k = {PAPER}, context {context:,}: after {mine['iteration']:,} iterations the validation perplexity is "
-        f"{perplexity(mine)} against {perplexity(exact)} ({signed(last)}); the best on the way {signed(of_best)}."
+        f"k = {PAPER}, context {context:,}: after {span([row['iteration'] for row in mine])} iterations the validation "
+        f"perplexity is {perplexities(mine)} against {perplexities(exact)} ({changes(last)}); the best on the way "
+        f"{changes(of_best)}. {basis(rows, [context], [len(each)])}"
     )
-    return Finding(claim, judged(small), diverged(mine, "kNN") + text, why)
+    return Finding(claim, verdict(small), diverged(mine, "kNN") + text, " ".join(why))
 
 
-def overfitting(pairs: list[tuple[Row, Row]]) -> tuple[int, bool]:
+def overfitting(pairs: list[Pair]) -> tuple[int, bool]:
     """Where in the list exact attention is at its best, and whether it has overfitted since."""
     exact = [row for _, row in pairs]
     at = exact.index(best(exact))
     return at, exact[-1]["validation"] > (1 + OVERFITTED) * exact[at]["validation"]
 
 
+def turns(each: list[list[Pair]]) -> tuple[list[Pair], bool]:
+    """Where exact attention is at its best, seed by seed, and whether all have overfitted since."""
+    found = [overfitting(pairs) for pairs in each]
+    return [pairs[at] for pairs, (at, _) in zip(each, found, strict=True)], all(overfitted for _, overfitted in found)
+
+
+def widened(each: list[list[Pair]]) -> list[float]:
+    """By how much the gap has grown since exact attention was at its best, seed by seed."""
+    return [gap(pairs[-1]) - gap(turn) for pairs, turn in zip(each, turns(each)[0], strict=True)]
+
+
 def widening(rows: Rows) -> Finding:
     claim = "As overfitting occurs, the perplexity difference widens."
-    context, pairs = of_paper(rows)
-    last = pairs[-1]
-    lost = diverged(last[1], "exact") + diverged(last[0], "kNN")
+    found = of_paper(rows)
+    if found is None:
+        return Finding(claim, "untested", NOT_YET)
+    context, each = found
+    mine, exact = [pairs[-1][0] for pairs in each], [pairs[-1][1] for pairs in each]
+    lost = diverged(exact, "exact") + diverged(mine, "kNN")
     if lost:
         return Finding(claim, "untested", lost + "A gap that is not finite says nothing about overfitting.")
-    at, overfitted = overfitting(pairs)
-    turn = pairs[at]
+    turn, overfitted = turns(each)
+    rest = basis(rows, [context], [len(each)])
     if not overfitted:
+        spared = "" if len(each) == 1 else " with one seed at least"
         text = (
-            f"Not seen: after {last[1]['iteration']:,} iterations exact attention is at {perplexity(last[1])}, within "
-            f"{percent(OVERFITTED)} of its best, so that there is no overfitting to speak of."
+            f"Not seen: after {span([row['iteration'] for row in exact])} iterations exact attention is at "
+            f"{perplexities(exact)}, within {percent(OVERFITTED)} of its best{spared}, so that there is no overfitting to "
+            f"speak of. {rest}"
         )
         return Finding(claim, "untested", text)
-    before, after = gap(turn), gap(last)
+    before, after = [gap(pair) for pair in turn], [gap(pairs[-1]) for pairs in each]
     text = (
-        f"Context {context:,}, k = {PAPER}: exact attention is best at iteration {turn[1]['iteration']:,}, with a validation "
-        f"perplexity of {perplexity(turn[1])}, where the gap is {signed(before)}. At {last[1]['iteration']:,} it has overfitted "
-        f"to {perplexity(last[1])} ({number(last[1]['train'])} on the training text), and the gap is {signed(after)}."
+        f"Context {context:,}, k = {PAPER}: exact attention is best at iteration {span([row['iteration'] for _, row in turn])}, "
+        f"with a validation perplexity of {perplexities([row for _, row in turn])}, where the gap is {changes(before)}. At "
+        f"{span([row['iteration'] for row in exact])} it has overfitted to {perplexities(exact)} "
+        f"({numbers([row['train'] for row in exact])} on the training text), and the gap is {changes(after)}. {rest}"
     )
-    if after > before + MARGIN:
+    up = direction(widened(each))
+    wider = direction([abs(now) - abs(then) for now, then in zip(after, before, strict=True)])
+    if up == 1:
         return Finding(claim, "confirmed", text)
-    if abs(after) > abs(before) + MARGIN:
+    if wider == 1:
         return Finding(claim, "partly", text, "It widens in favour of kNN attention, which overfits less.")
-    return Finding(claim, "refuted", text, "The gap closes." if abs(after) < abs(before) - MARGIN else "The gap hardly changes.")
+    if wider == -1:
+        return Finding(claim, "refuted", text, "The gap closes.")
+    if up == 0:
+        return Finding(claim, "refuted", text, "The gap hardly changes.")
+    return Finding(claim, "untested", text, f"The gap changes too little to say. {too_close(len(each))}")
 
 
 def growing_error(rows: Rows) -> Finding:
     claim = "Its widening may be due to a growing maximal error."
-    _, pairs = of_paper(rows)
-    lost = diverged(pairs[-1][1], "exact") + diverged(pairs[-1][0], "kNN")
+    found = of_paper(rows)
+    if found is None:
+        return Finding(claim, "untested", NOT_YET)
+    context, each = found
+    lost = diverged([pairs[-1][1] for pairs in each], "exact") + diverged([pairs[-1][0] for pairs in each], "kNN")
     if lost:
         return Finding(claim, "untested", lost + "There is no widening to explain.")
-    at, overfitted = overfitting(pairs)
-    # Before the first steps attention is flat and its output nearly zero, which makes every relative error large.
-    since = [mine for mine, _ in pairs[at if overfitted else min(1, len(pairs) - 1) :]]
-    early, late = since[: max(1, len(since) // 2)], since[len(since) // 2 :]
-    (max_then, mean_then), (max_now, mean_now) = (
-        [middle(row[name] for row in half) for name in ("max", "mean")] for half in (early, late)
-    )
-    grows = max_now > (1 + MARGIN) * max_then
-    widens = overfitted and gap(pairs[-1]) > gap(pairs[at]) + MARGIN
-    verdict: Verdict = "untested" if not overfitted else "refuted" if not grows else "confirmed" if widens else "untested"
+    overfitted = turns(each)[1]
+    halves = [halved(pairs, overfitted) for pairs in each]
+    most, usual = ([[middle(row[what] for row in half) for half in both] for both in halves] for what in ("max", "mean"))
+    growth = direction([now / then - 1 for then, now in most])
+    widens = overfitted and direction(widened(each)) == 1
     text = (
-        f"From the first half of iterations {since[0]['iteration']:,} to {since[-1]['iteration']:,} to the second, the largest "
-        f"error of a row of `TopK({PAPER})` goes from {percent(max_then)} to {percent(max_now)}, the mean from "
-        f"{percent(mean_then)} to {percent(mean_now)} (medians of evaluations)."
+        f"Since iteration {span([early[0]['iteration'] for early, _ in halves])}, from the first half of the iterations to the "
+        f"second, the largest error of a row of `TopK({PAPER})` goes from {percents([then for then, _ in most])} to "
+        f"{percents([now for _, now in most])}, the mean from {percents([then for then, _ in usual])} to "
+        f"{percents([now for _, now in usual])} (medians of evaluations). "
+        f"{basis(rows, [context], [len(each)])}"
     )
+    judgement: Verdict = "untested"
     if not overfitted:
         why = "There is no overfitting, and no widening to explain."
-    elif not grows:
-        why = "The largest error does not grow."
+    elif growth is None:
+        why = f"The largest error changes too little to say. {too_close(len(each))}"
+    elif growth != 1:
+        judgement, why = "refuted", "The largest error does not grow."
     elif widens:
-        why = "Both grow; that the one is the cause of the other is not shown."
+        judgement, why = "confirmed", "Both grow; that the one is the cause of the other is not shown."
     else:
         why = "It grows without kNN attention falling behind: there is no widening to explain."
-    return Finding(claim, verdict, text, why)
+    return Finding(claim, judgement, text, why)
+
+
+def halved(pairs: list[Pair], overfitted: bool) -> tuple[Rows, Rows]:
+    """Evaluations of kNN attention since exact attention was at its best, or since the first steps, in two halves."""
+    # Before the first steps attention is flat and its output nearly zero, which makes every relative error large.
+    since = [mine for mine, _ in pairs[overfitting(pairs)[0] if overfitted else min(1, len(pairs) - 1) :]]
+    return since[: max(1, len(since) // 2)], since[len(since) // 2 :]
 
 
 def cost(rows: Rows) -> Finding:
     """Steps that are started kernel by kernel, which every method's can be. Cells are told, and do not decide."""
-    parts, wins = [], []
+    claim = "kNN attention significantly reduces the cost of training (conclusion of the paper)."
+    parts, wins, seeds = [], list[bool](), list[int]()
     for context in contexts(rows):
-        exact = end(rows, context, "exact")["seconds"]
-        spent = {name: end(rows, context, name)["seconds"] for name in methods(rows, context) if name != "exact"}
+        spent = {name: step_seconds(ends(rows, context, name)) for name in methods(rows, context)}
+        exact = spent.pop("exact")
+        if not spent:
+            continue
+        seeds += [len(shared(rows, context, name)) for name in spent]
         wins += [faster(x, exact) for name, x in spent.items() if name in KNN]
         found = listed([f"{times(x / exact)} as long ({NAMES[name]})" for name, x in spent.items()])
         parts.append(f"context {context:,}: a step with exact attention takes {seconds(exact)}, one with another method {found}")
-    claim = "kNN attention significantly reduces the cost of training (conclusion of the paper)."
-    text = f"{sentence('; '.join(parts))}. Less than {percent(ALIKE)} does not count.{graphs(rows)}"
-    return Finding(claim, judged(wins), text)
+    if not parts:
+        return Finding(claim, "untested", NOT_YET)
+    least = "" if max(seeds) == 1 else " The least time of all seeds counts."
+    text = f"{sentence('; '.join(parts))}. Less than {percent(ALIKE)} does not count.{least}{graphs(rows)}"
+    return Finding(claim, judged(wins), f"{text} {basis(rows, contexts(rows), seeds)}")
 
 
 def graphs(rows: Rows) -> str:
     """What a step takes as a graph, where there is one."""
-    ends = [end(rows, context, name) for context in contexts(rows) for name in methods(rows, context)]
-    said = [
-        f"{seconds(row['graph_seconds'])} with {NAMES[row['method']]} at context {row['context']:,}"
-        for row in ends
-        if row["graph_seconds"] is not None
-    ]
+    said = []
+    for context in contexts(rows):
+        for name in methods(rows, context):
+            took = graph_seconds(ends(rows, context, name))
+            said += [f"{seconds(took)} with {NAMES[name]} at context {context:,}"] if took is not None else []
     if not said:
         return ""
     return f" Captured as a CUDA graph, which only methods that never wait for the GPU can be, a step takes {listed(said)}."
@@ -218,105 +265,64 @@ def graphs(rows: Rows) -> str:
 def more_keys(rows: Rows, context: int) -> Finding:
     """Every method of a context: its gap at the last iteration that exact attention has reached too, with the error there, and at
     the best of each."""
-    gaps, of_best, errors = [], [], []
-    for name in methods(rows, context):
-        if name == "exact":
-            continue
-        pairs = beside_exact(rows, context, name)
-        mine = pairs[-1][0]
-        early = f" (iteration {mine['iteration']:,})" if end(rows, context, name)["stopped"] else ""
-        gaps.append(f"{NAMES[name]} {signed(gap(pairs[-1]))}{early}")
-        of_best.append(f"{NAMES[name]} {signed(gap_of_best(pairs))}")
-        errors.append(f"{NAMES[name]} {percent(mine['mean'])}")
-    exact = list(curve(rows, context, "exact").values())
+    claim = f"Context {context:,}: more keys, drawn keys, and cells."
+    others = [name for name in methods(rows, context) if name != "exact"]
+    if not others:
+        return Finding(claim, "beyond", NOT_YET)
+    gaps, of_best, errors, count = [], [], [], []
+    for name in others:
+        each = beside_exact(rows, context, name)
+        last = [pairs[-1][0] for pairs in each]
+        late = [gap(pairs[-1]) for pairs in each]
+        stopped = any(row["stopped"] for row in ends(rows, context, name))
+        early = f" (iteration {span([row['iteration'] for row in last])})" if stopped else ""
+        gaps.append(f"{NAMES[name]} {changes(late)}{early}")
+        of_best.append(f"{NAMES[name]} {changes([gap_of_best(pairs) for pairs in each])}")
+        errors.append(f"{NAMES[name]} {percents([row['mean'] for row in last])}")
+        count += [NAMES[name]] if larger(late, 0.0) else []
+    exact = curves(rows, context, "exact")
     text = (
-        f"The best model of exact attention has a validation perplexity of {perplexity(best(exact))}; the gap of the best of the "
-        f"others to it: {listed(of_best)}. After {exact[-1]['iteration']:,} iterations it has {perplexity(exact[-1])}; the gap: "
-        f"{listed(gaps)}. Mean error of attention at that time: {listed(errors)}."
+        f"The best model of exact attention has a validation perplexity of {perplexities([best(found) for found in exact])}; the "
+        f"gap of the best of the others to it: {listed(of_best)}. After {span([found[-1]['iteration'] for found in exact])} "
+        f"iterations it has {perplexities([found[-1] for found in exact])}; the gap: {listed(gaps)}. Of these gaps "
+        f"count: {listed(count)}. Mean error of attention at that time: {listed(errors)}. "
+        f"{basis(rows, [context], [len(shared(rows, context, name)) for name in others])}"
     )
-    return Finding(f"Context {context:,}: more keys, drawn keys, and cells.", "beyond", text)
+    return Finding(claim, "beyond", text)
 
 
 def used_with_exact(rows: Rows) -> Finding:
-    parts = []
+    claim = "A model trained with kNN attention, used with exact attention."
+    parts, seeds = [], list[int]()
     for context in contexts(rows):
-        found = []
-        for name in methods(rows, context):
-            if name != "exact":
-                own = list(curve(rows, context, name).values())[-1]["validation"]
-                found.append(f"{NAMES[name]} {signed(change(finite(end(rows, context, name)['swapped']['exact']), own))}")
-        parts.append(f"context {context:,}: {listed(found)}")
+        names = [name for name in methods(rows, context) if name != "exact"]
+        found = [f"{NAMES[name]} {changes(swapped(rows, context, name, 'exact'))}" for name in names]
+        seeds += [len(shared(rows, context, name)) for name in names]
+        parts += [f"context {context:,}: {listed(found)}"] if found else []
+    if not parts:
+        return Finding(claim, "beyond", NOT_YET)
     text = f"The change in validation perplexity when exact attention takes over after training; {'; '.join(parts)}."
-    return Finding("A model trained with kNN attention, used with exact attention.", "beyond", text)
+    return Finding(claim, "beyond", f"{text} {basis(rows, contexts(rows), seeds)}")
 
 
 def exact_used_with(rows: Rows) -> Finding:
-    parts = []
+    parts, seeds = [], list[int]()
     for context in contexts(rows):
-        own = list(curve(rows, context, "exact").values())[-1]["validation"]
-        others = end(rows, context, "exact")["swapped"]
-        found = [
-            f"{NAMES[name]} {signed(change(finite(others[name]), own))}" for name in methods(rows, context) if name in others
-        ]
+        last = ends(rows, context, "exact")
+        names = [name for name in NAMES if all(name in row["swapped"] for row in last)]
+        found = [f"{NAMES[name]} {changes(swapped(rows, context, 'exact', name))}" for name in names]
+        seeds.append(len(last))
         parts.append(f"context {context:,}: {listed(found)}")
     text = f"The change in validation perplexity when another method takes over after training; {'; '.join(parts)}."
-    return Finding("A model trained with exact attention, used with kNN attention.", "beyond", text)
+    claim = "A model trained with exact attention, used with kNN attention."
+    return Finding(claim, "beyond", f"{text} {basis(rows, contexts(rows), seeds)}")
 
 
-def stops(rows: Rows) -> list[str]:
-    """Which units ran out of time."""
-    ends = [row for row in rows if row["kind"] == "end" and row["stopped"]]
-    if not ends:
-        return []
-    said = listed(
-        [f"{NAMES[row['method']]} at context {row['context']:,} ({row['iterations']:,} of {row['asked']:,})" for row in ends]
-    )
-    return [f"Stopped after {ends[0]['limit']:g} s, with so many iterations: {said}."]
+def swapped(rows: Rows, context: int, name: str, other: str) -> list[float]:
+    """How perplexity changes, seed by seed, when another method takes over after training."""
+    both = zip(curves(rows, context, name), ends(rows, context, name), strict=True)
+    return [change(finite(last["swapped"][other]), found[-1]["validation"]) for found, last in both]
 
 
-def table(rows: Rows, context: int) -> Table:
-    body = []
-    for name in methods(rows, context):
-        found, last = list(curve(rows, context, name).values()), end(rows, context, name)
-        least = best(found)
-        body.append(
-            [
-                NAMES[name] + (f", stopped at {last['iterations']:,}" if last["stopped"] else ""),
-                number(last["keys"]),
-                number(found[-1]["train"]),
-                number(found[-1]["validation"]),
-                f"{number(least['validation'])} ({least['iteration']:,})",
-                number(finite(last["swapped"]["exact"])) if name != "exact" else "–",
-                percent(found[-1]["mean"]),
-                percent(found[-1]["max"]),
-                seconds(last["seconds"]),
-                seconds(last["graph_seconds"]) if last["graph_seconds"] is not None else "–",
-            ]
-        )
-    head = [
-        "",
-        "keys",
-        "training",
-        "validation",
-        "best (iteration)",
-        "with exact",
-        "mean error",
-        "largest",
-        "a step",
-        "as a graph",
-    ]
-    asked = max(end(rows, context, name)["asked"] for name in methods(rows, context))
-    return Table(f"Context {context:,}: perplexities and errors of attention after {asked:,} iterations, and time", head, body)
-
-
-def samples(rows: Rows, context: int) -> Table:
-    prompt = end(rows, context, "exact")["prompt"]
-    body = []
-    for name in methods(rows, context):
-        body.append([NAMES[name], as_it_is(end(rows, context, name)["sample"])])
-    said = " ".join(prompt.split())
-    return Table(f"What the models write, context {context:,}, after a prompt that ends in “{said}”", ["", "sample"], body)
-
-
-def perplexity(row: Row) -> str:
-    return number(row["validation"])
+def perplexities(found: Rows) -> str:
+    return numbers([row["validation"] for row in found])

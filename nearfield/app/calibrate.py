@@ -1,4 +1,4 @@
-"""`nearfield bench`: time cells against exact attention, and find the length from which they are faster on this machine.
+"""`nearfield bench --calibrate`: find the length from which cells are faster than exact attention on this machine.
 
 On a GPU, block sizes of the kernels come first, see `app.blocks`, unless those of this very card are shipped.
 """
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
 from nearfield import crossover
+from nearfield._compat import sdpa
 from nearfield.app import wide_console
 from nearfield.app.deadline import Deadline
-from nearfield.attention import attention, estimate
+from nearfield.attention import attention
 from nearfield.cells.method import Cells
 from nearfield.cells.triton.limits import unsupported
 from nearfield.kernels import backends, cards
@@ -123,7 +123,7 @@ def calibrate(
     A kind that there is no time for keeps the length that it had, or the shortest at which cells were seen to be faster.
     """
     console = wide_console(WIDTH)
-    table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=_title(device, dtype))
+    table = Table("kind", "keys", "SDPA, s", "Cells, s", "SDPA / Cells", box=SIMPLE_HEAD, title=describe(device, dtype))
     known = crossover.known(device, dtype)
     lengths: dict[str, float] = {}
     late = []
@@ -204,41 +204,24 @@ def _compile_cells(
     return compilers.compile_all([(one, all_blocks(DIM, dtype, device, sizes.cell_size))], deadline)
 
 
-def compare(device: torch.device, length: int, dtype: torch.dtype = torch.float32, rounds: int = 3) -> None:
-    """Exact attention and cells side by side for every kind of call at one length, with the audited error of cells."""
-    console = wide_console(WIDTH)
-    title = f"{length:,} keys, {_title(device, dtype)}"
-    table = Table("kind", "SDPA, s", "Cells, s", "SDPA / Cells", "error", "cells from", box=SIMPLE_HEAD, title=title)
-    with Progress(console=console) as progress:
-        for kind in progress.track(crossover.KINDS, description=f"{length:,} keys"):
-            causal = kind.endswith("causal")
-            exact, cells = _seconds(length, device, dtype, kind, rounds)
-            query, key, value = (x.to(device, dtype) for x in make("clustered", 1, crossover.heads(device), length, DIM))
-            audit = estimate(query, key, value, is_causal=causal, method=Cells(), audit=59).audit
-            assert audit is not None
-            known = crossover.length(device, dtype, causal)
-            start = f"{known:,.0f} keys" if known < math.inf else "not measured"
-            table.add_row(kind, f"{exact:.3g}", f"{cells:.3g}", f"{exact / cells:.2f}", f"{audit.additive:.2g}", start)
-    console.print(table)
-    console.print(
-        "error: with 95% confidence, 95% of the rows are this close to exact attention, in units of the rms norm of the values. "
-        "cells from: the length at which the default method changes from SDPA to cells.",
-        highlight=False,
-    )
-
-
 def _warm_up(device: torch.device) -> int:
     """Calls before those that count. On a GPU the first ones compile, make tables and record what later ones replay."""
     return 3 if device.type == "cuda" else 1
 
 
 def _seconds(length: int, device: torch.device, dtype: torch.dtype, kind: str, rounds: int) -> tuple[float, float]:
-    """Median seconds of exact attention and of cells, measured in turn."""
+    inputs = [x.to(device, dtype) for x in _inputs(length, crossover.heads(device))]
+    return compare(inputs, kind, rounds)
+
+
+def compare(inputs: Sequence[Tensor], kind: str, rounds: int) -> tuple[float, float]:
+    """Median seconds of exact attention and of cells on queries, keys and values, measured in turn."""
     training, causal = kind.startswith("training"), kind.endswith("causal")
-    query, key, value = (x.to(device, dtype).detach().requires_grad_(training) for x in _inputs(length, crossover.heads(device)))
+    query, key, value = (x.detach().requires_grad_(training) for x in inputs)
+    device = query.device
 
     def exact() -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return sdpa(query, key, value, is_causal=causal)
 
     def cells() -> Tensor:
         return attention(query, key, value, is_causal=causal, method=Cells())
@@ -265,12 +248,12 @@ def _inputs(length: int, heads: int) -> QKV:
     return make("clustered", 1, heads, length, DIM)
 
 
-def _title(device: torch.device, dtype: torch.dtype) -> str:
+def describe(device: torch.device, dtype: torch.dtype, dim: int = DIM) -> str:
     """The device and the dtype, and whether a GPU runs without the Triton kernels: its times then say little about cells."""
     title = f"{crossover.place(device)}, {crossover.dtype_name(dtype)}"
     if device.type != "cuda":
         return title
-    missing = "this GPU" if not backends.runs_triton(device) else unsupported(torch.empty(0, DIM, dtype=dtype))
+    missing = "this GPU" if not backends.runs_triton(device) else unsupported(torch.empty(0, dim, dtype=dtype))
     return title if missing is None else f"{title} (the Triton kernels do not serve {missing}: cells run in plain torch)"
 
 

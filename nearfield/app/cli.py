@@ -1,4 +1,4 @@
-"""The command line: `nearfield plan`, `demo`, `bench`, `eval`, `remember` and `ask`."""
+"""The command line: `nearfield plan`, `demo`, `bench`, `eval`, `tune`, `remember` and `ask`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from nearfield.app import wide_console
+from nearfield import __version__, crossover, user_cache
+from nearfield.app import arguments, wide_console
 from nearfield.knn.index.lsh_theory import LSHBudget, lsh_budget
 from nearfield.paper.budgets import Budget, every_budget, keys_read, sublinear_from
+from nearfield.synthetic import FAMILIES
 
 try:
     import typer
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+
+    from nearfield.app.whole_help import Commands
 except ImportError as error:
     NEEDS = "the nearfield command needs typer and rich: pip install 'nearfield[cli]'"
     if __name__ == "__main__":
@@ -23,10 +26,27 @@ except ImportError as error:
     raise ImportError(NEEDS) from error
 
 app = typer.Typer(
-    help="kNN attention for PyTorch that tells you its error.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    cls=Commands,
+    help="kNN attention for PyTorch that tells you its error.",
+    add_completion=False,
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    context_settings={"max_content_width": 110},
 )
 
 MODEL = "Folder or .gguf file of a causal language model, or anything else that from_pretrained takes."
+
+TEXTS = "Text files in UTF-8."
+
+TOKENS = "Tokens to read of each text, at most."
+
+CELL_SIZE = "Keys per cell."
+
+SEGMENT = "Keys per segment; a row reads its own segment exactly. Default: 1024, or an eighth of a short text."
+
+SINKS = "First keys, which every row reads exactly."
+
+LADDER = "Budgets to choose from for each layer, in per cent."
 
 DEVICE = "cpu, cuda, cuda:1, ... Default: cuda if there is one."
 
@@ -35,14 +55,27 @@ DTYPE = "Of the model. Default: float32, or bfloat16 on CUDA."
 DOWNLOAD = "Let Transformers look for the model on the hub."
 
 
+@app.callback()
+def nearfield(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
+) -> None:
+    if version:
+        typer.echo(f"nearfield {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 @app.command()
 def plan(
-    n: int = typer.Option(131072, help="Keys that a query sees."),
-    eps: float = typer.Option(0.05, help="Error, in the unit that each promise states."),
-    delta: float = typer.Option(0.01, help="Probability of failure."),
-    d: int = typer.Option(64, help="Dimension of the values."),
-    near: float = typer.Option(0.9, help="Hashing: cosine of a key that must be found (after the reduction of MIPS to kNN)."),
-    far: float = typer.Option(0.5, help="Hashing: cosine of a key that need not be looked at."),
+    n: int = typer.Option(131072, metavar="N", help="Keys that a query sees."),
+    eps: float = typer.Option(0.05, metavar="X", help="Error, in the unit that each promise states."),
+    delta: float = typer.Option(0.01, metavar="X", help="Probability of failure."),
+    d: int = typer.Option(64, metavar="N", help="Dimension of the values."),
+    near: float = typer.Option(
+        0.9, metavar="X", help="Hashing: cosine of a key that must be found (after the reduction of MIPS to kNN)."
+    ),
+    far: float = typer.Option(0.5, metavar="X", help="Hashing: cosine of a key that need not be looked at."),
 ) -> None:
     """Print the sizes that the theorems of the paper ask for, as printed and as corrected."""
     with _one_line_errors():
@@ -65,15 +98,23 @@ def plan(
 
 @app.command()
 def demo(
-    out: Path = typer.Option(Path("demo.png"), help="File for the plot."),
-    length: int = typer.Option(4096, help="Keys and queries per head."),
-    family: str = typer.Option("clustered", help="Input family (see nearfield.synthetic)."),
-    seed: int = typer.Option(0, help="Seed of the inputs and of all estimates."),
+    out: Path = typer.Option(Path("demo.png"), metavar="FILE", help="File for the plot."),
+    length: int = typer.Option(4096, min=1, metavar="N", help="Keys and queries per head."),
+    family: str = typer.Option(
+        "clustered", metavar="NAME", help=f"Input family (see nearfield.synthetic): {', '.join(FAMILIES)}."
+    ),
+    seed: int = typer.Option(0, metavar="N", help="Seed of the inputs and of all estimates."),
 ) -> None:
     """Compare every method with exact attention, in a table and a plot."""
-    from nearfield.app.demo import run
+    import torch
+
+    from nearfield.app.demo import DIM, HEADS, run
 
     with _one_line_errors():
+        arguments.check_picture("--out", out)
+        arguments.known("--family", family, FAMILIES)
+        arguments.check_seed(seed)
+        arguments.check_memory(torch.device("cpu"), torch.float32, [length], [HEADS], [DIM])
         run(out=out, length=length, family=family, seed=seed)
 
 
@@ -82,57 +123,82 @@ def bench(
     calibrate: bool = typer.Option(
         False, "--calibrate", help="Save the result; the default method and, on CUDA, the kernels use it from now on."
     ),
-    device: str = typer.Option("cpu", help="Device to measure on: cpu, cuda, cuda:1, ..."),
+    device: str = typer.Option("cpu", metavar="NAME", help="Device to measure on: cpu, cuda, cuda:1, ..."),
     dtype: list[str] = typer.Option(
-        [], help="float32, bfloat16, float16 or float64; may be repeated. Default: float32 and bfloat16, and float16 on CUDA."
+        [],
+        metavar="NAME",
+        help="float32, bfloat16, float16 or float64; may be repeated. Default: float32, or bfloat16 on CUDA; with --calibrate "
+        "float32 and bfloat16, and float16 on CUDA.",
     ),
-    length: int = typer.Option(16384, min=1, help="Queries and keys, without --calibrate."),
-    minutes: float = typer.Option(3.0, min=0.1, help="With --calibrate on CUDA: how long it may take."),
+    length: str = typer.Option(
+        "", metavar="N,N,...", help="Queries and keys. Default: 2048,4096,8192,16384; on CUDA up to 131072."
+    ),
+    heads: str = typer.Option("", metavar="N,N,...", help="Heads. Default: 1, or 8 on CUDA."),
+    dim: str = typer.Option("64", metavar="N,N,...", help="Dimensions of a head."),
+    out: Path = typer.Option(Path("bench.png"), metavar="FILE", help="File for the plot, without --calibrate."),
+    minutes: float = typer.Option(3.0, min=0.1, metavar="N", help="With --calibrate on CUDA: how long it may take."),
     blocks: bool = typer.Option(
         False, "--blocks", help="With --calibrate on CUDA: find block sizes also for a card that they are shipped for."
     ),
 ) -> None:
-    """Time cells against exact attention on this machine.
+    """Time cells against exact attention on this machine, at all lengths, heads and dimensions that are given.
 
     With --calibrate, find the length from which they are faster; on CUDA, find the block sizes of the kernels first.
     """
     from nearfield.app import calibrate as measurement
+    from nearfield.app import sweep
 
-    dtypes = [_dtype(name) for name in dict.fromkeys(dtype)]
-    place = _device(device)
-    chosen = dtypes or measurement.usual_dtypes(place)
-    if calibrate:
-        measurement.calibrate_all(place, chosen, minutes, blocks)
-        return
-    for one in chosen:
-        measurement.compare(place, length, one)
+    with _one_line_errors():
+        dtypes = [arguments.dtype(name) for name in dict.fromkeys(dtype)]
+        place = arguments.device(device)
+        if calibrate:
+            for option, given in (("--length", length), ("--heads", heads)):
+                if given:
+                    raise ValueError(
+                        f"{option} {given} has no meaning with --calibrate, which looks for lengths itself; leave it out"
+                    )
+            arguments.check_folder("NEARFIELD_CACHE", user_cache.folder())
+            measurement.calibrate_all(place, dtypes or measurement.usual_dtypes(place), minutes, blocks)
+            return
+        sizes = sweep.Sizes(
+            arguments.counts("--length", length) if length else sweep.usual_lengths(place),
+            arguments.counts("--heads", heads) if heads else [crossover.heads(place)],
+            arguments.counts("--dim", dim),
+            dtypes or [sweep.usual_dtype(place)],
+        )
+        arguments.check_picture("--out", out)
+        for one in sizes.dtypes:
+            arguments.check_memory(place, one, sizes.lengths, sizes.heads, sizes.dims)
+        sweep.run(place, sizes, out)
 
 
 @app.command("eval")
 def evaluate(
     model: str = typer.Argument(help=MODEL),
-    texts: list[Path] = typer.Argument(help="Text files in UTF-8."),
-    tokens: int = typer.Option(8192, min=1, help="Tokens to read of each text, at most."),
-    methods: str = typer.Option("cells,topk", help="What to compare with exact attention: cells, topk, auto."),
-    budgets: str = typer.Option("4,7,10", help="Shares of the past keys to read, in per cent."),
-    cell_size: int = typer.Option(16, min=1, help="Keys per cell."),
-    segment: int = typer.Option(
-        0,
-        min=0,
-        show_default=False,
-        help="Keys per segment; a row reads its own segment exactly. Default: 1024, or an eighth of a short text.",
+    texts: list[Path] = typer.Argument(help=TEXTS),
+    tokens: int = typer.Option(8192, min=1, metavar="N", help=TOKENS),
+    methods: str = typer.Option(
+        "cells,topk", metavar="NAME,...", help="What to compare with exact attention: cells, topk, auto."
     ),
-    sinks: int = typer.Option(16, min=0, help="First keys, which every row reads exactly."),
-    tolerance: str = typer.Option("", help="Allowed excess of perplexity in per cent, such as 0.4: choose a budget per layer."),
-    ladder: str = typer.Option("1,2,4,7,10,15,25", help="Budgets to choose from for each layer, in per cent."),
-    config: Path = typer.Option(None, help="A config.json of an earlier run, to compare as well."),
-    out: Path = typer.Option(Path("nearfield-eval"), help="Folder for eval.json, eval.png and config.json."),
-    device: str = typer.Option("", help=DEVICE),
-    dtype: str = typer.Option("", help=DTYPE),
+    budgets: str = typer.Option("4,7,10", metavar="%,%,...", help="Shares of the past keys to read, in per cent."),
+    cell_size: int = typer.Option(16, min=1, metavar="N", help=CELL_SIZE),
+    segment: int = typer.Option(0, min=0, metavar="N", show_default=False, help=SEGMENT),
+    sinks: int = typer.Option(16, min=0, metavar="N", help=SINKS),
+    tolerance: str = typer.Option(
+        "",
+        metavar="%",
+        help="Allowed excess of perplexity in per cent, such as 0.4: choose a budget per layer, as `nearfield tune`.",
+    ),
+    ladder: str = typer.Option("1,2,4,7,10,15,25", metavar="%,%,...", help=LADDER),
+    config: Path = typer.Option(None, metavar="FILE", help="A config.json of an earlier run, to compare as well."),
+    out: Path = typer.Option(Path("nearfield-eval"), metavar="FOLDER", help="Folder for eval.json, eval.png and config.json."),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
     """Measure what attention methods do to a language model: perplexity, the error of every head, and a choice per layer."""
     from nearfield.app.evaluate.command import run
+    from nearfield.app.evaluate.settings import KINDS
 
     with _one_line_errors():
         run(
@@ -140,36 +206,79 @@ def evaluate(
             texts,
             out=out,
             tokens=tokens,
-            methods=_words(methods),
-            budgets=[_percent("--budgets", word) for word in _words(budgets)],
+            methods=arguments.known("--methods", methods, KINDS),
+            budgets=arguments.percents("--budgets", budgets),
             cell_size=cell_size,
             segment=segment or None,
             sinks=sinks,
-            ladder=[_percent("--ladder", word) for word in _words(ladder)],
-            tolerance=_percent("--tolerance", tolerance) if tolerance else None,
+            ladder=arguments.percents("--ladder", ladder),
+            tolerance=arguments.percent("--tolerance", tolerance) if tolerance else None,
             config=config,
-            device=str(_device(device)) if device else None,
-            dtype=_dtype(dtype) if dtype else None,
+            device=arguments.device(device) if device else None,
+            dtype=arguments.dtype(dtype) if dtype else None,
             download=download,
         )
+
+
+@app.command()
+def tune(
+    model: str = typer.Argument(help=MODEL),
+    texts: list[Path] = typer.Argument(help=TEXTS),
+    tolerance: str = typer.Option("0.4", metavar="%", help="Allowed excess of perplexity in per cent."),
+    tokens: int = typer.Option(8192, min=1, metavar="N", help=TOKENS),
+    cell_size: int = typer.Option(16, min=1, metavar="N", help=CELL_SIZE),
+    segment: int = typer.Option(0, min=0, metavar="N", show_default=False, help=SEGMENT),
+    sinks: int = typer.Option(16, min=0, metavar="N", help=SINKS),
+    ladder: str = typer.Option("1,2,4,7,10,15,25", metavar="%,%,...", help=LADDER),
+    out: Path = typer.Option(Path("nearfield-tune"), metavar="FOLDER", help="Folder for config.json, eval.json and eval.png."),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Choose the cheapest budget of every layer that keeps a language model's perplexity within a tolerance.
+
+    The same as `nearfield eval --tolerance`, with cells alone. The config.json that it writes is for nearfield.hf.register.
+    """
+    evaluate(
+        model,
+        texts,
+        tokens=tokens,
+        methods="cells",
+        budgets="4,7,10",
+        cell_size=cell_size,
+        segment=segment,
+        sinks=sinks,
+        tolerance=tolerance or "0.4",
+        ladder=ladder,
+        config=None,  # type: ignore[arg-type]  # typer's way to say that a path is optional
+        out=out,
+        device=device,
+        dtype=dtype,
+        download=download,
+    )
 
 
 @app.command()
 def remember(
     model: str = typer.Argument(help=MODEL),
     text: Path = typer.Argument(help="A text file in UTF-8."),
-    out: Path = typer.Option(..., "--out", "-o", help="File for the memory. An existing one is replaced once all is written."),
+    out: Path = typer.Option(
+        ..., "--out", "-o", metavar="FILE", help="File for the memory. An existing one is replaced once all is written."
+    ),
     chunk: int = typer.Option(
         0,
         min=0,
+        metavar="N",
         show_default=False,
         help="Tokens to read at a time. Default: all; for texts too long for the model, a length that suits it.",
     ),
     positions: str = typer.Option(
-        "", help="running or restart (see docs/cache.md). Default: running if the model knows enough positions, else restart."
+        "",
+        metavar="NAME",
+        help="running or restart (see docs/cache.md). Default: running if the model knows enough positions, else restart.",
     ),
-    device: str = typer.Option("", help=DEVICE),
-    dtype: str = typer.Option("", help=DTYPE),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
     """Let a language model read a text once, and save what it remembers for `nearfield ask`."""
@@ -182,8 +291,8 @@ def remember(
             out,
             positions=positions or None,
             chunk=chunk or None,
-            device=str(_device(device)) if device else None,
-            dtype=_dtype(dtype) if dtype else None,
+            device=arguments.device(device) if device else None,
+            dtype=arguments.dtype(dtype) if dtype else None,
             download=download,
         )
 
@@ -191,14 +300,19 @@ def remember(
 @app.command()
 def ask(
     model: str = typer.Argument(help="The model that has read the text."),
-    question: str = typer.Argument(help="What comes after the text; the model continues from there."),
-    memory: Path = typer.Option(..., "--memory", "-m", help="A file that `nearfield remember` has written."),
-    tokens: int = typer.Option(64, min=1, help="Tokens of the answer, at most."),
-    device: str = typer.Option("", help=DEVICE),
-    dtype: str = typer.Option("", help=f"{DTYPE} It must be the one that the text was read in."),
+    question: str = typer.Argument(help="What to ask about the text."),
+    memory: Path = typer.Option(..., "--memory", "-m", metavar="FILE", help="A file that `nearfield remember` has written."),
+    tokens: int = typer.Option(64, min=1, metavar="N", help="Tokens of the answer, at most."),
+    plain: bool = typer.Option(
+        False,
+        "--plain",
+        help="No chat template: the model continues the question. It is the default for models without a template.",
+    ),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help="Of the model. Default: the one that the text was read in."),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
-    """Ask a language model about a text that it remembers."""
+    """Ask a language model about a text that it remembers. The answer is printed word by word."""
     from nearfield.app import remember as memories
 
     with _one_line_errors():
@@ -207,8 +321,9 @@ def ask(
             memory,
             question,
             tokens=tokens,
-            device=str(_device(device)) if device else None,
-            dtype=_dtype(dtype) if dtype else None,
+            plain=plain,
+            device=arguments.device(device) if device else None,
+            dtype=arguments.dtype(dtype) if dtype else None,
             download=download,
         )
 
@@ -228,42 +343,6 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def _words(listed: str) -> list[str]:
-    return [word.strip() for word in listed.split(",") if word.strip()]
-
-
-def _percent(option: str, word: str) -> float:
-    """0.004 for `0.4` or `0.4%`."""
-    try:
-        share = float(word.strip().removesuffix("%")) / 100
-    except ValueError:
-        share = -1.0
-    if not 0.0 <= share <= 1.0:
-        raise typer.BadParameter(f"{option} must be between 0 and 100 per cent, got {word!r}")
-    return share
-
-
-def _dtype(name: str) -> Any:
-    from nearfield.crossover import dtype_name
-    from nearfield.problem import DTYPES
-
-    known = {dtype_name(x): x for x in DTYPES}
-    if name not in known:
-        raise typer.BadParameter(f"--dtype must be one of {', '.join(known)}, got {name}")
-    return known[name]
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(f"{name}: {error}") from error
-    return place
 
 
 def _size_table(budgets: list[Budget], n: int, title: str) -> Table:

@@ -9,7 +9,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from nearfield.app.evaluate.models import load_model, placement, token_ids
+from nearfield.app import arguments
+from nearfield.app.arguments import check_file, check_model, check_question
+from nearfield.app.evaluate.models import load_model, placement, read_text, token_ids
+from nearfield.crossover import dtype_name
 from nearfield.hf.register import register
 
 
@@ -20,16 +23,22 @@ def remember(
     *,
     positions: str | None,
     chunk: int | None,
-    device: str | None,
+    device: torch.device | None,
     dtype: torch.dtype | None,
     download: bool,
 ) -> None:
     """All of `nearfield remember`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
-    from nearfield.hf.memory import Memory
-
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out must be a file in an existing folder, got {out}")
+    check_file("--out", out)
+    if not read_text(text).strip():
+        raise ValueError(f"{text} has no tokens; give a text to read")
+    check_model(model_name)
     console = Console(stderr=True)
+    with console.status("importing Transformers"):
+        from nearfield.hf.memory import Memory
+        from nearfield.hf.memory_file import POSITIONS
+
+    if positions not in (None, *POSITIONS):
+        raise ValueError(f"--positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
     model, tokenizer = _loaded(console, model_name, device, dtype, download)
     tokens = token_ids(tokenizer, text).to(model.device)
     if tokens.shape[1] == 0:
@@ -56,25 +65,50 @@ def ask(
     question: str,
     *,
     tokens: int,
-    device: str | None,
+    plain: bool,
+    device: torch.device | None,
     dtype: torch.dtype | None,
     download: bool,
 ) -> None:
     """All of `nearfield ask`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
-    from nearfield.hf.memory import Memory
-
+    check_question(question)
     if not memory.is_file():
         raise FileNotFoundError(f"--memory {memory} is not a file; `nearfield remember MODEL TEXT -o {memory}` makes one")
+    check_model(model_name)
     console = Console(stderr=True)
-    model, tokenizer = _loaded(console, model_name, device, dtype, download)
+    with console.status("importing Transformers"):
+        # These first: without Transformers they say what to install.
+        from nearfield.hf.memory import Memory
+        from nearfield.hf.memory_file import read_header
+
+        from transformers import TextStreamer  # isort: skip
+    was = arguments.dtype(read_header(memory)["dtype"])
+    if dtype not in (None, was):
+        raise ValueError(
+            f"memory {memory} was made in {dtype_name(was)}; load it in {dtype_name(was)} (--dtype {dtype_name(was)})"
+        )
+    model, tokenizer = _loaded(console, model_name, device, was, download)
     with console.status(f"reading {memory}"):
         remembered = Memory.load(memory, model)
-    with console.status("answering"):
-        answer = remembered.ask(model, tokenizer, question, max_new_tokens=tokens)
-    print(answer)
+    # Every word is printed as soon as it is known.
+    words = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    remembered.ask(
+        model, tokenizer, question if plain else in_template(tokenizer, question), max_new_tokens=tokens, streamer=words
+    )
 
 
-def _loaded(console: Console, name: str, device: str | None, dtype: torch.dtype | None, download: bool) -> tuple[Any, Any]:
+def in_template(tokenizer: Any, question: str) -> str:
+    """The question as a turn of a chat that the model is to answer, if the tokenizer has a template for that."""
+    if not getattr(tokenizer, "chat_template", None):
+        return question
+    turn = [{"role": "user", "content": question}]
+    found: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return found
+
+
+def _loaded(
+    console: Console, name: str, device: torch.device | None, dtype: torch.dtype | None, download: bool
+) -> tuple[Any, Any]:
     """A model that attends by nearfield, and its tokenizer."""
     with console.status(f"loading {name}"):
         model, tokenizer = load_model(name, *placement(device, dtype), download)

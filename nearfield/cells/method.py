@@ -78,6 +78,7 @@ class Cells:
 
     any_mask = False
     any_logits = True
+    gives_lse = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 
     def __post_init__(self, branching: None, unfold: None) -> None:
@@ -117,10 +118,13 @@ class Cells:
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         inputs = rows.queries, rows.keys, rows.values, rows.visible, seed
         sinks = problem.row_sinks
-        result = cells_attention(*inputs, recipe) if sinks is None else sunk_attention(*inputs, sinks, recipe)
+        if sinks is None:
+            result = cells_attention(*inputs, recipe, call.return_lse)
+        else:
+            result = sunk_attention(*inputs, sinks, recipe, call.return_lse)
         output = result.output if memory.heads and sinks is None else problem.by_head(result.output)
         if not call.diagnostics:
-            return Outcome(output)
+            return Outcome(output, problem.by_head(result.lse) if call.return_lse else None)
         info = {"keys_per_query": _keys_per_query(result, rows.visible, sizes), **sizes._asdict()}
         if engine == "triton":
             info["backend"] = "triton"
@@ -171,6 +175,13 @@ class Cells:
 
     def _sizes(self, problem: Problem, share: int) -> CellSizes:
         length, causal = problem.key.shape[2], problem.is_causal
+        given = (self.cell_size, self.probes, self.segment) if causal else (self.cell_size, self.probes)
+        if isinstance(length, torch.SymInt) and None in given:
+            raise ValueError(
+                f"{self!r} chooses sizes by the number of keys, which is not known here; to export with a dynamic length "
+                f"give cell_size, probes{' and segment' if causal else ''}: Cells(cell_size=32, probes=16"
+                f"{', segment=512' if causal else ''})"
+            )
         on_gpu = backends.runs_triton(problem.key.device)
         segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
         cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)

@@ -134,6 +134,7 @@ def forward(
 
 def backward(
     output_grad: Tensor,
+    lse_grad: Tensor | None,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -148,27 +149,28 @@ def backward(
     log_factor: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values, the plan held fixed."""
+    """Gradients of queries, keys and values, the plan held fixed. `lse_grad`: None where nothing depends on the lse."""
     recipe = Recipe.of(settings)
     if recipe.engine == "triton":
         from nearfield.cells.triton.backward import backward as run
 
         with backends.device_guard(queries.device):
             results = output, lse, cell_of, opened, order
-            return run(output_grad, queries, keys, values, visible, *results, recipe.sizes, recipe.scale)
+            return run(output_grad, queries, keys, values, visible, *results, recipe.sizes, recipe.scale, lse_grad)
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, opened, order, drawn, log_factor)))
         head = _head(recipe, queries, _wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
         out, out_grad = _wide(output[entry]), _wide(output_grad[entry])
+        own_lse_grad = None if lse_grad is None else lse_grad[entry]
         if recipe.engine == "reference":
-            found = _reference_backward(head, plan, out, lse[entry], out_grad)
+            found = _reference_backward(head, plan, out, lse[entry], out_grad, own_lse_grad)
         else:
             into = [
                 x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
                 for x, y in zip(grads, (head.queries, head.keys, head.values), strict=True)
             ]
-            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into)
+            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into, own_lse_grad)
         for place, grad in zip(grads, found, strict=True):
             if place[entry].data_ptr() != grad.data_ptr():
                 place[entry] = grad[:, : place.shape[2]]
@@ -222,13 +224,18 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
     )
 
 
-def _reference_backward(head: Head, plan: CellPlan, out: Tensor, lse: Tensor, output_grad: Tensor) -> tuple[Tensor, ...]:
-    """`out` and `lse` may be those beside a sink: see `cells.sinks`. Without one, the factor is 1."""
+def _reference_backward(
+    head: Head, plan: CellPlan, out: Tensor, lse: Tensor, output_grad: Tensor, lse_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`out` and `lse` may be those beside a sink: see `cells.sinks`. Without one, the share of the keys is 1."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (head.queries, head.keys, head.values)]
         output, own = _reference(head, plan, *inputs)
-        share = (own - lse).exp().masked_fill(own.detach() == -torch.inf, 0.0)[:, None]
-        return torch.autograd.grad((output - out) * share, inputs, output_grad.to(output.dtype))
+        share = (own - lse).masked_fill(own.detach() == -torch.inf, -torch.inf).exp()
+        results, grads = [(output - out) * share[:, None]], [output_grad.to(output.dtype)]
+        if lse_grad is not None:
+            results, grads = [*results, own], [*grads, lse_grad * share.detach()]
+        return torch.autograd.grad(results, inputs, grads)
 
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
@@ -236,14 +243,16 @@ _LIBRARY = torch.library.Library("nearfield", "DEF")
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
 _PLAN = "Tensor cell_of, Tensor opened, Tensor order, Tensor drawn, Tensor log_factor"
 _SETTINGS = (
-    "int[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads, float softcap"
+    "SymInt[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads, "
+    "float softcap"
 )
-_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}".split(", "))
+_ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}, with_lse".split(", "))
 
 _LIBRARY.define(f"cells({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor stderr, {_PLAN})")
 
 _LIBRARY.define(
-    f"cells_backward(Tensor output_grad, {_INPUTS}, Tensor output, Tensor lse, {_PLAN}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"cells_backward(Tensor output_grad, Tensor? lse_grad, {_INPUTS}, Tensor output, Tensor lse, {_PLAN}, {_SETTINGS}) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -279,11 +288,16 @@ class CellsResult(NamedTuple):
     log_factor: Tensor
 
 
-def cells_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe) -> CellsResult:
-    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys."""
+def cells_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, recipe: Recipe, with_lse: bool = False
+) -> CellsResult:
+    """Attention by cells of queries `[batch, group * length, dim]`, each row seeing the first `visible[b, r]` keys.
+
+    `with_lse`: the log-normaliser has a gradient too.
+    """
     arguments = queries, keys, values, visible, seed, *recipe.arguments()
     if is_traced() or _compat.in_forward_mode() or needs_grad(queries, keys, values) or recipe.memory.heads:
-        return CellsResult(*_Cells.apply(*arguments))
+        return CellsResult(*_Cells.apply(*arguments, with_lse))
     # An autograd function looks up its own signature at every call, which takes longer than all the rest.
     return CellsResult(*torch.ops.nearfield.cells(*arguments))
 
@@ -307,6 +321,7 @@ class _Cells(torch.autograd.Function):
         beyond: float,
         heads: int,
         softcap: float,
+        with_lse: bool,
     ) -> tuple[Tensor, ...]:
         output, *rest = torch.ops.nearfield.cells(
             queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads, softcap
@@ -319,24 +334,27 @@ class _Cells(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        queries, keys, values, visible, seed, *settings = inputs
+        queries, keys, values, visible, seed, *settings, with_lse = inputs
         result, lse, _, *plan = output
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*output[2 if with_lse else 1 :])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(queries, keys, values, visible, seed, result, lse, *plan)
-        ctx.settings = settings
+        ctx.settings, ctx.with_lse = settings, with_lse
 
     @staticmethod
-    def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         nothing: tuple[None, ...] = (None,) * _ARGUMENTS
-        if output_grad is None:
+        # A compiled program makes zeros of what has no gradient, and zeros would have to be subtracted.
+        lse_grad = lse_grad if ctx.with_lse else None
+        if output_grad is None and lse_grad is None:
             return nothing
         queries, keys, values, visible, seed, output, *rest = ctx.saved_tensors
         rows = (*queries.shape[:2], values.shape[2])
-        output_grad, output = output_grad.reshape(rows), output.reshape(rows)
+        output = output.reshape(rows)
+        output_grad = torch.zeros_like(output) if output_grad is None else output_grad.reshape(rows)
         # A compiled program refuses second derivatives by itself.
         apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else CellsBackward.apply
-        grads = apply(output_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
+        grads = apply(output_grad, lse_grad, queries, keys, values, visible, seed, output, *rest, *ctx.settings)
         return (*grads, *nothing[3:])
 
 
@@ -368,7 +386,9 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tens
 
 
 @torch.library.register_fake("nearfield::cells_backward")
-def _(output_grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(
+    output_grad: Tensor, lse_grad: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     return queries.new_empty(queries.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
 
 

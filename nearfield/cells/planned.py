@@ -65,4 +65,4 @@ class _Planned(torch.autograd.Function):
         nothing = (None,) * 4
         if output_grad is None:
             return None, None, None, *nothing
-        return *CellsBackward.apply(output_grad, *ctx.saved_tensors, *ctx.settings), *nothing
+        return *CellsBackward.apply(output_grad, None, *ctx.saved_tensors, *ctx.settings), *nothing

@@ -64,14 +64,14 @@ class ReadyCells:
         between = self.visible, self.seed, output, lse, *plan
         if torch.is_grad_enabled() or is_traced():
             # Second derivatives are refused there, and several gradients at once are served.
-            return CellsBackward.apply(do, *inputs, *between, *self.recipe.arguments())
+            return CellsBackward.apply(do, None, *inputs, *between, *self.recipe.arguments())
         given = do, *inputs, output, lse, cell_of, opened, *order
         # Hooks on saved tensors may have laid all of them out anew.
         key_of = self, torch.are_deterministic_algorithms_enabled(), *map(form, given)
 
         def run() -> tuple[Tensor, ...]:
             with full_precision(query):  # It may have been started under autocast.
-                return backward(do, *inputs, *between, *self.recipe.arguments())
+                return backward(do, None, *inputs, *between, *self.recipe.arguments())
 
         return tuple(replayed(key_of, given, run))
 

@@ -2,7 +2,7 @@
 
 With Z the normaliser of a row and s its sink, the output is multiplied by Z / (Z + e^s), and the log-normaliser becomes that of
 Z + e^s. A backward pass that is given these two computes every weight beside the sink, so it is right as it stands, in every
-engine: a sink is a key with value zero, and no gradient leads through its key.
+engine, for the output and for the log-normaliser: a sink is a key with value zero, and no gradient leads through its key.
 """
 
 from __future__ import annotations
@@ -17,11 +17,21 @@ from nearfield.kernels.dense import sink_share
 
 
 def sunk_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, sinks: Tensor, recipe: Recipe
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sinks: Tensor,
+    recipe: Recipe,
+    with_lse: bool = False,
 ) -> CellsResult:
-    """`cells_attention` beside `sinks` `[batch, rows]`, which have gradients too. The output is laid out by rows."""
+    """`cells_attention` beside `sinks` `[batch, rows]`, which have gradients too. The output is laid out by rows.
+
+    `with_lse`: the log-normaliser, which includes the sink, has a gradient too.
+    """
     recipe = recipe._replace(memory=recipe.memory._replace(heads=0))
-    return CellsResult(*_SunkCells.apply(queries, keys, values, visible, seed, sinks, recipe.arguments()))
+    return CellsResult(*_SunkCells.apply(queries, keys, values, visible, seed, sinks, with_lse, recipe.arguments()))
 
 
 class _SunkCells(torch.autograd.Function):
@@ -29,7 +39,14 @@ class _SunkCells(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, sinks: Tensor, settings: tuple[Any, ...]
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        seed: Tensor,
+        sinks: Tensor,
+        with_lse: bool,
+        settings: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:
         output, lse, stderr, *plan = torch.ops.nearfield.cells(queries, keys, values, visible, seed, *settings)
         share, total = sink_share(lse, sinks)
@@ -37,21 +54,25 @@ class _SunkCells(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        queries, keys, values, visible, seed, sinks, settings = inputs
+        queries, keys, values, visible, seed, sinks, with_lse, settings = inputs
         result, lse, _, *plan = output
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*output[2 if with_lse else 1 :])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sinks, queries, keys, values, visible, seed, result, lse, *plan)
-        ctx.settings = settings
+        ctx.settings, ctx.with_lse = settings, with_lse
 
     @staticmethod
-    def backward(ctx: Any, output_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if output_grad is None:
-            return (None,) * 7
+    def backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        # A compiled program makes zeros of what has no gradient, and zeros would have to be subtracted.
+        lse_grad = lse_grad if ctx.with_lse else None
+        if output_grad is None and lse_grad is None:
+            return (None,) * 8
         sinks, *saved = ctx.saved_tensors
         output, lse = saved[5:7]
+        output_grad = torch.zeros_like(output) if output_grad is None else output_grad
         # A compiled program refuses second derivatives by itself.
         apply = torch.ops.nearfield.cells_backward if torch.compiler.is_compiling() else CellsBackward.apply
-        grads = apply(output_grad, *saved, *ctx.settings)
-        along = (output_grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
-        return *grads, None, None, -(sinks - lse).exp() * along, None
+        grads = apply(output_grad, lse_grad, *saved, *ctx.settings)
+        delta = (output_grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+        delta = delta if lse_grad is None else delta - lse_grad
+        return *grads, None, None, -(sinks - lse).exp() * delta, None, None

@@ -16,6 +16,7 @@ from nearfield.hf.register import registered_methods
 from nearfield.hf.stored import StoredKeys
 from nearfield.knn.store import IndexMethod, IndexStore, can_search
 from nearfield.problem import to_autocast_dtype
+from nearfield.results import figure_colours, new_figure
 
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -157,6 +158,12 @@ class CellCache(Cache):
         audit: bool = False,
         offload: bool = False,
     ) -> None:
+        if hasattr(method, "get_text_config") or hasattr(method, "config"):
+            told = "model" if hasattr(method, "config") else "model.config"
+            raise TypeError(
+                f"method must be a method, got {type(method).__name__}; for the cache of a model write "
+                f"CellCache(config=model.config), not CellCache({told})"
+            )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         for one in self.methods.values():
             _make_store(one, audit, offload)  # raises if it cannot be
@@ -186,6 +193,25 @@ class CellCache(Cache):
     def errors(self) -> dict[int, list[StepError]]:
         """By layer, the error of every call after the prompt that was made while `audit` was set."""
         return {number: layer.store.errors for number, layer in self._cell_layers().items()}
+
+    def plot_errors(self) -> Any:
+        """A figure of `errors`: the relative error of every step, averaged over batch entries and heads, layer by layer.
+
+        Needs matplotlib, and steps that were made while `audit` was set.
+        """
+        errors = {layer: steps for layer, steps in self.errors.items() if steps}
+        if not errors:
+            raise ValueError("there are no errors to plot: set cache.audit = True, or make CellCache(audit=True), and decode")
+        figure, (axes,) = new_figure(1)
+        colours = figure_colours(len(errors))
+        for colour, (layer, steps) in zip(colours, errors.items(), strict=True):
+            rows = [(step.first + row, float(error)) for step in steps for row, error in enumerate(step.relative.mean((0, 1)))]
+            positions, means = zip(*rows, strict=True)
+            axes.plot(positions, means, "o-", color=colour, linewidth=1, markersize=3, label=f"layer {layer}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(title="Error of decoding steps", xlabel="position", ylabel="relative error, mean over heads", ylim=(0, None))
+        axes.legend(frameon=False, fontsize="small", ncols=1 + len(errors) // 9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return figure
 
     @property
     def nbytes(self) -> dict[str, int]:

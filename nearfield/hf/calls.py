@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield._compat import sdpa
 from nearfield.attention import attention
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
@@ -105,7 +105,7 @@ class LayerCall:
         query = self.query.reshape(batch, kv_heads, group * rows, -1)
         if mask is not None:
             mask = _heads_as_rows(mask.to(self.query.device), kv_heads, group)
-        output = F.scaled_dot_product_attention(query, self.key, self.value, mask, self.dropout, scale=self.scale)
+        output = sdpa(query, self.key, self.value, mask, self.dropout, scale=self.scale)
         return output.reshape(batch, heads, rows, -1)
 
 

@@ -6,9 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import secrets
-import stat
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +20,7 @@ from nearfield.cells.sizes import CacheSizes
 from nearfield.checks import check_positive
 from nearfield.crossover import dtype_name
 from nearfield.hf.config import describe, parse_method
+from nearfield.tensor_file import check_digest, check_format, read_tensors, write_tensors
 
 FORMAT, VERSION = "nearfield-memory", "3"
 
@@ -101,14 +99,9 @@ class Contents:
 
 
 def write_memory(path: Path, contents: Contents) -> None:
-    """Write a file beside `path`, then rename it: until that last step, what was there stays as it was."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    target = Path(os.path.realpath(path))  # of a link, the file it leads to
-    tensors = {TOKENS: contents.tokens.contiguous(), BOUNDS: contents.bounds}
+    tensors = {TOKENS: contents.tokens, BOUNDS: contents.bounds}
     for number, layer in enumerate(contents.layers):
-        tensors |= {f"layers.{number}.{name}": x.contiguous() for name, x in layer.items()}
+        tensors |= {f"layers.{number}.{name}": x for name, x in layer.items()}
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -118,38 +111,29 @@ def write_memory(path: Path, contents: Contents) -> None:
         "reading": json.dumps(dataclasses.asdict(contents.reading)),
         "layers": str(len(contents.layers)),
     }
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    write_tensors("memory", path, about, tensors)
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """What a file says about itself: its model's fingerprint and dtype, among others. Raises ValueError if it is no memory."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        partial.touch(exist_ok=False)
-        # An empty file has the mode that the umask allows. Safetensors would make a file for its owner only.
-        mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
-        save_file(tensors, str(partial), metadata={**about, "digest": _digest(about, tensors)})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.chmod(mode)
-        os.replace(partial, target)
-    except (SafetensorError, OSError) as error:
-        raise OSError(f"memory {path} cannot be written: {error}; what was there is unchanged") from error
-    finally:
-        partial.unlink(missing_ok=True)
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            about = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"memory {path} cannot be read: {error}") from error
+    _checked_header(path, about)
+    return about
 
 
 def read_memory(path: Path, model: Any, verify: bool) -> Contents:
     """Read what `write_memory` has written, of a text that this model has read. Raises ValueError on any other file."""
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise FileNotFoundError(f"memory {path} is not a file; Memory.read(...).save({str(path)!r}) makes one")
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"memory {path} cannot be read: {error}") from error
+    about, tensors = read_tensors("memory", path, f"Memory.read(...).save({str(path)!r})")
     method, reading, layers = _checked_header(path, about)
     check_model(f"memory {path}", about["fingerprint"], about["dtype"], model)
-    if verify and about.pop("digest", None) != _digest(about, tensors):
-        raise ValueError(f"memory {path} is damaged: it does not match its digest")
+    if verify:
+        check_digest("memory", path, about, tensors)
     by_layer = _checked_tensors(path, tensors, layers, method)
     return Contents(tensors[TOKENS], method, reading, about["fingerprint"], about["dtype"], tensors[BOUNDS], by_layer)
 
@@ -187,18 +171,8 @@ def check_model(what: str, made_with: str, dtype: str, model: Any) -> None:
     raise ValueError(f"{what} was made with another model; let this one read the text, with Memory.read")
 
 
-def _digest(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _checked_header(path: Any, about: dict[str, str]) -> tuple[Cells, Reading, int]:
-    if about.get("format") != FORMAT or about.get("version") != VERSION:
-        found = f"{about.get('format')!r}, version {about.get('version')!r}"
-        raise ValueError(f"memory {path} must be a file of format {FORMAT!r}, version {VERSION!r}, got {found}")
+def _checked_header(path: Path, about: dict[str, str]) -> tuple[Cells, Reading, int]:
+    check_format("memory", path, about, (FORMAT, VERSION), "let the model read the text again, with Memory.read")
     try:
         method = parse_method("method", json.loads(about["method"]))
         check_method(method)

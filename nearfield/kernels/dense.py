@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nearfield.kernels.reference import masked
 
@@ -43,8 +44,6 @@ def dense_attention(
     pass, but made again. Rows that see no key are zero.
     """
     if recompute and torch.is_grad_enabled():
-        from torch.utils.checkpoint import checkpoint
-
         return checkpoint(dense_attention, query, key, value, mask, scale, softcap, sink, dropout_p, use_reentrant=False)
     compute = torch.promote_types(query.dtype, torch.float32)
     logits = dense_logits(query, key, mask, scale, softcap)

@@ -33,7 +33,7 @@ def signature(query: Tensor, key: Tensor, value: Tensor, backend: str, *argument
         return None
     for x in (query, key, value):
         # A view that begins at an odd place would need other kernels.
-        if type(x) is not Tensor or not (x.is_cuda or backend == "triton") or x.data_ptr() & 15:
+        if type(x) is not Tensor or x.is_nested or not (x.is_cuda or backend == "triton") or x.data_ptr() & 15:
             return None
     device, dtype = query.device, query.dtype
     if torch.are_deterministic_algorithms_enabled():

@@ -38,6 +38,12 @@ def weighted_softmax(logits: Tensor, log_weight: Tensor | None) -> tuple[Tensor,
     return weights / weights.sum(-1).masked_fill(blind, 1.0)[..., None], lse
 
 
+def log_normaliser(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of e^logits over the last axis; -inf, with a gradient of zero, for a row without any key."""
+    blind = (logits == -torch.inf).all(-1, keepdim=True)
+    return logits.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+
+
 def masked(logits: Tensor, mask: Tensor) -> Tensor:
     """Logits under a mask as SDPA takes it: boolean, False where a key is hidden, or a number to add."""
     return logits.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else logits + mask

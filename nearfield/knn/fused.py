@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.triton.limits import unsupported
 from nearfield.kernels import backends
 from nearfield.knn.index.base import Index
-from nearfield.knn.index.cells import BuiltCells, CellIndex
+from nearfield.knn.index.cells import BuiltCells, CellIndex, unsupported_search
 from nearfield.knn.index.tally import Tally
 from nearfield.problem import Call, Problem, Rows
 from nearfield.sampling import Seeds, without_replacement
@@ -32,14 +31,14 @@ MOST_SORTED = 4096
 def served_sizes(index: Index, problem: Problem, call: Call, rows: Rows, k: int, tail: int) -> CellSizes | None:
     """The sizes of a call that this module computes: a plain forward pass with cells that are made for it, where Triton runs."""
     device = problem.key.device
-    if type(index) is not CellIndex or call.diagnostics or problem.needs_grad or problem.dropout_p or problem.scale <= 0:
+    if type(index) is not CellIndex or call.diagnostics or call.return_lse:
+        return None
+    if problem.needs_grad or problem.dropout_p or problem.scale <= 0 or not problem.has_plain_logits:
         return None
     if not (backends.prefers_triton(call.backend, device) and backends.runs_triton(device)) or (tail and k > MOST_SORTED):
         return None
     sizes = index.sizes(rows.length, k, bool((rows.visible < rows.length).any()), True)
-    segments, cells = rows.length // sizes.segment if sizes.segment else 1, rows.length // sizes.cell_size
-    reason = unsupported(rows.keys, rows.values, segments=segments, probes=sizes.probes, cells=cells)
-    return sizes if reason is None else None
+    return sizes if unsupported_search(rows.length, sizes, rows.keys, rows.values) is None else None
 
 
 def attend_by_cells(rows: Rows, scale: float, index: CellIndex, sizes: CellSizes, k: int, tail: int, seeds: Seeds) -> Tensor:

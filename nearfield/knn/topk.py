@@ -27,10 +27,11 @@ from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.exact import ExactIndex
 from nearfield.knn.index.own import build_index, check_built
 from nearfield.knn.index.tally import Tally
+from nearfield.knn.operator import Settings, implement, make_known, number_of, traced_attention
 from nearfield.knn.tail import RowsMet, TailPromise, tail_factor
 from nearfield.problem import Call, Problem, Rows
 from nearfield.results import Outcome
-from nearfield.sampling import Dropout, pair_dropout, skip, without_replacement
+from nearfield.sampling import Dropout, Seeds, pair_dropout, skip, without_replacement
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class TopK:
     1 - delta (`nearfield.budget`, theorem "tail"; the paper asks for more). With `eps` and `delta` the sizes follow from that.
 
     Args:
-        k: near keys per row; None: ceil(sqrt(Lk)), or what `eps` and `delta` ask for.
+        k: near keys per row; None: ceil(sqrt(Lk)), or what `eps` and `delta` ask for. Keys that padding hides do not count in
+            Lk, unless torch.compile traces the call, where nobody knows how many these are.
         tail: drawn keys per row; None: 0, or what `eps` and `delta` ask for.
         index: finds the near keys; a built-in index or your own (`nearfield.Index`). It is built in every call, unless it is
             built already: `KMeansIndex().build(key)` is searched as it is, and must have the keys of the call.
@@ -97,19 +99,22 @@ class TopK:
 
     k: int | None = None
     tail: int | None = None
-    index: Index = field(default_factory=ExactIndex)
+    # torch.compile cannot trace a class as the factory.
+    index: Index = field(default_factory=lambda: ExactIndex())
     eps: float | None = None
     delta: float | None = None
     joint: bool = False
 
     any_mask = False
     any_logits = True
+    gives_lse = True
     drops_pairs = True
 
     def __post_init__(self) -> None:
         check_positive("k", self.k, optional=True)
         check_positive("tail", self.tail, optional=True, least=0)
         check_index("index", self.index)
+        make_known(self.index)
         if (self.eps is None) != (self.delta is None):
             raise ValueError(f"eps and delta make one promise: give both or neither, got eps={self.eps!r}, delta={self.delta!r}")
         if self.eps is None:
@@ -121,6 +126,11 @@ class TopK:
         if self.tail == 0:
             raise ValueError(f"tail=0 leaves keys out and promises nothing; leave it out, or eps={self.eps!r} and delta")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For copies, whose index may be a new object."""
+        self.__dict__.update(state)
+        make_known(self.index)
+
     def run(self, problem: Problem, call: Call) -> Outcome:
         rows = problem.grouped
         promise = self._promise()
@@ -130,7 +140,9 @@ class TopK:
             exact = Exact().run(problem, call)
             promised = {} if promise is None else {"promise": "exact: the promise asks for all keys", "promise_met": 1.0}
             return Outcome(exact.output, exact.lse, exact.stderr, {**exact.info, "k": rows.length, "tail": 0, **promised})
-        sizes = fused.served_sizes(self.index, problem, call, rows, k, tail) if problem.has_plain_logits else None
+        if torch.compiler.is_compiling() and not call.diagnostics:
+            return self._run_traced(problem, call, k, tail)
+        sizes = fused.served_sizes(self.index, problem, call, rows, k, tail)
         if sizes is not None:
             assert isinstance(self.index, CellIndex)
             return Outcome(problem.by_head(fused.attend_by_cells(rows, problem.scale, self.index, sizes, k, tail, call.seeds)))
@@ -149,7 +161,7 @@ class TopK:
         )
         planner.searches.warn(built)
         if not call.diagnostics:
-            return Outcome(problem.by_head(output))
+            return Outcome(problem.by_head(output), problem.by_head(lse) if call.return_lse else None)
         near = rows.visible.clamp(max=k)
         used = near + (rows.visible - near).clamp(max=tail)
         info = {"keys_used": float(used.double().mean()), "k": k, "tail": tail, "backend": backend, **planner.tally.info()}
@@ -157,6 +169,16 @@ class TopK:
             info |= {"promise": promise.says(share := met.share()), "promise_met": share}
         stderr = problem.by_head(error) if tail else None
         return Outcome(problem.by_head(output), problem.by_head(lse), stderr, info)
+
+    def _run_traced(self, problem: Problem, call: Call, k: int, tail: int) -> Outcome:
+        """As an operator: a search looks at values."""
+        rows = problem.rows
+        random = bool(tail or problem.dropout_p)
+        seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
+        settings = Settings(k, tail, problem.dropout_p, number_of(self.index), call.backend, problem.needs_grad, problem.softcap)
+        inputs = rows.queries, rows.keys, rows.values, rows.visible, seed, problem.row_sinks
+        output, lse = traced_attention(*inputs, settings)
+        return Outcome(problem.by_head(output), problem.by_head(lse))
 
     def _sizes(self, rows: Rows, promise: TailPromise | None) -> tuple[int, int]:
         """Near and drawn keys per row."""
@@ -199,7 +221,8 @@ class _Planner:
     """Plans any block of rows. Asked again, as by the backward pass, it makes the same plan."""
 
     rows: Rows
-    built: BuiltIndex
+    built: BuiltIndex | None
+    """None: the keys of all plans are known, see `plan_of`"""
     k: int
     tail: int
     dropout: Dropout | None
@@ -214,6 +237,8 @@ class _Planner:
     """rows whose promise is known to hold; None: none was made, or nobody asks"""
     softcap: float = 0.0
     """see `Problem.softcap`: the nearest keys are the same, since a cap keeps the order of logits"""
+    found: Tensor | None = None
+    """`[batch, rows, k + tail]`: where to note the keys of plans; None: nowhere"""
 
     def blocks(self) -> Iterable[slice]:
         dim = self.rows.queries.shape[-1]
@@ -223,9 +248,9 @@ class _Planner:
         return row_blocks(self.rows.visible.shape, (self.k + self.tail) * words * self.rows.queries.element_size(), on_gpu)
 
     def plan(self, block: slice) -> Plan:
+        assert self.built is not None
         rows = self.rows.at(block)
         logits, ids, scored = self.built.find(rows.queries, self.k, rows.causal_offset)
-        logits = self._capped(logits)
         near = (ids != PADDING).sum(-1)
         drawn_at_most = (rows.visible - near).clamp(max=self.tail)
         self.tally.add((near if scored is None else scored) + drawn_at_most, rows.visible)
@@ -234,16 +259,31 @@ class _Planner:
         if self.met is not None and self.met.open:
             bound = self.built.upper_bound(rows.queries, ids, rows.causal_offset)
             bound = bound if bound is None else capped(bound, self.softcap)
-            self.met.add(logits, bound, rows.visible - near, self.tail)
+            self.met.add(self._capped(logits), bound, rows.visible - near, self.tail)
+        if self.tail:
+            drawn = self._draw_tail(ids, rows.visible - near, block)
+            drawn_logits = gathered_scores(rows.queries, rows.keys, drawn, self.call.backend)
+            ids, logits = torch.cat([ids, drawn], -1), torch.cat([logits, drawn_logits], -1)
+        if self.found is not None:
+            self.found[:, block] = ids
+        return self._weighted(ids, logits, rows.visible, block)
+
+    def plan_of(self, ids: Tensor, block: slice) -> Plan:
+        """The plan whose keys these are."""
+        rows = self.rows.at(block)
+        return self._weighted(ids, gathered_scores(rows.queries, rows.keys, ids, self.call.backend), rows.visible, block)
+
+    def _weighted(self, ids: Tensor, logits: Tensor, visible: Tensor, block: slice) -> Plan:
+        """A plan of `k` near keys and `tail` drawn ones, whose logits are not capped yet."""
+        logits = self._capped(logits)
         if not self.tail:
             return Plan(ids, logits, keep=self._keep(ids, block))
-        left_out = rows.visible - near
-        drawn = self._draw_tail(ids, left_out, block)
+        near, drawn = ids.split([self.k, self.tail], -1)
+        left_out = visible - (near != PADDING).sum(-1)
         count = (drawn != PADDING).sum(-1)
-        drawn_logits = self._capped(gathered_scores(rows.queries, rows.keys, drawn, self.call.backend))
         weight = (left_out.to(logits.dtype) / count.clamp(min=1)).clamp(min=1).log()
-        log_weight = torch.cat([torch.zeros_like(logits), weight[..., None].expand_as(drawn_logits)], -1)
-        ids, logits = torch.cat([ids, drawn], -1), torch.cat([logits, drawn_logits], -1)
+        zero = torch.zeros_like(near, dtype=logits.dtype)
+        log_weight = torch.cat([zero, weight[..., None].expand_as(drawn)], -1)
         return Plan(ids, logits, log_weight, self._keep(ids, block), near=self.k, left_out=left_out)
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -299,6 +339,7 @@ class _WeightedAttention(torch.autograd.Function):
         lse = queries.new_empty(queries.shape[:2])
         error = queries.new_zeros(queries.shape[:2])
         table, step = row_table(values)
+        squares = table.square().sum(-1) if stderr else table.new_empty(0)
         blocks = list(planner.blocks())
         kept: tuple[Tensor | None, ...] = ()
         for block in blocks:
@@ -308,7 +349,7 @@ class _WeightedAttention(torch.autograd.Function):
             rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, step))
             output[:, block] = rows.unflatten(0, weights.shape[:2])
             if stderr and plan.left_out is not None:
-                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table, step)
+                error[:, block] = _standard_error(kernel, plan, weights, output[:, block], table, squares, step)
             parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
             if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
                 kept = parts
@@ -316,15 +357,17 @@ class _WeightedAttention(torch.autograd.Function):
         ctx.softcap = planner.softcap
         # A planner keeps the inputs alive, so it stays only where it is needed again.
         ctx.planner, ctx.kernel = None if kept else planner, kernel
-        ctx.mark_non_differentiable(lse, error)
+        ctx.mark_non_differentiable(error)
         return output, lse, error
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         with full_precision(grad_output):
-            *grads, grad_sinks = _weighted_backward(ctx, grad_output)
-            return (*grads, None, None, None, grad_sinks)
+            queries, keys, values, sinks, *kept = ctx.saved_tensors
+            plans = _plans(ctx.planner, kept, queries.shape[1])
+            grads = _weighted_backward(ctx.kernel, queries, keys, values, sinks, plans, ctx.softcap, grad_output, grad_lse)
+            return (*grads[:3], None, None, None, grads[3])
 
 
 def _weights(plan: Plan, sinks: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
@@ -352,13 +395,24 @@ def _plans(planner: _Planner | None, kept: Sequence[Tensor | None], rows: int) -
         yield block, planner.plan(block)
 
 
-def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    queries, keys, values, sinks, *kept = ctx.saved_tensors
-    kernel = ctx.kernel
+def _weighted_backward(
+    kernel: ModuleType,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    plans: Iterable[tuple[slice, Plan]],
+    softcap: float,
+    grad_output: Tensor,
+    grad_lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys, values and sinks."""
     key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
-    grad_queries, grad_sinks = torch.empty_like(queries), None if sinks is None else torch.empty_like(sinks)
+    # Laid out as the operator of compiled programs says it is.
+    grad_queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    grad_sinks = None if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
     grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
-    for block, plan in _plans(ctx.planner, kept, queries.shape[1]):
+    for block, plan in plans:
         ids = flat_ids(plan.ids, keys.shape[1])
         by_row, lse = _weights(plan, sinks, block)
         weights = by_row.flatten(0, 1)
@@ -369,13 +423,13 @@ def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ..
         if plan.keep is not None:
             keep = plan.keep.flatten(0, 1)
             applied, grad_weights = weights * keep, grad_weights * keep
-        along = (weights * grad_weights).sum(-1, keepdim=True)
-        grad_logits = weights * (grad_weights - along)
-        if ctx.softcap:
-            grad_logits = grad_logits * cap_slope(plan.logits, ctx.softcap).flatten(0, 1)
+        delta = (weights * grad_weights).sum(-1) - grad_lse[:, block].flatten()
+        grad_logits = weights * (grad_weights - delta[:, None])
+        if softcap:
+            grad_logits = grad_logits * cap_slope(plan.logits, softcap).flatten(0, 1)
         if sinks is not None and grad_sinks is not None:
             # A sink is a key with value zero.
-            grad_sinks[:, block] = -(sinks[:, block] - lse).exp() * along.view_as(lse)
+            grad_sinks[:, block] = -(sinks[:, block] - lse).exp() * delta.view_as(lse)
 
         grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
         kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
@@ -383,7 +437,9 @@ def _weighted_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ..
     return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values), grad_sinks
 
 
-def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor, step: int) -> Tensor:
+def _standard_error(
+    kernel: ModuleType, plan: Plan, weights: Tensor, output: Tensor, table: Tensor, squares: Tensor, step: int
+) -> Tensor:
     """Standard error of a row by the delta method, as a norm over the columns.
 
     With p_t the weights of the l drawn keys, the error is to first order the deviation of the mean of r_t = l p_t (v_t - output)
@@ -395,8 +451,69 @@ def _standard_error(kernel: ModuleType, plan: Plan, weights: Tensor, output: Ten
     count = (drawn >= 0).sum(-1).to(share.dtype)
     flat = flat_ids(drawn, step)
     along = kernel.pair_scores(output.flatten(0, 1), table, flat).view(share.shape)
-    square = table.square().sum(-1)[flat].view(share.shape) - 2 * along + output.square().sum(-1, keepdim=True)
+    square = squares[flat].view(share.shape) - 2 * along + output.square().sum(-1, keepdim=True)
     mean = kernel.pair_sums(share.flatten(0, 1), table, flat).view(output.shape) - share.sum(-1, keepdim=True) * output
     spread = count.square() * (share.square() * square.clamp(min=0)).sum(-1) - count * mean.square().sum(-1).where(count > 1, 0)
     variance = spread.clamp(min=0) / (count - 1).clamp(min=1) / count.clamp(min=1)
     return (variance * (1 - count / plan.left_out.clamp(min=1)).clamp(min=0)).sqrt()
+
+
+def _traced_planner(rows: Rows, seed: Tensor, settings: Settings, built: BuiltIndex | None, found: Tensor) -> _Planner:
+    """The planner of a call that is a part of a traced program: the same one as outside of it, given the same seed."""
+    seeds = Seeds.given(seed, rows.queries.device)
+    gathers = _gathers(backends.pairs_backend(settings.backend, rows.keys, rows.values))
+    dropout, call = pair_dropout(settings.dropout_p, seeds), Call(seeds, settings.backend)
+    return _Planner(
+        rows,
+        built,
+        settings.k,
+        settings.tail,
+        dropout,
+        call,
+        gathers,
+        Tally(built),
+        Tally(built),
+        softcap=settings.softcap,
+        found=found if settings.keep else None,
+    )
+
+
+def _traced_forward(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sinks: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, ...]:
+    width = settings.k + settings.tail if settings.keep else 0
+    ids = queries.new_empty(*visible.shape, width, dtype=torch.int64)
+    built = build_index(settings.known_index(), keys)
+    planner = _traced_planner(Rows(queries, keys, values, visible), seed, settings, built, ids)
+    output, lse, _ = weighted_attention(queries, keys, values, planner, settings.backend, sinks=sinks)
+    planner.searches.warn(built)
+    return output, lse, ids
+
+
+def _traced_backward(
+    grad_output: Tensor,
+    grad_lse: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sinks: Tensor | None,
+    ids: Tensor,
+    settings: Settings,
+) -> tuple[Tensor, ...]:
+    planner = _traced_planner(Rows(queries, keys, values, visible), seed, settings, None, ids)
+    plans = ((block, planner.plan_of(ids[:, block], block)) for block in planner.blocks())
+    kernel = backends.pair_kernels(settings.backend, queries.device)
+    upstream = grad_output, grad_lse
+    *grads, grad_sinks = _weighted_backward(kernel, queries, keys, values, sinks, plans, settings.softcap, *upstream)
+    return (*grads, queries.new_empty(0) if grad_sinks is None else grad_sinks)
+
+
+implement(_traced_forward, _traced_backward)

@@ -74,6 +74,7 @@ class LazyGumbel:
 
     any_mask = False
     any_logits = False
+    gives_lse = False
     drops_pairs = True
 
     def __post_init__(self) -> None:

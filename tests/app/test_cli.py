@@ -98,12 +98,6 @@ def test_demo_without_matplotlib_still_shows_the_table(tmp_path: Path, monkeypat
     assert not (tmp_path / "demo.png").exists()
 
 
-def test_demo_refuses_an_unknown_family() -> None:
-    code, printed = invoke("demo", "--family", "nope")
-    assert code == 2
-    assert "family must be one of" in " ".join(printed.split())
-
-
 # Missing packages.
 
 WITHOUT = """
@@ -168,8 +162,9 @@ def test_commands_for_models_say_that_they_need_transformers(
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "nearfield.hf.memory", raising=False)
     monkeypatch.delitem(sys.modules, "nearfield.hf.cache", raising=False)
+    (tmp_path / "text.txt").write_text("words")
     more = ("--out", str(tmp_path / "out"))
-    code, printed = invoke(command, "model", "text.txt", "--device", "cpu", *more)
+    code, printed = invoke(command, "model", str(tmp_path / "text.txt"), "--device", "cpu", *more)
     assert code == 1
     assert printed.count("\n") == 1
     assert "pip install 'nearfield[transformers]'" in printed
@@ -178,9 +173,10 @@ def test_commands_for_models_say_that_they_need_transformers(
 def test_gguf_files_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "model.gguf").touch()
+    (tmp_path / "text.txt").write_text("words")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
-    code, printed = invoke("eval", str(tmp_path / "model.gguf"), "text.txt", "--device", "cpu")
+    code, printed = invoke("eval", str(tmp_path / "model.gguf"), str(tmp_path / "text.txt"), "--device", "cpu")
     assert (code, printed) == (1, ".gguf files need the package gguf: pip install 'nearfield[real]'\n")
 
 
@@ -188,8 +184,8 @@ def test_the_title_says_where_the_triton_kernels_do_not_serve(monkeypatch: pytes
     monkeypatch.setattr("nearfield.crossover.place", lambda device: "cuda, some card")
     monkeypatch.setattr(backends, "runs_triton", lambda device: True)
     device = torch.device("cuda")
-    assert calibrate._title(device, torch.bfloat16) == "cuda, some card, bfloat16"
-    assert calibrate._title(device, torch.float64).endswith("do not serve torch.float64: cells run in plain torch)")
+    assert calibrate.describe(device, torch.bfloat16) == "cuda, some card, bfloat16"
+    assert calibrate.describe(device, torch.float64).endswith("do not serve torch.float64: cells run in plain torch)")
     monkeypatch.setattr(backends, "runs_triton", lambda device: False)
-    assert "do not serve this GPU" in calibrate._title(device, torch.bfloat16)
-    assert "Triton" not in calibrate._title(torch.device("cpu"), torch.float64)
+    assert "do not serve this GPU" in calibrate.describe(device, torch.bfloat16)
+    assert "Triton" not in calibrate.describe(torch.device("cpu"), torch.float64)

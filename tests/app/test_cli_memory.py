@@ -80,6 +80,28 @@ def test_an_answer_is_that_of_the_memory(
     assert len(answer.split()) == 6
 
 
+def test_a_question_is_asked_by_the_chat_template_and_answered_word_by_word(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, tokenizer = load_model(folder / "model")
+    net.save_pretrained(tmp_path / "chat")
+    tokenizer.chat_template = "w9 {{ messages[0]['content'] }} {% if add_generation_prompt %}w8 w8{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    out = tmp_path / "memory"
+    assert invoke("remember", tmp_path / "chat", folder / "short.txt", "-o", out, "--device", "cpu")[0] == 0
+    put, puts = transformers.TextStreamer.put, []
+    monkeypatch.setattr(transformers.TextStreamer, "put", lambda self, value: puts.append(value.numel()) or put(self, value))
+    given = ("ask", tmp_path / "chat", QUESTION, "--memory", out, "--tokens", 5, "--device", "cpu")
+    answers = [invoke(*given, *more)[1] for more in ((), ("--plain",))]
+    assert puts == [60 + 6, *[1] * 5, 60 + 3, *[1] * 5]
+
+    hf.register("nearfield-cli")
+    net.set_attn_implementation("nearfield-cli")
+    memory = hf.Memory.load(out, net)
+    asked = (f"w9 {QUESTION} w8 w8", QUESTION)
+    assert answers == [memory.ask(net, tokenizer, words, max_new_tokens=5).strip() for words in asked]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -389,6 +389,18 @@ def test_the_command_hands_over_a_config_that_does_what_it_says(
     assert not (tmp_path / "again" / "config.json").exists()
 
 
+@pytest.mark.long
+def test_tune_is_the_choice_of_eval_alone(folder: Path, tmp_path: Path) -> None:
+    small = ("--ladder", "10,60", "--cell-size", "4", "--sinks", "2", "--device", "cpu", "--out", str(tmp_path))
+    result = CliRunner().invoke(app, ["tune", str(folder / "model"), str(folder / "one.txt"), "--tolerance", "2", *small])
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "eval.json").read_text())
+    assert {one["label"].partition(",")[0] for one in saved["settings"]} <= {"exact", "cells"}
+    assert max(saved["recommendation"]["excess"]) <= 0.02
+    assert "hf.register(config=" in " ".join(result.output.split())
+    hf.register("nearfield-tuned", config=tmp_path / "config.json")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

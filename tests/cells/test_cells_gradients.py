@@ -120,7 +120,7 @@ class Frozen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (*torch.ops.nearfield.cells_backward(grads[0], *ctx.saved_tensors, *ctx.recipe.arguments()), None)
+        return (*torch.ops.nearfield.cells_backward(grads[0], None, *ctx.saved_tensors, *ctx.recipe.arguments()), None)
 
 
 def leaves(tensors: QKV) -> list[Tensor]:

@@ -89,7 +89,9 @@ def test_opcheck(sample: str) -> None:
     torch.library.opcheck(torch.ops.nearfield.cells.default, inputs)
     output, lse, _, *plan = torch.ops.nearfield.cells(*inputs)
     upstream = torch.randn(output.shape, generator=seeded(2)).to(output.dtype)
-    torch.library.opcheck(torch.ops.nearfield.cells_backward.default, (upstream, *inputs[:5], output, lse, *plan, *inputs[5:]))
+    for lse_grad in (None, torch.randn(lse.shape, generator=seeded(3)).to(lse.dtype)):
+        given = upstream, lse_grad, *inputs[:5], output, lse, *plan, *inputs[5:]
+        torch.library.opcheck(torch.ops.nearfield.cells_backward.default, given)
 
 
 # torch.func
@@ -269,11 +271,12 @@ def test_gradcheck(case: str) -> None:
     torch.autograd.gradcheck(function, leaves(queries, clusters(4, 2, 2)[None], values[:1]), check_batched_grad=case == "dropout")
 
 
-def test_only_the_output_is_differentiable() -> None:
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_only_what_is_asked_for_is_differentiable(with_lse: bool) -> None:
     queries, keys, values, visible, seed, *settings = arguments(samples=2)
     recipe = Recipe.of(settings)
-    result = cells_attention(*leaves(queries, keys, values), visible, seed, recipe)
-    assert [x.requires_grad for x in result] == [True] + [False] * 7
+    result = cells_attention(*leaves(queries, keys, values), visible, seed, recipe, with_lse)
+    assert [x.requires_grad for x in result] == [True, with_lse] + [False] * 6
 
 
 def test_second_derivatives_are_refused() -> None:

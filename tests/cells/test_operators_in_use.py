@@ -142,6 +142,16 @@ def test_one_program_serves_all_lengths(method: Any, scale: float | None) -> Non
             assert_all_equal(grads(function, *inputs), grads(eager, *inputs))
 
 
+@pytest.mark.long
+def test_sizes_follow_the_length_in_one_program() -> None:
+    eager = partial(attend, method=nf.Cells())
+    function = compiled(eager, dynamic=True)
+    grads(function, *tensors(1, 1, 300, 8))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        inputs = tensors(1, 1, 2000, 8)
+        torch.testing.assert_close(grads(function, *inputs), grads(eager, *inputs))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nan_stays_in_its_rows_when_compiled(is_causal: bool) -> None:
     function = compiled(partial(attend, is_causal=is_causal, check_finite=True))  # which cannot raise here

@@ -156,7 +156,9 @@ class Engine:
             raise self.error
         return output, plan[0], plan[1], plan[2], plan[3]
 
-    def backward(self, do: Tensor, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    def backward(
+        self, do: Tensor, lse_grad: None, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, *_: Any
+    ) -> tuple[Tensor, ...]:
         """Not gradients of anything, but functions of everything that gradients depend on."""
         self.backwards += 1
         self.autocast.append(torch.is_autocast_enabled(DEVICE))
@@ -470,7 +472,7 @@ def test_second_derivatives_are_refused() -> None:
 
     def fake(*arguments: Any) -> tuple[Tensor, ...]:
         calls.append(1)
-        return tuple(x.clone() for x in arguments[1:4])
+        return tuple(x.clone() for x in arguments[2:5])
 
     with pytest.MonkeyPatch.context() as patched:
         engine = Engine()

@@ -285,6 +285,7 @@ def test_other_sizes_have_another_digest(monkeypatch: pytest.MonkeyPatch) -> Non
     assert changed(before, digests()) == before.keys()
 
 
+@pytest.mark.slow
 def test_descents_that_diverge_are_told_and_drawn(tmp_path: Path) -> None:
     size = replace(QUICK, count=12, rates=(0.05,), large_count=64)
     rows = plain([row for unit in units(size, 0) for row in unit.measure({})])

@@ -53,6 +53,7 @@ def test_what_was_freed_before_a_call_counts_when_it_is_used_again() -> None:
     assert 60 <= (isolate.here(frees_before, 1024).megabytes or 0) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is limited on Linux only")
 def test_a_call_that_is_warmed_up_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "COMPILING", 0.5)

@@ -14,23 +14,27 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from rich.console import Console
+
 import nearfield as nf
 from experiments import corpus as texts
-from experiments import look
+from experiments import look, runner
 from experiments.corpus import Corpus, load_corpus
 from experiments.experiment import Rows
 from experiments.page import entry
-from experiments.settings import Settings
-from experiments.shakespeare.draw import draw
+from experiments.settings import RESULTS, Settings, place
+from experiments.shakespeare import EXPERIMENT
+from experiments.shakespeare.draw import COLORS, draw
 from experiments.shakespeare.evaluate import attention_errors, keys, perplexity, write
 from experiments.shakespeare.methods import CAPTURED, NAMES, keys_per_query, method
 from experiments.shakespeare.model import GPT, Rotary
 from experiments.shakespeare.plan import made_with, measure, plan, stale
 from experiments.shakespeare.sizes import ON_GPU, QUICK, Sizes
-from experiments.shakespeare.tell import cost, growing_error, small_gap, tell, widening
+from experiments.shakespeare.tables import table
+from experiments.shakespeare.tell import cost, growing_error, more_keys, small_gap, tell, widening
 from experiments.shakespeare.text import at, numbered, windows
 from experiments.shakespeare.train import EAGER_STEPS, LEAST_RATE, RATE, Trainer, rate
-from experiments.store import plain
+from experiments.store import plain, read
 
 SMALL = Sizes(16, 4, 40, 20, ("exact",), layers=1, heads=2, width=32, dropout=0.0, warm_up=4, evaluated=2, written=8)
 COUNTING = Corpus("counting", "0123456789" * 400, "none")
@@ -234,10 +238,11 @@ def test_a_unit_is_the_same_again_and_stops_in_time() -> None:
 
 
 def test_more_time_is_measured_again() -> None:
-    end = {"stopped": False, "limit": 1.0}
+    end = {"kind": "end", "stopped": False, "limit": 1.0}
     assert not stale(end, replace(SMALL, seconds=2.0))
     assert stale({**end, "stopped": True}, replace(SMALL, seconds=2.0))
     assert not stale({**end, "stopped": True}, replace(SMALL, seconds=1.0))
+    assert stale({"kind": "left", "limit": 1.0}, SMALL)
 
 
 def test_other_sizes_have_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,21 +300,91 @@ def test_captured_steps_are_those_of_a_loop(name: str) -> None:
     assert trainer.seconds(trainer.update) > 0
 
 
-def test_there_is_a_unit_for_every_method_and_context() -> None:
-    assert [unit.key for unit in plan(Settings(quick=True))] == [
-        f"context={sizes.context}, {name}" for sizes in QUICK for name in sizes.methods
-    ]
+def test_there_is_a_unit_for_every_method_context_and_seed() -> None:
+    first = [f"context={sizes.context}, {name}" for sizes in QUICK for name in sizes.methods]
+    keys = [unit.key for unit in plan(Settings(quick=True, seed=3))]
+    assert keys[: len(first)] == first, "those of the first seed have the names that they had when it was the only one"
+    assert keys[len(first) :] == [f"context=64, {name}, seed=4" for name in QUICK[0].methods]
 
 
-def rows_of(exact: list[Any], few: list[Any], largest: list[Any]) -> Rows:
-    """Perplexities with exact attention and with five keys, and the largest error of these, over training."""
+def test_three_seeds_are_whole_one_after_the_other() -> None:
+    keys = [unit.key for unit in plan(Settings())]
+    assert len(keys) == len(set(keys)) == 3 * 11
+    assert ["seed=1" in key for key in keys] == 11 * [False] + 11 * [True] + 11 * [False]
+    assert [key.removesuffix(", seed=2") for key in keys[22:]] == keys[:11]
+
+
+def test_the_number_of_seeds_makes_no_unit_due() -> None:
+    assert made_with(replace(SMALL, seeds=1), "topk") == made_with(replace(SMALL, seeds=5), "topk")
+    units = plan(Settings(quick=True))
+    assert [unit.digest for unit in units if unit.key.endswith("seed=1")] == [unit.digest for unit in units][:4]
+
+
+def test_kept_results_of_top_k_are_not_measured_again() -> None:
+    """They were saved when there was one seed; their sizes are those of today."""
+    saved = read(place(RESULTS, "cuda") / "shakespeare.json")["units"]
+    for sizes in ON_GPU:
+        for name in ("topk-5", "topk", "tail"):
+            unit = saved[f"context={sizes.context}, {name}"]
+            assert unit["digest"] == made_with(sizes, name)
+            assert not stale(unit["rows"][-1], sizes)
+
+
+@pytest.mark.long
+def test_a_run_ends_in_time_names_what_is_left_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here after two units of the second seed."""
+    one = replace(SMALL, iterations=2, interval=1, methods=("exact", "topk-5", "topk"), seeds=2)
+    module, clock, begun = import_module("experiments.shakespeare.plan"), [0.0], list[tuple[str, int]]()
+
+    def counted(corpus: Corpus, text: Any, sizes: Sizes, name: str, seed: int) -> Rows:
+        clock[0] += 10.0
+        begun.append((name, seed))
+        return measure(corpus, text, sizes, name, seed)
+
+    def ticking() -> float:
+        clock[0] += 1e-4
+        return clock[0]
+
+    monkeypatch.setattr(module, "QUICK", (one,))
+    monkeypatch.setattr(module, "measure", counted)
+    monkeypatch.setattr(module, "load_corpus", lambda settings: COUNTING)
+    monkeypatch.setattr(module.time, "perf_counter", ticking)
+    settings = Settings(quick=True, seed=7, out=tmp_path)
+    section = runner.run(EXPERIMENT, replace(settings, total_limit=1e-9), Console(quiet=True))
+    assert not begun
+    assert [finding.verdict for finding in section.findings] == ["untested"] * 4
+    assert "Not begun within the 1e-09 s of the whole run: of seed 7 all at context 16; of seed 8 all" in section.here
+    section = runner.run(EXPERIMENT, replace(settings, total_limit=45.0), Console(quiet=True))
+    everything = [(name, seed) for seed in (7, 8) for name in one.methods]
+    assert begun == everything[:5]
+    assert "Not begun within the 45 s of the whole run: of seed 8 top √n at context 16." in section.here
+    assert "top √n, one seed" in [line[0] for line in section.tables[0].body]
+    assert "where one seed was run, a difference of up to 2% does not count" in section.here
+    section = runner.run(EXPERIMENT, settings, Console(quiet=True))
+    assert begun == everything
+    assert "Not begun" not in section.here
+    assert {row["seed"] for unit in read(tmp_path / "shakespeare.json")["units"].values() for row in unit["rows"]} == {7, 8}
+
+
+def rows_of(exact: list[Any], few: list[Any], largest: list[Any], seed: int | None = None) -> Rows:
+    """Perplexities with exact attention and with five keys, and the largest error of these, over training; without a seed, as
+    rows were when there was one."""
     rows: Rows = []
+    about = {"context": 64} | ({} if seed is None else {"seed": seed})
     for name, curve in (("exact", exact), ("topk-5", few)):
         for i, (validation, most) in enumerate(zip(curve, largest, strict=True)):
             errors = {"mean": most and most / 4, "max": most, "means": [most and most / 4]}
             at_time = {"iteration": 10 * i, "train": validation and validation / 2, "validation": validation}
-            rows.append({"kind": "evaluation", "context": 64, "method": name, **at_time, **errors})
+            rows.append({"kind": "evaluation", **about, "method": name, **at_time, **errors})
+        last = {"asked": 30, "iterations": 30, "stopped": False, "limit": 9.0, "parameters": 1000, "keys": 5.0, "rotary": False}
+        text = {"corpus": "made up", "characters": 99, "prompt": "to", "sample": "be", "swapped": dict.fromkeys(PAIR, exact[-1])}
+        shape = {"layers": 1, "heads": 1, "width": 8, "dropout": 0.0, "batch": 2, "seconds": 1.0, "graph_seconds": None}
+        rows.append({"kind": "end", **about, "method": name, **last, **text, **shape})
     return rows
+
+
+PAIR = ("exact", "topk-5")
+PAPERS = (small_gap, widening, growing_error)
 
 
 @pytest.mark.parametrize(
@@ -318,15 +393,126 @@ def rows_of(exact: list[Any], few: list[Any], largest: list[Any]) -> Rows:
         ([9, 5, 4, 5], [9, 5.1, 4.1, 5.5], [2, 1, 1, 1.5], ("partly", "confirmed", "confirmed")),
         ([9, 5, 4, 5], [9, 5.1, 4.1, 4.6], [2, 1, 1, 1.5], ("partly", "partly", "untested")),
         ([9, 5, 4, 5], [9, 6.0, 5.0, 5.5], [2, 1, 1, 0.9], ("refuted", "refuted", "refuted")),
-        ([9, 5, 4, 3], [9, 5.1, 4.1, 3.1], [2, 1, 1, 1.5], ("confirmed", "untested", "untested")),
-        ([9, 5, 4, 5], [9, 5.1, 4.1, 5.1], [2, 1, 1, 1.5], ("confirmed", "refuted", "untested")),
+        ([9, 5, 4, 3], [9, 5.1, 4.1, 3.05], [2, 1, 1, 1.5], ("confirmed", "untested", "untested")),
+        ([9, 5, 4, 5], [9, 5.1, 4.1, 5.1], [2, 1, 1, 1.5], ("confirmed", "untested", "untested")),
         ([9, 5, 4, 5], [9, 5.1, 4.1, None], [2, 1, 1, None], ("partly", "untested", "untested")),
         ([9, 5, 4, None], [9, 5.1, 4.1, 5.1], [2, 1, 1, 1.5], ("untested", "untested", "untested")),
     ],
 )
 def test_verdicts_follow_the_numbers(exact: list[Any], few: list[Any], largest: list[Any], verdicts: tuple[str, ...]) -> None:
+    """Of one seed."""
     rows = rows_of(exact, few, largest)
-    assert tuple(finding(rows).verdict for finding in (small_gap, widening, growing_error)) == verdicts
+    assert tuple(finding(rows).verdict for finding in PAPERS) == verdicts
+
+
+def test_rows_without_a_seed_are_of_the_first() -> None:
+    """As those that were saved when there was one: beside exact attention that is measured again, they are its pair."""
+    numbers: Any = ([9, 5, 4, 5], [9, 5.1, 4.1, 5.5], [2, 1, 1, 1.5])
+    named, old = rows_of(*numbers, 0), rows_of(*numbers)
+    both = [new if new["method"] == "exact" else row for new, row in zip(named, old, strict=True)]
+    assert tell(named) == tell(old) == tell(both)
+    assert "one seed" in small_gap(both).evidence
+
+
+def seeds_of(*last: tuple[float, float, float], best: float = 4.0) -> Rows:
+    """Three numbers a seed: the last perplexity of exact attention, of kNN attention, and the last of its largest errors."""
+    rows: Rows = []
+    for seed, (exact, few, error) in enumerate(last):
+        rows += rows_of([9, 5, 4, exact], [9, 5.1, best, few], [2, 1, 1, error], seed)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("last", "verdicts"),
+    [
+        # Gaps of 20, 21 and 19% at the end, and errors that grow: clear, in every seed.
+        (((5, 6.0, 1.5), (5, 6.05, 1.6), (5, 5.95, 1.4)), ("partly", "confirmed", "confirmed")),
+        # 2, 20 and 8%: a mean of 10%, and a range of 18; errors grow by 10% and shrink by as much.
+        (((5, 5.1, 1.1), (5, 6.0, 0.9), (5, 5.4, 1.0)), ("partly", "untested", "untested")),
+        # Seeds differ in perplexity and agree about the gap.
+        (((5, 6.0, 1.5), (6, 7.2, 1.5), (7, 8.4, 1.5)), ("partly", "confirmed", "confirmed")),
+        # No gap at all, with every seed.
+        (((5, 5.0, 0.8), (6, 6.0, 0.8), (7, 7.0, 0.8)), ("confirmed", "refuted", "refuted")),
+        # In favour of kNN attention.
+        (((5, 4.5, 0.8), (5, 4.4, 0.8), (5, 4.45, 0.8)), ("partly", "partly", "refuted")),
+        # One seed does not overfit.
+        (((5, 5.0, 0.8), (4.02, 4.02, 0.8), (5, 5.0, 0.8)), ("confirmed", "untested", "untested")),
+    ],
+)
+def test_a_difference_counts_if_it_is_larger_than_what_seeds_make(last: Any, verdicts: tuple[str, ...]) -> None:
+    rows = seeds_of(*last)
+    findings = [finding(rows) for finding in PAPERS]
+    assert tuple(finding.verdict for finding in findings) == verdicts
+    for finding in findings:
+        assert "This rests on a character-level GPT of 1,000 parameters, 30 steps, 3 seeds." in finding.evidence
+        assert "one seed was run" not in finding.why.lower()
+    assert "larger than the range over seeds, from the least to the largest." in tell(rows).here
+
+
+def test_what_seeds_leave_open_is_not_refuted() -> None:
+    """Gaps of 2, 20 and 8% at the end, and of 28% at the best."""
+    rows = seeds_of((5, 5.1, 1.1), (5, 6.0, 0.9), (5, 5.4, 1.0), best=5.1)
+    assert small_gap(rows).verdict == "untested"
+    assert small_gap(rows).why == "The gap at the end is too close to 5% to say. Seeds make more than that."
+    assert "Of these gaps count: none." in more_keys(rows, 64).evidence
+    clear = seeds_of((5, 5.9, 1.1), (5, 6.0, 0.9), (5, 6.1, 1.0), best=5.1)
+    assert small_gap(clear).verdict == "refuted"
+    assert "Of these gaps count: top 5." in more_keys(clear, 64).evidence
+
+
+def test_one_seed_confirms_nothing_by_a_hair() -> None:
+    """A gap of 4%, where 5% is small: with one seed it is open, and with three that agree it is small."""
+    alone, three = seeds_of((5, 5.2, 1.0), best=4.16), seeds_of(*[(5, 5.2, 1.0)] * 3, best=4.16)
+    found = small_gap(alone)
+    assert found.verdict == "untested"
+    assert found.evidence.endswith("30 steps, one seed.")
+    assert found.why == (
+        "The gap at the end and of the best is too close to 5% to say. One seed was run, and less than 2% does not count."
+    )
+    assert small_gap(three).verdict == "confirmed"
+    assert widening(alone).verdict == "untested"
+    assert widening(three).verdict == "refuted"
+    assert "One seed was run" in tell(alone).here
+    assert "One seed." in tell(alone).captions["shakespeare"]
+
+
+def test_a_seed_that_diverges_is_named() -> None:
+    rows = seeds_of((5, 5.2, 1.0), (5, math.nan, 1.0), (5, 5.2, 1.0))
+    found = small_gap(plain(rows))
+    assert found.verdict == "partly"
+    assert found.evidence.startswith("Training with kNN attention diverged with seed 1: at iteration 30")
+    assert not found.why, "a gap that is not finite is large"
+    assert widening(plain(rows)).verdict == "untested"
+
+
+def test_tables_are_means_with_half_the_range() -> None:
+    rows = seeds_of((5, 6.0, 1.5), (5, 6.2, 1.5), (5, 5.8, 1.5))
+    found = table(rows, 64)
+    assert "mean ± half the range from the least to the largest of 3 seeds" in found.title
+    assert found.body[1][3] == "6 ± 0.2"
+    assert found.body[0][3] == "5"
+    assert table(rows_of([9, 5], [9, 6], [1, 1]), 64).body[1][3] == "6"
+    assert "one seed" in table(rows_of([9, 5], [9, 6], [1, 1]), 64).title
+    rows[-1]["seconds"] = 0.5
+    assert table(rows, 64).body[1][8] == "0.5 s", "the least of all seeds"
+
+
+def test_bands_reach_from_the_least_to_the_largest_seed() -> None:
+    rows = seeds_of((5, 6.0, 1.5), (5, 6.3, 1.6), (5, 5.4, 1.4))
+    figures = draw(rows)
+    above, below = figures["shakespeare"].axes
+    line = next(line for line in above.lines if line.get_color() == COLORS["topk-5"])
+    assert list(line.get_xdata()) == [0, 10, 20, 30]
+    assert line.get_ydata()[-1] == pytest.approx(5.9)
+    for axis, low, high in ((above, 5.4, 6.3), (below, 8.0, 26.0)):
+        ends = [y for x, y in axis.collections[-1].get_paths()[0].vertices if x == 30]
+        assert (min(ends), max(ends)) == (pytest.approx(low), pytest.approx(high))
+    labels = [text.get_text() for text in figures["shakespeare"].legends[0].get_texts()]
+    assert labels[-1] == "mean, least and largest of 3 seeds"
+    alone = draw(rows_of([9, 5, 4, 5], [9, 5.1, 4.1, 5.5], [2, 1, 1, 1.5]))
+    for figure in alone.values():
+        assert not any(axis.collections for axis in figure.axes)
+        assert "seeds" not in figure.legends[0].get_texts()[-1].get_text()
 
 
 @pytest.mark.parametrize(
@@ -335,7 +521,7 @@ def test_verdicts_follow_the_numbers(exact: list[Any], few: list[Any], largest: 
 def test_the_verdict_on_cost_is_about_top_k_and_has_a_margin(five: float, root: float, verdict: str) -> None:
     """Cells may be as fast as they like."""
     taken = {"exact": 1.0, "topk-5": five, "topk": root, "cells": 0.1}
-    about = {"kind": "end", "context": 64}
+    about = {"kind": "end", "context": 64, "asked": 30, "parameters": 1000}
     rows = [{**about, "method": name, "seconds": x, "graph_seconds": None} for name, x in taken.items()]
     assert cost(rows).verdict == verdict
     assert "graph" not in cost(rows).evidence
@@ -364,8 +550,8 @@ def test_training_that_diverges_is_told_and_drawn(tmp_path: Path) -> None:
 def test_a_method_that_stopped_early_is_compared_where_it_stopped() -> None:
     """Its last evaluation lies between those of exact attention, and counts for neither."""
     rows = rows_of([9, 5, 4, 5], [9, 5, 8, 8], [1, 1, 1, 1])
-    rows = [row for row in rows if row["method"] == "exact" or row["iteration"] < 20]
-    rows.append({**rows[-1], "iteration": 17, "validation": 8.0})
+    rows = [row for row in rows if row["method"] == "exact" or row.get("iteration", 0) < 20]
+    rows.append({**rows[-2], "iteration": 17, "validation": 8.0})
     found = small_gap(rows)
     assert found.verdict == "confirmed"
     assert "after 10 iterations the validation perplexity is 5 against 5" in found.evidence
@@ -383,7 +569,7 @@ def test_the_section_names_the_text_and_shows_samples() -> None:
             rows += measure(COUNTING, text, sizes, name, seed=0)
     section = tell(rows)
     assert "counting (4,000 characters" in section.here
-    assert "learned positions) and 32 (batches of 4, 2 iterations, rotary positions)" in section.here
+    assert "learned positions, one seed) and 32 (batches of 4, 2 iterations, rotary positions, one seed)" in section.here
     samples = [line[1] for table in section.tables if table.head[-1] == "sample" for line in table.body]
     assert len(samples) == 4
     for sample in samples:

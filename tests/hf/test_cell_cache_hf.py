@@ -91,6 +91,10 @@ def test_one_partition_per_segment_and_an_error_that_is_told(nets: dict[str, tup
     assert repr(cache.layers[0]) == "CellLayer(42 keys, 40 of them in 10 cells per head)"
     errors = torch.stack([error.relative.mean() for error in cache.errors[1]])
     assert 1e-3 < errors.mean() < 1.0
+    (axes,) = cache.plot_errors().axes
+    first, second = axes.lines
+    assert list(first.get_xdata()) == [error.first for error in cache.errors[0]]
+    assert torch.allclose(torch.tensor(second.get_ydata()).float(), errors)
     cache.audit = False
     mask = torch.ones(2, 45, dtype=torch.long)
     mask[0, :11] = 0
@@ -195,6 +199,18 @@ def test_sliding_windows_need_the_config() -> None:
         generated(ours, hf.CellCache(ALL), prompts())
     with pytest.raises(ValueError, match="no sliding window"):
         generated(ours, hf.CellCache(ALL), {"input_ids": tokens(1, 4)})
+
+
+def test_nothing_to_plot() -> None:
+    with pytest.raises(ValueError, match="there are no errors to plot"):
+        hf.CellCache(ALL).plot_errors()
+
+
+def test_a_config_in_the_place_of_a_method() -> None:
+    net = model("llama")
+    for given, told in ((net.config, "model.config"), (net, "model")):
+        with pytest.raises(TypeError, match=rf"write CellCache\(config=model.config\), not CellCache\({told}\)$"):
+            hf.CellCache(given)
 
 
 def test_position_bias_is_refused() -> None:

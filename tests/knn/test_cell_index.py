@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from by_hand import seeded
+from index_contract import assert_same_state
 from torch import Tensor
 
 import nearfield as nf
@@ -130,7 +132,7 @@ def expected(query: Tensor, key: Tensor, cells: Any, opened: Tensor, closed: int
 
 
 @interpreted
-@pytest.mark.parametrize(("k", "most"), [(5, 16), (60, 8192)])
+@pytest.mark.parametrize(("k", "most"), [(5, 32), (60, 8192)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece and in several, more of them than there are and fewer."""
@@ -141,6 +143,7 @@ def test_kernels_keep_the_best_of_what_a_row_has_opened(causal: bool, k: int, mo
     from nearfield.knn.index.cells_triton import KernelCells
 
     monkeypatch.setattr(cells_triton, "MOST_SELECTED", most)
+    monkeypatch.setattr(cells_triton, "LEAST_SELECTED", 32)
     monkeypatch.setattr(cells_triton, "SCORES_BYTES", 4 * 64 * 16)
     _, key, _ = (x[0].to(DEVICE) for x in make("clustered", 1, 2, 160, 16))
     query = torch.randn(2, 12, 16, generator=seeded(0)).to(DEVICE)
@@ -172,6 +175,7 @@ def test_kernels_take_as_many_of_equal_scores_as_there_is_room_for(most: int, mo
     from nearfield.knn.index import cells_triton
 
     monkeypatch.setattr(cells_triton, "MOST_SELECTED", most)
+    monkeypatch.setattr(cells_triton, "LEAST_SELECTED", 32)
     key = torch.ones(1, 120, 16, device=DEVICE)
     better = torch.arange(5, 105, 10, device=DEVICE)
     key[0, better] *= 2
@@ -206,3 +210,36 @@ def test_kernels_tell_close_scores_apart(size: float) -> None:
         scores, _, _ = cells.find(query, k, torch.full((1, 1), 90, device=DEVICE), sizes)
         expected = key[0, :, 0].sort(descending=True).values[:k]
         assert torch.equal(scores[0, 0].sort(descending=True).values, expected)
+
+
+@pytest.mark.long
+@interpreted
+@pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 0), (torch.float16, None)])
+def test_kernels_search_the_cells_of_a_file(
+    offset: int | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("safetensors")
+    from nearfield.knn.index import cells, cells_triton
+
+    query, key = torch.randn(2, 2, 40, 16, generator=seeded(0)).to(DEVICE, dtype).unbind(0)
+    built = CellIndex(cell_size=4, probes=3, segment=8).build(key)
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    wanted = built.find(query[:, :20], 5, offset)
+    built.save(tmp_path / "index")
+    state = built._state()
+    assert state.keys() == {"counts", "base.changed", "kernels.all" if offset is None else "kernels.causal"}
+    grown = built.add(key[:, :10])
+    assert grown._state().keys() == {"counts", "base.changed"}, "those cells were of fewer keys"
+    wanted_grown = grown.find(query[:, :20], 5, offset)
+    grown.save(tmp_path / "grown")
+
+    def never(*_: Any) -> None:
+        raise AssertionError("grouped again")
+
+    monkeypatch.setattr(cells_triton, "cells_of", never)
+    monkeypatch.setattr(cells, "assign", never)
+    for name, true, found in (("index", state, wanted), ("grown", grown._state(), wanted_grown)):
+        loaded = nf.index.load(tmp_path / name, device=DEVICE)
+        assert all(map(torch.equal, loaded.find(query[:, :20], 5, offset), found))
+        assert_same_state(loaded._state(), true)

@@ -88,7 +88,7 @@ def test_rows_attend_to_what_was_found_and_drawn(dim: int, value_dim: int, size:
 
 
 @interpreted
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_attends_to_what_the_index_finds(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several parts: of the heads, of their rows, and of what their scores take."""
     pytest.importorskip("triton")
@@ -112,7 +112,7 @@ def test_it_attends_to_what_the_index_finds(causal: bool, monkeypatch: pytest.Mo
 
 
 @interpreted
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_all_other_keys_drawn_it_is_exact_attention(causal: bool) -> None:
     """No key twice and none left out: near and drawn ones are all there are."""
     pytest.importorskip("triton")

@@ -438,3 +438,13 @@ def test_what_is_not_taken_in_teaches_nothing(kind: str, small_rest: None) -> No
     assert same(one, base, queries, 5, torch.full((1,), 149) - torch.arange(20))
     assert_contract(kind, one, queries, 5, None)
     assert_contract(kind, one.add(keys[:, :0]), queries, 5, None)
+
+
+def test_a_base_keeps_no_space_that_was_left() -> None:
+    """When keys move to a larger table, what the new index is based on lets go of the old one."""
+    built = nf.KMeansIndex().build(torch.randn(1, 64, 8, generator=seeded(0)))
+    for step in range(200):
+        built = built.add(torch.randn(1, 1, 8, generator=seeded(step)))
+        base = getattr(built, "_base", None)
+        assert base is None or base._room is None
+    assert built.length == 264

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from catalogue import cache, calibrate, cells, indices, masks, methods, ready, stores, theory, triton
+from catalogue import cache, calibrate, cells, commands, dropin, indices, masks, methods, ready, stores, theory, triton
 from catalogue.mutant import Mutant
 
-AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, theory)
+AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, theory, dropin)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

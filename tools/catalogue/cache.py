@@ -229,7 +229,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory: a save that never arrives",
-        "write_memory",
+        "write_tensors",
         "os.replace(",
         "(lambda *_: None)(",
         ("test_memory_file.py",),

@@ -410,7 +410,7 @@ MUTANTS = (
     ),
     Mutant(
         "cells: users' partitions never freed",
-        "make_known",
+        "partition.__init__:make_known",
         "_OWN[number] = weakref.ref(partition, lambda _: _OWN.pop(number, None))",
         "_OWN[number] = lambda: partition",
         ("test_own_partitions_are_freed",),

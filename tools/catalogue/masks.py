@@ -6,6 +6,8 @@ from catalogue.mutant import Mutant
 
 READ_ALL = "test_causal_offset.py::test_methods_that_read_all_keys_are_exact"
 LOGITS = "test_logits.py::test_methods_that_read_all_keys_are_exact"
+NORMALISER = "test_the_normaliser_has_a_gradient"
+COMPILED = "test_compiled_with_a_cap_and_sinks"
 ENGINE = "test_the_engine_is_the_specification"
 
 MUTANTS = (
@@ -47,8 +49,8 @@ MUTANTS = (
     Mutant(
         "sinks: no gradient in cells",
         "_SunkCells.backward",
-        "-(sinks - lse).exp() * along",
-        "0.0 * (sinks - lse).exp() * along",
+        "-(sinks - lse).exp() * delta",
+        "0.0 * (sinks - lse).exp() * delta",
         (LOGITS,),
     ),
     Mutant(
@@ -57,6 +59,48 @@ MUTANTS = (
         ".to(output.dtype), total,",
         ".to(output.dtype), lse,",
         (LOGITS,),
+    ),
+    Mutant(
+        "sinks: the gradient of the lse forgotten by cells",
+        "_SunkCells.backward",
+        "delta = delta if lse_grad is None else delta - lse_grad",
+        "delta = delta",
+        (NORMALISER,),
+    ),
+    Mutant(
+        "sinks: the specification takes them for none in the gradient of the lse",
+        "_reference_backward",
+        "[*grads, lse_grad * share.detach()]",
+        "[*grads, lse_grad]",
+        (ENGINE,),
+    ),
+    Mutant(
+        "sinks: no part of the normaliser of exact attention",
+        "_beside_sinks",
+        "sink_share(lse, problem.row_sinks)[1]",
+        "lse",
+        (NORMALISER,),
+    ),
+    Mutant(
+        "sinks: compiled top-k attention has no gradient of them",
+        "knn.operator:_TopK.backward",
+        "None if sinks is None else sinks_grad",
+        "None",
+        (COMPILED,),
+    ),
+    Mutant(
+        "softcap: compiled top-k attention has none",
+        "_traced_planner",
+        "softcap=settings.softcap",
+        "softcap=0.0",
+        (COMPILED,),
+    ),
+    Mutant(
+        "softcap: the normaliser of exact attention has none",
+        "exact:_lse",
+        "capped(queries @ keys.mT, problem.softcap)",
+        "queries @ keys.mT",
+        (NORMALISER,),
     ),
     Mutant("sinks: the wrong sign in TopK", "_weighted_backward", "= -(sinks[:, block]", "= (sinks[:, block]", (LOGITS,)),
     Mutant(
@@ -73,7 +117,7 @@ MUTANTS = (
         "if False:",
         (LOGITS,),
     ),
-    Mutant("softcap: TopK has the slope of plain logits", "_weighted_backward", "if ctx.softcap:", "if False:", (LOGITS,)),
+    Mutant("softcap: TopK has the slope of plain logits", "_weighted_backward", "if softcap:", "if False:", (LOGITS,)),
     Mutant(
         "softcap: spreads of cells as without",
         "cap_moments",

@@ -224,9 +224,9 @@ MUTANTS = (
     ),
     Mutant(
         "n for n - k in the weight of the tail",
-        "_Planner.plan",
+        "_Planner._weighted",
         "weight = (left_out.to(logits.dtype) / count.clamp(min=1))",
-        "weight = (rows.visible.to(logits.dtype) / count.clamp(min=1))",
+        "weight = (visible.to(logits.dtype) / count.clamp(min=1))",
         ("test_topk.py",),
     ),
     Mutant(
@@ -288,8 +288,8 @@ MUTANTS = (
     Mutant(
         "future leak through cell statistics",
         "BuiltKMeans._build_block",
-        "return BuiltKMeans(keys, replace(self.recipe, cells=None))",
-        "return BuiltKMeans(keys, replace(self.recipe, cells=None, seed=int(self.keys.sum() * 1000) % 1000))",
+        "return BuiltKMeans(keys, self.recipe._of_blocks())",
+        "return BuiltKMeans(keys, replace(self.recipe._of_blocks(), seed=int(self.keys.sum() * 1000) % 1000))",
         ("test_the_future_has_no_influence",),
     ),
     Mutant(
@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         "detached scores: no gradient to queries and keys",
         "_weighted_backward",
-        "grad_logits = weights * (grad_weights - along)",
+        "grad_logits = weights * (grad_weights - delta[:, None])",
         "grad_logits = torch.zeros_like(weights)",
         ("test_topk.py",),
     ),
@@ -778,8 +778,8 @@ MUTANTS = (
     Mutant(
         "the short way forgets the scale",
         "_sdpa_if_faster",
-        "output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)",
-        "output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped)",
+        "output = sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)",
+        "output = sdpa(query, key, value, is_causal=is_causal, enable_gqa=grouped)",
         ("test_plain_short_calls_go_straight_to_sdpa",),
     ),
     Mutant(
@@ -798,7 +798,7 @@ MUTANTS = (
     ),
     Mutant(
         "an audit as sure as if it were the only one",
-        "run_audit",
+        "audit:_summary",
         "1.0 - (1.0 - CONFIDENCE) / looks",
         "CONFIDENCE",
         ("test_several_looks_make_an_audit_claim_less",),

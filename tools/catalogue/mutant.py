@@ -20,6 +20,11 @@ class Place:
     stop: int
 
 
+def _is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """A signature for type checkers, without a body."""
+    return any(isinstance(x, ast.Name) and x.id == "overload" for x in node.decorator_list)
+
+
 @functools.cache
 def places() -> dict[str, list[Place]]:
     """Every function, class, method and constant of the package by its name: `masses`, `Spans.seen`, `ROUTE_SPREADS`."""
@@ -36,7 +41,7 @@ def places() -> dict[str, list[Place]]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for name in (x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)):
                     note(name, node, file)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not _is_overload(node):
                 note(node.name, node, file)
                 for inner in ast.iter_child_nodes(node) if isinstance(node, ast.ClassDef) else ():
                     if isinstance(inner, ast.FunctionDef):

@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: shared: rows beyond the range of a fixed base are kept",
-        "attend",
+        "triton.attend:attend",
         "(True, False), (False, True)",
         "((True, False),)",
         (f"{ABOVE}[32]",),

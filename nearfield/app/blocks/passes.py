@@ -90,7 +90,7 @@ def ready(one: Pass, device: torch.device) -> Callable[[], object]:
         return torch.no_grad()(lambda: operator.forward(*inputs, *recipe.arguments()))
     with torch.no_grad():
         output, lse, _, *plan = operator.forward(*inputs, *recipe.arguments())
-    return torch.no_grad()(lambda: operator.backward(upstream, *inputs, output, lse, *plan, *recipe.arguments()))
+    return torch.no_grad()(lambda: operator.backward(upstream, None, *inputs, output, lse, *plan, *recipe.arguments()))
 
 
 def _clustered(one: Pass, device: torch.device, generator: torch.Generator | None) -> Tensor:

@@ -11,9 +11,11 @@ import torch
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nearfield.app import wide_console
-from nearfield.app.evaluate.models import load_model, placement, token_ids
+from nearfield.app.arguments import check_folder, check_model
+from nearfield.app.evaluate.models import load_model, placement, read_text, token_ids
 from nearfield.app.evaluate.report import environment, legend, save, save_plot, sentence, tabulated
 from nearfield.app.evaluate.run import Evaluation, evaluate
+from nearfield.app.evaluate.settings import Geometry, usual_segment
 from nearfield.hf.config import read_config
 
 
@@ -48,13 +50,18 @@ def run(
     ladder: Sequence[float],
     tolerance: float | None,
     config: Path | None,
-    device: str | None,
+    device: torch.device | None,
     dtype: torch.dtype | None,
     download: bool,
 ) -> Evaluation:
     """All of `nearfield eval`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
     console = wide_console(120)
+    for path in texts:
+        read_text(path)
     given = None if config is None else read_config(config)
+    Geometry(tokens, segment or usual_segment(tokens), sinks, cell_size)  # raises if even that many tokens are too few
+    check_model(model_name)
+    check_folder("--out", out)
     with console.status(f"loading {model_name}"):
         model, tokenizer = load_model(model_name, *placement(device, dtype), download)
         ids = {name: token_ids(tokenizer, path) for name, path in _named(texts).items()}
@@ -86,7 +93,8 @@ def run(
         console.print(sentence(found.recommendation, found.exact.keys or 1.0), highlight=False, style="bold green")
     else:
         console.print(
-            "With --tolerance 0.4, it also chooses budgets by layer that raise perplexity by at most 0.4%.", highlight=False
+            "`nearfield tune`, or --tolerance 0.4, also chooses budgets by layer that raise perplexity by at most 0.4%.",
+            highlight=False,
         )
     written = save(found, {"environment": where, "model": name}, out)
     if importlib.util.find_spec("matplotlib") is None:

@@ -195,6 +195,7 @@ class _Probe:
 
     any_mask = False
     any_logits = False
+    gives_lse = False
     drops_pairs = False
 
     def run(self, problem: Problem, call: Call) -> Outcome:
@@ -262,6 +263,7 @@ class _Noise:
 
     any_mask = False
     any_logits = False
+    gives_lse = False
     drops_pairs = False
 
     def is_async(self, problem: Problem, backend: str) -> bool:

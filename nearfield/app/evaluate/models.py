@@ -12,9 +12,9 @@ from torch import Tensor
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def placement(device: str | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+def placement(device: torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
     """Where a model runs and in what dtype, if the user does not say: on a GPU in bfloat16, or on the CPU in float32."""
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
 
 
@@ -30,10 +30,13 @@ def load_model(
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging as messages
     except ImportError as error:
         raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
 
     weights = _gguf(Path(name))
+    with_bars = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()  # the command line shows its own
     try:
         if weights is not None:
             model = _from_gguf(weights, dtype)
@@ -51,6 +54,9 @@ def load_model(
             f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
             "or a .gguf file, or allow a download with --download"
         ) from error
+    finally:
+        if with_bars:
+            messages.enable_progress_bar()
     return model.to(device).eval(), tokenizer
 
 
@@ -99,13 +105,17 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
+def read_text(path: Path) -> str:
+    """A text in UTF-8. Raises ValueError, with the reason, if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a text file in UTF-8 ({_first_line(error)})") from error
+
+
 def token_ids(tokenizer: Any, text: Path) -> Tensor:
     """All tokens of a text, `[1, tokens]`."""
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{text} is not a text file in UTF-8 ({_first_line(error)})") from error
-    ids: Tensor = tokenizer(words, return_tensors="pt", verbose=False)["input_ids"]
+    ids: Tensor = tokenizer(read_text(text), return_tensors="pt", verbose=False)["input_ids"]
     return ids
 
 

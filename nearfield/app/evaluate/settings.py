@@ -31,6 +31,7 @@ class PastTopK:
 
     any_mask = False
     any_logits = False
+    gives_lse = False
     drops_pairs = False
 
     def __post_init__(self) -> None:

@@ -45,10 +45,11 @@ class BackwardBlock:
     grad: Tensor
     """of the output"""
     delta: Tensor
-    """`[rows + 1]`: the inner product of the output and its gradient"""
+    """`[rows + 1]`: the inner product of the output and its gradient, less the gradient of the lse"""
     query_grad: Tensor
     extreme: bool
     """whether some logits are so large that their rounding matters"""
+    has_lse_grad: bool
 
     def tile(self, stack: Stack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries (times scale), output gradients, log-normalisers and deltas of a stack: `[tiles, tile_rows, ...]` each."""
@@ -59,7 +60,13 @@ class BackwardBlock:
 
 
 def backward(
-    head: Head, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor, into: Sequence[Tensor | None] = (None,) * 3
+    head: Head,
+    plan: CellPlan,
+    output: Tensor,
+    lse: Tensor,
+    output_grad: Tensor,
+    into: Sequence[Tensor | None] = (None,) * 3,
+    lse_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values of one head, in the dtype of arithmetic; written to `into` where it has a tensor."""
     queries, keys, values = (
@@ -68,7 +75,7 @@ def backward(
     )
     sums = Sums(queries, keys, values, TableGradient.zeros_like(head.table))
     for block in head.blocks():
-        part = _with_results(block, plan, output, lse, output_grad)
+        part = _with_results(block, plan, output, lse, output_grad, lse_grad)
         _far(part, sums)
         if head.sizes.samples:
             _drawn(part, sums)
@@ -79,7 +86,9 @@ def backward(
     return sums.queries, sums.keys, sums.values
 
 
-def _with_results(block: RowBlock, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor) -> BackwardBlock:
+def _with_results(
+    block: RowBlock, plan: CellPlan, output: Tensor, lse: Tensor, output_grad: Tensor, lse_grad: Tensor | None
+) -> BackwardBlock:
     head, rows = block.head, block.rows
     out, grad = (torch.cat([x.index_select(0, rows), x.new_zeros(1, x.shape[1])]).to(head.compute) for x in (output, output_grad))
     of_rows = (x.index_select(0, i) for x, i in ((plan.opened, head.block_of[rows]), (plan.drawn, rows), (plan.log_factor, rows)))
@@ -89,7 +98,11 @@ def _with_results(block: RowBlock, plan: CellPlan, output: Tensor, lse: Tensor, 
     own_lse = torch.cat([lse.index_select(0, rows), lse.new_full((1,), torch.inf)])
     own_lse = own_lse.masked_fill_(own_lse == -torch.inf, torch.inf)
     query_grad = head.queries.new_zeros(len(grad), head.queries.shape[1], dtype=head.compute)
-    return BackwardBlock(block, own, out, own_lse, grad, (out * grad).sum(1), query_grad, dense.is_extreme(own_lse))
+    delta = (out * grad).sum(1)
+    if lse_grad is not None:
+        delta[:-1] -= lse_grad.index_select(0, rows)
+    is_extreme = dense.is_extreme(own_lse)
+    return BackwardBlock(block, own, out, own_lse, grad, delta, query_grad, is_extreme, lse_grad is not None)
 
 
 def _far(part: BackwardBlock, sums: Sums) -> None:
@@ -186,6 +199,7 @@ def _local(part: BackwardBlock, sums: Sums) -> None:
             keep,
             run.seen,
             head.softcap,
+            part.delta[run.rows].view(run.shape[:2]) if part.has_lse_grad else None,
         )
         part.query_grad[run.rows] += query_grad.flatten(0, 1)
         sums.keys.index_add_(0, run.own, key_grad)

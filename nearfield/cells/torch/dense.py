@@ -47,13 +47,15 @@ def dense_attention_backward(
     keep: Tensor | None = None,
     seen: Tensor | None = None,
     softcap: float = 0.0,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values through these keys, given the output and lse of *all* that a row attends to.
 
-    With that lse, each weight is the final one, whatever else a row attends to.
+    With that lse, each weight is the final one, whatever else a row attends to. `delta`: what is taken off the gradients of the
+    weights; None: the inner product of the output and its gradient, which torch's kernel takes.
     """
     extreme = is_extreme(lse)
-    if not softcap and _fused(keys, values, keep, seen) and not extreme:
+    if delta is None and not softcap and _fused(keys, values, keep, seen) and not extreme:
         shape = (1, len(queries), -1, -1)
         query_grad, key_grad, value_grad = _compat.cpu_flash_backward(
             output_grad[None],
@@ -76,7 +78,8 @@ def dense_attention_backward(
     weight_grad = output_grad @ values.T
     if keep is not None:
         weight_grad = weight_grad * keep
-    logit_grad = weight * (weight_grad - (output_grad * output).sum(-1, keepdim=True))
+    delta = (output_grad * output).sum(-1) if delta is None else delta
+    logit_grad = weight * (weight_grad - delta[..., None])
     if slope is not None:
         logit_grad = logit_grad * slope
     return logit_grad @ keys, torch.einsum("grk,grd->kd", logit_grad, queries), value_grad

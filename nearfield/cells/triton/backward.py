@@ -40,13 +40,15 @@ def backward(
     order: Tensor,
     sizes: CellSizes,
     scale: float,
+    lse_grad: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values from that of the output, the plan held fixed."""
+    """Gradients of queries, keys and values from those of the output and the lse, the plan held fixed."""
     if len(queries) > MOST_ENTRIES:
         found = []
         for some in entry_parts(len(queries)):
             inputs = do[some], queries[some], keys[some], values[some], visible[some], output[some], lse[some]
-            found.append(backward(*inputs, cell_of[some], opened[some], order[some], sizes, scale))
+            own_lse_grad = None if lse_grad is None else lse_grad[some]
+            found.append(backward(*inputs, cell_of[some], opened[some], order[some], sizes, scale, own_lse_grad))
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
     deterministic = torch.are_deterministic_algorithms_enabled()
     sign = 1.0 if scale > 0 else -1.0 if scale else 0.0
@@ -56,6 +58,8 @@ def backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     layout = layout_for(keys, sizes)
     rows = backward_rows(queries, visible, first_sees(visible, sizes), output, lse, do)
+    if lse_grad is not None:
+        rows.delta.sub_(lse_grad)
     # First, so that it keeps the device busy while many small kernels are launched.
     local_dq(rows, keys, values, layout, sizes, scale, dq)
     # The first row with at least 0, 1, 2, ... closed segments.

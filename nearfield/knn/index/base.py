@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from nearfield import _compat
 from nearfield.checks import check_positive
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.file import Contents, fingerprint, write_index
 from nearfield.knn.index.room import Room
 
 CausalOffset = int | Tensor | None
@@ -145,6 +148,10 @@ class BuiltIndex(ABC):
     """rows that see no more keys than that may as well look at all of them"""
     advice = "Use ExactIndex(), or an index that suits these keys."
     """what to do where it looks at all keys although it should not"""
+    kind: ClassVar[type | None] = None
+    """the recipe that can read what it has saved: of this class alone, and not of its subclasses"""
+    recipe: Any
+    """what has built it, where `kind` is given"""
 
     def __init__(self, keys: Tensor) -> None:
         if keys.dim() not in (3, 4):
@@ -300,6 +307,53 @@ class BuiltIndex(ABC):
         with torch.no_grad(), full_precision(self.keys):
             return self._like(self._with_kept(self.keys[:, kept], kept))
 
+    def save(self, path: str | os.PathLike[str], *, keys: bool = True) -> None:
+        """Write all of it to one file, in the safetensors format; `nearfield.index.load` reads it.
+
+        A file that was there is replaced in one step: if that fails or is interrupted, it stays as it was. The file has the
+        settings of the index, what it has learned (a Faiss index in the format of Faiss), for causal rows too as far as they were
+        searched, and what it needs to know to grow on.
+
+        Args:
+            path: the file, in a folder that exists.
+            keys: whether the keys are in the file. If not, it has a fingerprint of them, and `load` must be given the keys.
+
+        Your own index cannot be saved: save its keys, and build it of them again.
+
+        Example:
+            >>> import os, tempfile
+            >>> keys = torch.randn(1, 2, 1000, 8)
+            >>> path = os.path.join(tempfile.mkdtemp(), "memory.safetensors")
+            >>> nearfield.KMeansIndex().build(keys).remove(range(10)).save(path)
+            >>> nearfield.index.load(path).length
+            990
+        """
+        kind = vars(type(self)).get("kind")
+        if kind is None or type(self.recipe) is not kind:
+            raise TypeError(
+                f"only what the indices of nearfield have built can be saved, got {self!r}; save its keys, and build it of them "
+                "again"
+            )
+        self._check_unchanged()
+        write_index(
+            path,
+            Contents(
+                kind=kind.__name__,
+                settings=dataclasses.asdict(self.recipe),
+                shape=tuple(self.keys.shape),
+                dtype=self.dtype,
+                held=self._source.dtype,
+                fingerprint=fingerprint(self.keys),
+                # Added keys have the dtype of the others, so this loses nothing.
+                keys=self._source.flatten(0, -3).to(self.dtype) if keys else None,
+                learned=self._state(),
+            ),
+        )
+
+    def _state(self) -> dict[str, Tensor]:
+        """What it has learned, by name: with its keys, all that its recipe needs to make another one like it."""
+        return {}
+
     def _like(self, other: BuiltIndex, room: Room | None = None) -> BuiltIndex:
         other.dtype, other._room = self.dtype, room
         return other
@@ -436,4 +490,4 @@ def flat_ids(ids: Tensor, length: int) -> Tensor:
 
 def default_k(k: int | None, length: int) -> int:
     """How many of `length` keys are near: k, or ceil(sqrt(length)) where it is None (the paper's choice)."""
-    return min(length, math.isqrt(max(0, length - 1)) + 1 if k is None else k)
+    return min(length, math.ceil(math.sqrt(length)) if k is None else k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, CausalOffset, Found
 from nearfield.knn.index.candidates import best_of_lists
-from nearfield.knn.index.prefixes import PrefixBuilt
+from nearfield.knn.index.file import Learned
+from nearfield.knn.index.prefixes import PrefixBuilt, restored
 
 if TYPE_CHECKING:
     from nearfield.knn.index.cells_triton import KernelCells
@@ -36,6 +37,9 @@ LEAST_PROBES = 8
 
 SCORES_PER_PASS = 1 << 21
 """Entries of one block of the (row, cell) score table in torch."""
+
+MASKS = {False: "all", True: "causal"}
+"""The rows for which kernels make cells, in a file: those that see all keys, and others."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,15 @@ class CellIndex:
         with full_precision(keys):
             return BuiltCells(keys, self)
 
+    def _restored(self, keys: Tensor, learned: Learned) -> BuiltCells:
+        def made(some: Tensor, part: Learned) -> BuiltCells:
+            return BuiltCells(some, self, part)
+
+        built = restored(keys, learned, made, made)
+        assert isinstance(built, BuiltCells)
+        built._restore_spans(learned)
+        return built
+
     def sizes(self, length: int, k: int, causal: bool, on_gpu: bool) -> CellSizes:
         """The sizes of a search for k of `length` keys."""
         size = self.cell_size or default_cell_size(length, causal, on_gpu)
@@ -98,12 +111,19 @@ class CellIndex:
         )
 
 
+def unsupported_search(length: int, sizes: CellSizes, *tensors: Tensor) -> str | None:
+    """What the kernels cannot serve of a search of `length` keys with these sizes; None: they serve it."""
+    segments = length // sizes.segment if sizes.segment else 1
+    return unsupported(*tensors, segments=segments, probes=sizes.probes, cells=length // sizes.cell_size)
+
+
 class BuiltCells(PrefixBuilt):
     """What is built for rows that see all keys, and for others, when it is first asked for."""
 
     advice = "Use a smaller k or fewer probes."
+    kind = CellIndex
 
-    def __init__(self, keys: Tensor, recipe: CellIndex) -> None:
+    def __init__(self, keys: Tensor, recipe: CellIndex, learned: Learned | None = None) -> None:
         super().__init__(keys)
         self.recipe = recipe
         self._whole: list[_EntryCells] = []
@@ -111,8 +131,50 @@ class BuiltCells(PrefixBuilt):
         self._spans: list[_EntryCells] = []
         """likewise for causal rows, of all keys"""
         self._by_triton: dict[bool, KernelCells] = {}
+        self._cell_of: dict[bool, Tensor] = {}
+        """the cells of keys as the kernels have made them, `[batch, levels, length]`"""
         self._has_changed = False
         """whether keys were added or removed: kernels can take none in"""
+        if learned is not None:
+            self._restore(learned)
+
+    def _state(self) -> dict[str, Tensor]:
+        kernels = {f"kernels.{MASKS[causal]}": cell_of for causal, cell_of in self._cell_of.items()}
+        return super()._state() | kernels | {f"spans.{name}": x for name, x in _tables(self._spans).items()}
+
+    def _lessons(self) -> dict[str, Tensor]:
+        found = {"changed": torch.tensor(self._has_changed, device="cpu")} | _tables(self._whole)
+        if self._whole:
+            found["made"] = torch.tensor([self._whole[0].cell_size, self._whole[0].made_of], device="cpu")
+        return found
+
+    def _restore(self, learned: Learned) -> None:
+        self._has_changed = bool(learned.take("changed", (), torch.bool))
+        if "made" not in learned.names():
+            return
+        cell_size, made_of = learned.take("made", (2,), torch.int64).tolist()
+        learned.check("made", cell_size > 0 and made_of > 0)
+        sizes = replace(self.recipe, cell_size=cell_size).sizes(made_of, 1, False, False)
+        self._whole = [_EntryCells.restored(*x, sizes, made_of) for x in self._keys_and_parts(learned)]
+
+    def _restore_spans(self, learned: Learned) -> None:
+        """And what kernels have made."""
+        batch, length, _ = self.keys.shape
+        part = learned.part("spans")
+        if part.names():
+            sizes = self.recipe.sizes(length, 1, True, False)
+            self._spans = [_EntryCells.restored(*x, sizes, length) for x in self._keys_and_parts(part)]
+        part = learned.part("kernels")
+        for causal, name in MASKS.items():
+            if name in part.names():
+                sizes = self.recipe.sizes(length, 1, causal, True)
+                cell_of = part.take(name, (batch, sizes.span_levels, length), torch.int32)
+                cells = _spans(length, sizes)[1][-1]
+                part.check(name, bool(((cell_of >= -1) & (cell_of < cells)).all()))
+                self._cell_of[causal] = cell_of
+
+    def _keys_and_parts(self, learned: Learned) -> list[tuple[Tensor, Learned]]:
+        return [(keys, learned.part(str(entry))) for entry, keys in enumerate(self.keys)]
 
     def _anew(self, keys: Tensor) -> BuiltCells:
         return BuiltCells(keys, self.recipe)
@@ -120,7 +182,7 @@ class BuiltCells(PrefixBuilt):
     def _over(self, keys: Tensor) -> BuiltCells:
         other = super()._over(keys)
         assert isinstance(other, BuiltCells)
-        other._spans, other._by_triton, other._has_changed = [], {}, True
+        other._spans, other._by_triton, other._cell_of, other._has_changed = [], {}, {}, True
         return other
 
     def _take_in(self, start: int) -> None:
@@ -183,8 +245,7 @@ class BuiltCells(PrefixBuilt):
 
     def _unsupported(self, sizes: CellSizes) -> str | None:
         """What the kernels cannot serve."""
-        segments = self.length // sizes.segment if sizes.segment else 1
-        return unsupported(self._source, segments=segments, probes=sizes.probes, cells=self.length // sizes.cell_size)
+        return unsupported_search(self.length, sizes, self._source)
 
     def _by_kernels(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         from nearfield.knn.index.cells_triton import KernelCells
@@ -194,7 +255,11 @@ class BuiltCells(PrefixBuilt):
         if causal not in self._by_triton:
             # The kernels read half precision as it is.
             keys = self._source.flatten(0, -3)
-            self._by_triton[causal] = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed)
+            known = causal in self._cell_of
+            shape = (len(keys), sizes.span_levels, self.length)
+            cell_of = self._cell_of[causal] if known else torch.empty(shape, dtype=torch.int32, device=keys.device)
+            self._by_triton[causal] = KernelCells(keys, sizes, self.recipe.iterations, self.recipe.seed, cell_of, known)
+            self._cell_of[causal] = cell_of
         return self._by_triton[causal].find(queries, k, visible, sizes)
 
 
@@ -218,10 +283,7 @@ class _EntryCells:
         length = len(keys)
         everything = torch.full((1,), length, device=keys.device)
         cell_of = assign(keys, everything, sizes, KMeans(recipe.iterations, recipe.seed))
-        closed = int(closed_keys(everything, sizes))
-        segment = sizes.segment or max(1, closed)
-        spans = Spans(closed // segment, sizes.span_levels)
-        edges = spans.edges(sizes.cells_in(segment))
+        spans, edges = _spans(length, sizes)
         if not sizes.segment and len(edges) > 1:
             edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
         return _EntryCells._listed(keys, cell_of, edges, spans, sizes.cell_size, length)
@@ -230,8 +292,47 @@ class _EntryCells:
     def _listed(keys: Tensor, cell_of: Tensor, edges: list[int], spans: Spans, cell_size: int, made_of: int) -> _EntryCells:
         # No values are needed: a single column of zeros stands for them.
         table = tabulate(keys, keys.new_zeros(len(keys), 1), cell_of, edges)
+        return _EntryCells._with(keys, table, spans, cell_size, made_of)
+
+    @staticmethod
+    def _with(keys: Tensor, table: CellTable, spans: Spans, cell_size: int, made_of: int) -> _EntryCells:
         order = torch.cat([table.order, torch.arange(len(keys), device=keys.device)])
         return _EntryCells(cell_size, made_of, table, spans, order, torch.nn.functional.pad(table.starts.diff(), (0, 1)))
+
+    @staticmethod
+    def restored(keys: Tensor, learned: Learned, sizes: CellSizes, made_of: int) -> _EntryCells:
+        """Those that had these `_tables`, of `made_of` keys with these `sizes` when they were made."""
+        (length, dim), dtype = keys.shape, keys.dtype
+        spans, edges = _spans(made_of, sizes)
+        if sizes.segment:
+            order = learned.take("order", (None,), torch.int64)
+            learned.check("order", bool(((order >= 0) & (order < length)).all()))
+        else:
+            # Every key has a cell, by which it is found when keys are added or removed.
+            order = learned.permutation("order", (length,), torch.int64)
+        starts = learned.take("starts", (None,), torch.int64)
+        held = starts.diff()
+        ends = (int(starts[0]), int(starts[-1])) if len(starts) else None
+        learned.check("starts", ends == (0, len(order)) and bool((held >= 0).all()))
+        cells = len(held)
+        if not sizes.segment:
+            edges[-1] = max(edges[-1], cells)
+        learned.check("starts", cells == edges[-1])
+        centroid, variance = (learned.take(name, (cells, dim), dtype) for name in ("centroid", "variance"))
+        size = held.to(dtype)
+        table = CellTable(
+            size=size,
+            log_exists=torch.zeros_like(size).masked_fill_(held == 0, -torch.inf),
+            centroid=centroid,
+            variance=variance,
+            value=size.new_zeros(cells, 1),
+            order=order,
+            cell=torch.arange(cells, device=keys.device).repeat_interleave(held),
+            starts=starts,
+            spans=edges,
+            cross=size.new_zeros(len(edges) - 1, 1, dim),
+        )
+        return _EntryCells._with(keys, table, spans, sizes.cell_size, made_of)
 
     def _cell_of(self) -> Tensor:
         """`[keys]`: the cell of each, where all are in a single span."""
@@ -271,3 +372,17 @@ class _EntryCells:
         counts = torch.cat([self.sizes[opened], (visible - closed)[:, None]], 1)
         entry = torch.zeros(rows, dtype=torch.int64, device=device)
         return best_of_lists(queries, keys[None], entry, self.order, starts, counts, k)
+
+
+def _tables(entries: Sequence[_EntryCells]) -> dict[str, Tensor]:
+    """What was learned from the keys of each batch entry."""
+    names = ("order", "starts", "centroid", "variance")
+    return {f"{number}.{name}": getattr(cells.table, name) for number, cells in enumerate(entries) for name in names}
+
+
+def _spans(length: int, sizes: CellSizes) -> tuple[Spans, list[int]]:
+    """The spans of the closed segments of so many keys, and the first cell of each."""
+    closed = int(closed_keys(torch.tensor([length], device="cpu"), sizes))
+    segment = sizes.segment or max(1, closed)
+    spans = Spans(closed // segment, sizes.span_levels)
+    return spans, spans.edges(sizes.cells_in(segment))

@@ -16,6 +16,7 @@ from nearfield.cells.spans import closed_keys
 from nearfield.cells.triton.forward import cells_of, layout_for
 from nearfield.cells.triton.layout import as_read
 from nearfield.cells.triton.memory import MOST_ENTRIES, Units
+from nearfield.cells.triton.moments import moments_of, tabulate
 from nearfield.cells.triton.near import block_at, group, position_of, unit_at
 from nearfield.cells.triton.route import route
 from nearfield.kernels import backends
@@ -28,7 +29,7 @@ SCORES_BYTES = 1 << 29
 ROWS, WARPS = 64, 4
 """Rows of a tile, and how many warps work at it."""
 
-MOST_SELECTED = 16384
+LEAST_SELECTED, MOST_SELECTED = 512, 16384
 """Scores that a program holds at a time."""
 
 MOST_HELD, FEW = 64, 8
@@ -168,7 +169,7 @@ def total_of(numbers):
     return tl.sum(tl.sum(numbers, 1), 0)
 
 
-@partial(Kernel, do_not_specialize=("unit", "width"))
+@partial(Kernel, do_not_specialize=("unit", "width", "longer_than"))
 def _select(
     scores,
     places,
@@ -181,6 +182,7 @@ def _select(
     units_per_entry,
     rows,
     k,
+    longer_than,
     GUESSES: tl.constexpr,
     HALVINGS: tl.constexpr,
     ONE: tl.constexpr,
@@ -190,12 +192,16 @@ def _select(
 ):
     """The k largest scores of a row, and their keys, in any order; padding where there are fewer.
 
-    Threads have columns of the scores for themselves, so that most of the counting is done without the others.
+    Of rows with at most BT * BE scores, and more than `longer_than`; without ONE also of all that have more. Threads
+    have columns of the scores for themselves, so that most of the counting is done without the others.
     """
     BW: tl.constexpr = BT * BE
     entry, first_row = unit_at(unit, units_per_entry, unit_rows)
     local = tl.program_id(0).to(tl.int64)
     many = tl.load(count + entry * rows + first_row + local)
+    most_held = BW if ONE else many
+    if (many <= longer_than) | (many > most_held):
+        return
     scores += local * width
     places += local * width
     best += local * k
@@ -281,23 +287,40 @@ class Candidates(NamedTuple):
     """`[rows of a unit, most keys]`"""
     places: Tensor
     """`[rows of a unit, most keys]`, int32: which keys these are"""
+    fewest: int
+    """keys that any row scores"""
 
 
 class KernelCells:
     """The cells of keys `[entries, n, dim]` as the kernels of `Cells` make them."""
 
-    def __init__(self, keys: Tensor, sizes: CellSizes, iterations: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        sizes: CellSizes,
+        iterations: int | None,
+        seed: int,
+        cell_of: Tensor | None = None,
+        known: bool = False,
+    ) -> None:
+        """`cell_of` `[entries, levels, n]`, int32: the cells of each key go there, or are there if they are `known`."""
         self.keys = dense(keys)
         self.layout = layout_for(self.keys, sizes)
         entries, length, _ = keys.shape
         if entries > MOST_ENTRIES:
             raise ValueError(f"at most {MOST_ENTRIES} heads times batch entries can be searched together, got {entries}")
-        cell_of = torch.empty(entries, sizes.span_levels, length, dtype=torch.int32, device=keys.device)
-        everything = torch.full((entries, 1), length, dtype=torch.int32, device=keys.device)
-        iterations = KERNEL_ITERATIONS if iterations is None else iterations
+        # No values are needed, and a single column is the least there is.
+        value = self.keys[..., :1]
+        if cell_of is None:
+            cell_of = torch.empty(entries, sizes.span_levels, length, dtype=torch.int32, device=keys.device)
         with backends.device_guard(keys.device):
-            # No values are needed, and a single column is the least there is.
-            self.tables = cells_of(self.keys, self.keys[..., :1], everything, sizes, self.layout, iterations, seed, cell_of)
+            if known:
+                found = moments_of(self.keys, value, cell_of, self.layout)
+                self.tables = tabulate(self.keys, value, cell_of, found, self.layout)
+            else:
+                everything = torch.full((entries, 1), length, dtype=torch.int32, device=keys.device)
+                iterations = KERNEL_ITERATIONS if iterations is None else iterations
+                self.tables = cells_of(self.keys, value, everything, sizes, self.layout, iterations, seed, cell_of)
 
     def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         """The best k keys of queries `[entries, rows, dim]`; row r sees the first `visible[., r]` keys."""
@@ -327,7 +350,8 @@ class KernelCells:
         closed = closed_keys(visible, sizes)
         total = held.sum(-1)
         count = total + visible - closed
-        width = max(1, int(count.max()))
+        fewest, most = torch.stack(count.aminmax()).tolist()
+        width = max(1, most)
         size = min(rows, max(ROWS, SCORES_BYTES // (8 * width) // ROWS * ROWS))
         return Candidates(
             opened,
@@ -339,6 +363,7 @@ class KernelCells:
             Units(entries, rows, size, 1),
             torch.empty(size, width, dtype=torch.float32, device=device),
             torch.empty(size, width, dtype=torch.int32, device=device),
+            fewest,
         )
 
     def search(self, queries: Tensor, sizes: CellSizes, candidates: Candidates, unit: int, best: Tensor, ids: Tensor) -> None:
@@ -385,22 +410,30 @@ class KernelCells:
                 **tile,
                 **options,
             )
-        # Rows are held whole where possible: what does not fit is read again at each step.
-        held = max(32, min(MOST_SELECTED, next_power_of_2(width)))
-        warps = max(1, held // (32 * MOST_HELD))
-        _select[(count,)](
-            **found,
-            count=candidates.scored,
-            best=best,
-            ids=ids,
-            **where,
-            rows=units.rows,
-            k=k,
-            GUESSES=GUESSES,
-            HALVINGS=HALVINGS,
-            ONE=width <= held,
-            BT=32 * warps,
-            BE=held // (32 * warps),
-            FEW=min(FEW, held // (32 * warps)),
-            num_warps=warps,
-        )
+        # Short rows and long ones by themselves, each held whole; of the longest the rest is read again at each step.
+        sizes_held = _powers(candidates.fewest, width)
+        for shorter, held in zip((-1, *sizes_held), sizes_held, strict=False):
+            warps = max(1, held // (32 * MOST_HELD))
+            _select[(count,)](
+                **found,
+                count=candidates.scored,
+                best=best,
+                ids=ids,
+                **where,
+                rows=units.rows,
+                k=k,
+                longer_than=shorter,
+                GUESSES=GUESSES,
+                HALVINGS=HALVINGS,
+                ONE=held < sizes_held[-1] or width <= held,
+                BT=32 * warps,
+                BE=held // (32 * warps),
+                FEW=min(FEW, held // (32 * warps)),
+                num_warps=warps,
+            )
+
+
+def _powers(fewest: int, most: int) -> list[int]:
+    """Numbers of scores to hold for rows of so many: powers of 2, up to `MOST_SELECTED`."""
+    first, last = (min(MOST_SELECTED, next_power_of_2(x)) for x in (max(fewest, LEAST_SELECTED), max(most, LEAST_SELECTED)))
+    return [2**x for x in range(first.bit_length() - 1, last.bit_length())]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearfield.kernels.reference import largest
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smallest_near_score
+from nearfield.knn.index.file import Learned
 
 KEY_BLOCK = 1 << 15
 """Keys scored at a time."""
@@ -37,9 +38,14 @@ class ExactIndex:
     def build(self, keys: Tensor) -> BuiltExact:
         return BuiltExact(keys)
 
+    def _restored(self, keys: Tensor, learned: Learned) -> BuiltExact:
+        return BuiltExact(keys)
+
 
 class BuiltExact(BuiltIndex):
     scans = True
+    kind = ExactIndex
+    recipe = ExactIndex()
 
     def _search(self, queries: Tensor, k: int, visible: Tensor) -> Found:
         batch, rows, _ = queries.shape

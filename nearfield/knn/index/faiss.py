@@ -15,8 +15,9 @@ from nearfield.checks import check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Found, gathered_scores
+from nearfield.knn.index.file import Learned
 from nearfield.knn.index.lift import lift_keys, lift_queries
-from nearfield.knn.index.prefixes import PrefixBuilt
+from nearfield.knn.index.prefixes import PrefixBuilt, restored
 
 GATHERED_SCALARS_PER_PASS = 1 << 23
 """Key coordinates gathered at a time when the scores of Faiss's answers are recomputed (32 MB)."""
@@ -66,13 +67,47 @@ class FaissIndex:
         with full_precision(keys):
             return BuiltFaiss(keys, self)
 
+    def _restored(self, keys: Tensor, learned: Learned) -> PrefixBuilt:
+        def made(some: Tensor, part: Learned) -> BuiltFaiss:
+            return BuiltFaiss(some, self, part)
+
+        return restored(keys, learned, made, made)
+
 
 class BuiltFaiss(PrefixBuilt):
-    def __init__(self, keys: Tensor, recipe: FaissIndex) -> None:
+    kind = FaissIndex
+
+    def __init__(self, keys: Tensor, recipe: FaissIndex, learned: Learned | None = None) -> None:
         super().__init__(keys, recipe.leaf)
         self.recipe = recipe
         self.scans = recipe.factory == "Flat"
-        self._learn()
+        if learned is None:
+            self._learn()
+        else:
+            self._restore(learned)
+
+    def _lessons(self) -> dict[str, Tensor]:
+        # What `faiss.write_index` would write to a file: `faiss.deserialize_index` reads it.
+        with _faiss() as faiss:
+            return {f"faiss-{number}": torch.from_numpy(faiss.serialize_index(x)) for number, x in enumerate(self._indices)}
+
+    def _restore(self, learned: Learned) -> None:
+        batch, length, dim = self.keys.shape
+        lifted = self.recipe.metric == "l2"
+        self._indices = []
+        with _faiss() as faiss:
+            for name in (f"faiss-{number}" for number in range(batch)):
+                stored = learned.take(name, (None,), torch.uint8, on_cpu=True)
+                try:
+                    index = faiss.deserialize_index(stored.numpy())
+                except RuntimeError as error:
+                    raise ValueError(
+                        f"{learned.where} cannot be read by Faiss {faiss.__version__}: {error}; use the version that wrote it, "
+                        "or build the index again"
+                    ) from error
+                metric = faiss.METRIC_L2 if lifted else faiss.METRIC_INNER_PRODUCT
+                learned.check(name, (index.d, index.ntotal, index.metric_type) == (dim + lifted, length, metric))
+                self._indices.append(index)
 
     def _learn(self) -> None:
         points = self.keys.float().cpu()

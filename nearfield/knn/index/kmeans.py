@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import Cutoffs, Found
 from nearfield.knn.index.candidates import best_of_lists
-from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
+from nearfield.knn.index.file import Learned
+from nearfield.knn.index.prefixes import LEAF, PrefixBuilt, restored
 
 ROUTE_SCORES_PER_PASS = 1 << 21
 """Entries of one block of the (row, cell) score table: 8 MB in float32, and 16 MB of ids that are sorted along."""
@@ -71,6 +73,16 @@ class KMeansIndex:
         with full_precision(keys):
             return BuiltKMeans(keys, self)
 
+    def _restored(self, keys: Tensor, learned: Learned) -> PrefixBuilt:
+        def made(recipe: KMeansIndex, some: Tensor, part: Learned) -> BuiltKMeans:
+            return BuiltKMeans(some, recipe, learned=part)
+
+        return restored(keys, learned, partial(made, self), partial(made, self._of_blocks()))
+
+    def _of_blocks(self) -> KMeansIndex:
+        # sqrt(block) cells, not a share of `cells`: a share would depend on how many keys are still to come.
+        return replace(self, cells=None)
+
 
 class BuiltKMeans(PrefixBuilt):
     """Centroids `[batch, cells, dim]`, radii `[batch, cells]`, and keys listed cell by cell."""
@@ -78,11 +90,15 @@ class BuiltKMeans(PrefixBuilt):
     advice = "Use fewer probes, more cells or a smaller k."
 
     bounded = True
+    kind = KMeansIndex
 
-    def __init__(self, keys: Tensor, recipe: KMeansIndex, cells: int | None = None) -> None:
+    def __init__(self, keys: Tensor, recipe: KMeansIndex, cells: int | None = None, learned: Learned | None = None) -> None:
         super().__init__(keys, recipe.leaf)
         batch, length, dim = self.keys.shape
         self.recipe = recipe
+        if learned is not None:
+            self._restore(learned)
+            return
         self.cells = cells or recipe.cells_of(length)
         assigned = lloyd(self.keys, self.cells, recipe.iterations, recipe.sample, recipe.seed)
         self.centroids, _ = means(self.keys, assigned, self.keys.new_zeros(batch, self.cells, dim))
@@ -90,6 +106,21 @@ class BuiltKMeans(PrefixBuilt):
         self.longest = self.keys.new_zeros(batch)
         self._measure(self.keys, assigned)
         self._list(assigned)
+
+    def _lessons(self) -> dict[str, Tensor]:
+        learned = ("centroids", "radii", "longest", "sizes", "order")
+        return {name: getattr(self, name) for name in learned}
+
+    def _restore(self, learned: Learned) -> None:
+        (batch, length, dim), dtype = self.keys.shape, self.keys.dtype
+        self.centroids = learned.take("centroids", (batch, None, dim), dtype)
+        self.cells = self.centroids.shape[1]
+        self.radii = learned.take("radii", (batch, self.cells), dtype)
+        self.longest = learned.take("longest", (batch,), dtype)
+        self.sizes = learned.take("sizes", (batch, self.cells), torch.int64)
+        learned.check("sizes", self.cells > 0 and bool((self.sizes >= 0).all()) and bool((self.sizes.sum(1) == length).all()))
+        self.starts = self.sizes.cumsum(1) - self.sizes
+        self.order = learned.permutation("order", (batch, length), torch.int64)
 
     def _measure(self, keys: Tensor, assigned: Tensor) -> None:
         """Widen the balls of cells to these keys."""
@@ -135,8 +166,7 @@ class BuiltKMeans(PrefixBuilt):
         return BuiltKMeans(keys, self.recipe, min(max(1, length), self.recipe.cells_of(length + length // 2)))
 
     def _build_block(self, keys: Tensor) -> BuiltKMeans:
-        # sqrt(block) cells, not a share of `recipe.cells`: a share would depend on how many keys are still to come.
-        return BuiltKMeans(keys, replace(self.recipe, cells=None))
+        return BuiltKMeans(keys, self.recipe._of_blocks())
 
     @property
     def groups(self) -> int:

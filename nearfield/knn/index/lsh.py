@@ -14,9 +14,10 @@ from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Found
 from nearfield.knn.index.candidates import best_of_lists
+from nearfield.knn.index.file import Learned
 from nearfield.knn.index.lift import lift_keys
 from nearfield.knn.index.lsh_theory import lsh_budget, radius
-from nearfield.knn.index.prefixes import LEAF, PrefixBuilt
+from nearfield.knn.index.prefixes import LEAF, PrefixBuilt, restored
 
 MOST_TABLES = (1 << 15) - 1
 """The number of a table is kept in 16 bits."""
@@ -155,6 +156,12 @@ class ConcentricLSH:
         with full_precision(keys):
             return BuiltConcentricLSH(keys, self)
 
+    def _restored(self, keys: Tensor, learned: Learned) -> PrefixBuilt:
+        def made(some: Tensor, part: Learned) -> BuiltConcentricLSH:
+            return BuiltConcentricLSH(some, self, part)
+
+        return restored(keys, learned, made, made)
+
 
 class BuiltConcentricLSH(PrefixBuilt):
     """Per rung and table, the keys sorted by (bucket, id): `codes` and `order`, both int32 `[rungs, batch, tables, length]`."""
@@ -164,11 +171,16 @@ class BuiltConcentricLSH(PrefixBuilt):
         "(use ExactIndex() or KMeansIndex()), or other values of width, enough and tables suit them better."
     )
 
-    def __init__(self, keys: Tensor, recipe: ConcentricLSH) -> None:
+    kind = ConcentricLSH
+
+    def __init__(self, keys: Tensor, recipe: ConcentricLSH, learned: Learned | None = None) -> None:
         super().__init__(keys, recipe.leaf)
         batch, length, dim = self.keys.shape
         device, dtype = self.keys.device, self.keys.dtype
         self.recipe = recipe
+        if learned is not None:
+            self._restore(learned)
+            return
         self.hashes = recipe.hashes or max(1, math.ceil(math.log2(max(2, length))))
         generator = torch.Generator("cpu").manual_seed(recipe.seed)
         shape = (recipe.tables, self.hashes)
@@ -196,6 +208,26 @@ class BuiltConcentricLSH(PrefixBuilt):
         """`[rungs, batch]`"""
         for place, code in self._hashed(centred, limit):
             self.codes[place], self.order[place] = torch.sort(code, stable=True)
+
+    def _lessons(self) -> dict[str, Tensor]:
+        learned = ("directions", "shifts", "weights", "codes", "order", "middle", "limits", "widths")
+        # The last three were not learned where there were no keys.
+        return {name: getattr(self, name) for name in learned if hasattr(self, name)}
+
+    def _restore(self, learned: Learned) -> None:
+        recipe, (batch, length, dim), dtype = self.recipe, self.keys.shape, self.keys.dtype
+        self.directions = learned.take("directions", (dim + 1, recipe.tables, None), dtype)
+        self.hashes = self.directions.shape[2]
+        self.shifts = learned.take("shifts", (recipe.rungs, recipe.tables, self.hashes), dtype)
+        self.weights = learned.take("weights", (self.hashes,), torch.int64)
+        shape = (recipe.rungs, batch, recipe.tables, length)
+        self.codes = learned.take("codes", shape, torch.int32)
+        learned.check("codes", bool((self.codes[..., 1:] >= self.codes[..., :-1]).all()))
+        self.order = learned.permutation("order", shape, torch.int32)
+        if length or "middle" in learned.names():
+            self.middle = learned.take("middle", (batch, 1, dim), dtype)
+            self.limits = learned.take("limits", (batch, recipe.shells), dtype)
+            self.widths = learned.take("widths", (recipe.rungs, batch), dtype)
 
     def _hashed(self, centred: Tensor, limit: Tensor) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
         """The codes of keys with the limits `[batch, length]` of their shells, for every rung, entry and table."""

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smallest_near_score
 from nearfield.knn.index.exact import BuiltExact
+from nearfield.knn.index.file import Learned
 
 LEAF = 1024
 
@@ -94,7 +96,8 @@ class PrefixBuilt(BuiltIndex):
         """This index with other keys, which has to learn what that means. It shares everything with this one."""
         other = copy.copy(self)
         other._hold(keys)
-        other._blocks, other._base = {}, None
+        # A base must not keep the space that its keys were in before.
+        other._blocks, other._base, other._room = {}, None, None
         return other
 
     def _with_added(self, keys: Tensor) -> PrefixBuilt:
@@ -112,8 +115,9 @@ class PrefixBuilt(BuiltIndex):
 
     def _with_rest(self, keys: Tensor) -> PrefixBuilt:
         base = self._base or self
-        other = self._over(keys)
-        other._base = base._over(keys[:, : base.length])
+        other = base._over(keys)
+        if base.length < keys.shape[1]:
+            other._base = base._over(keys[:, : base.length])
         other._changes = max(0, self._changes + keys.shape[1] - self.length)
         other._blocks = self._blocks_over(keys, keys.shape[1])
         return other
@@ -234,3 +238,38 @@ class PrefixBuilt(BuiltIndex):
         if name not in self._blocks:
             self._blocks[name] = self._build_block(self.keys[:, part.start : part.stop])
         return self._blocks[name]
+
+    def _state(self) -> dict[str, Tensor]:
+        base = self._base or self
+        found = {"counts": torch.tensor([base.length, self._learned, self._changes], device="cpu")}
+        parts = {"base": base} | {f"blocks.{start}-{stop}": block for (start, stop), block in self._blocks.items()}
+        return found | {f"{part}.{name}": x for part, index in parts.items() for name, x in index._lessons().items()}
+
+    @abstractmethod
+    def _lessons(self) -> dict[str, Tensor]:
+        """What was learned from the keys that it serves by itself, without growth and without blocks."""
+
+
+def restored(
+    keys: Tensor,
+    learned: Learned,
+    base_of: Callable[[Tensor, Learned], PrefixBuilt],
+    block_of: Callable[[Tensor, Learned], PrefixBuilt],
+) -> PrefixBuilt:
+    """The index of keys `[batch, length, dim]` that had this `_state`; `base_of` and `block_of` make one of its `_lessons`."""
+    length = keys.shape[1]
+    first, seen, changes = learned.take("counts", (3,), torch.int64).tolist()
+    learned.check("counts", 0 <= first <= length and seen >= 0 and changes >= 0)
+    base = base_of(keys[:, :first] if first < length else keys, learned.part("base"))
+    base._learned, base._changes = seen, changes
+    built = base
+    if first < length:
+        built = base._over(keys)
+        built._base = base
+    blocks = learned.part("blocks")
+    for name in blocks.names():
+        ends = re.fullmatch(r"([0-9]{1,18})-([0-9]{1,18})", name)
+        start, stop = (int(x) for x in ends.groups()) if ends else (0, 0)
+        blocks.check(name, start < stop <= length)
+        built._blocks[start, stop] = block_of(built.keys[:, start:stop], blocks.part(name))
+    return built

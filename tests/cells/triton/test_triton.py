@@ -112,6 +112,8 @@ class Run:
     cell_of: Tensor
     opened: Tensor
     order: Tensor
+    lse_upstream: Tensor | None = None
+    """None: nothing depends on the log-normalisers"""
 
     @property
     def scale(self) -> float:
@@ -121,7 +123,7 @@ class Run:
         from nearfield.cells.triton.backward import backward
 
         inputs = (self.upstream, self.queries, self.keys, self.values, self.case.visible(), self.output, self.lse)
-        return backward(*inputs, self.cell_of, self.opened, self.order, self.case.sizes, self.scale)
+        return backward(*inputs, self.cell_of, self.opened, self.order, self.case.sizes, self.scale, self.lse_upstream)
 
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Output, log-normaliser and gradients by the reference, computed in `dtype`."""
@@ -144,7 +146,10 @@ class Run:
             )
             outputs.append(output.detach())
             ends.append(lse.detach())
-            grads.append(torch.autograd.grad(output, inputs, self.upstream[entry].to(dtype)))
+            total = (output * self.upstream[entry]).sum()
+            if self.lse_upstream is not None:
+                total = total + (lse * self.lse_upstream[entry]).sum()
+            grads.append(torch.autograd.grad(total, inputs))
         return torch.stack(outputs), torch.stack(ends), tuple(torch.stack(x) for x in zip(*grads, strict=True))
 
 
@@ -199,6 +204,13 @@ def test_kernels_compute_what_the_reference_says(case: Case) -> None:
     torch.testing.assert_close(found.output.double(), output, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(found.lse.double(), lse, atol=5e-6, rtol=5e-6)
     for mine, true in zip(found.gradients(), grads, strict=True):
+        torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
+
+
+def test_gradients_of_the_log_normaliser() -> None:
+    found = run(CASES["causal"])
+    found = replace(found, lse_upstream=torch.randn(found.lse.shape, generator=seeded(7)).to(DEVICE))
+    for mine, true in zip(found.gradients(), found.expected()[2], strict=True):
         torch.testing.assert_close(mine.double(), true, atol=2e-5, rtol=2e-5)
 
 
