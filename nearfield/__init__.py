@@ -33,6 +33,7 @@ from nearfield.paper.sample import sample
 from nearfield.plans import Explanation, explain, explain_sizes, plan
 from nearfield.problem import Call, Method, Problem
 from nearfield.results import Audit, Estimate, Outcome, Samples
+from nearfield.varlen import attention_varlen
 
 if TYPE_CHECKING:
     from nearfield import hf as hf
@@ -67,6 +68,7 @@ __all__ = [
     "Samples",
     "TopK",
     "attention",
+    "attention_varlen",
     "audit_rows",
     "budget",
     "estimate",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from nearfield import crossover
+from nearfield import causal, crossover
 from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster, tell_if_unmeasured
@@ -18,6 +18,7 @@ from nearfield.checks import check_dropped_gradient, check_gradient, check_metho
 from nearfield.exact import fuses_groups
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
+from nearfield.packed import attend_packed, jagged
 from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
 from nearfield.results import Estimate, Outcome
@@ -41,6 +42,9 @@ def attention(
     backend: str = "auto",
     check_finite: bool = False,
     return_lse: Literal[False] = False,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -61,6 +65,9 @@ def attention(
     backend: str = "auto",
     check_finite: bool = False,
     return_lse: Literal[True],
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -80,16 +87,21 @@ def attention(
     backend: str = "auto",
     check_finite: bool = False,
     return_lse: bool = False,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
     Args:
-        query: `[..., heads, Lq, dim]`, float64, float32, float16 or bfloat16.
+        query: `[..., heads, Lq, dim]`, float64, float32, float16 or bfloat16. All three may be jagged nested tensors
+            `[batch, heads, Lq, dim]`; see `attention_varlen` for what these cost.
         key, value: `[..., kv_heads, Lk, dim]` and `[..., kv_heads, Lk, value_dim]`.
         attn_mask: a boolean key-padding mask, True where a key counts, broadcastable from `[batch, 1, 1, Lk]`. It may be
-            combined with `is_causal`. `Exact` and `Auto` take any mask that SDPA takes.
+            combined with `is_causal`. `Exact` and `Auto` take any mask that SDPA takes. Or a bias of torch's,
+            `causal_upper_left(Lq, Lk)` or `causal_lower_right(Lq, Lk)` of `torch.nn.attention.bias`, which every method takes.
         dropout_p: applied to the normalised weights (the normaliser is not dropped).
-        is_causal: row i sees keys 0..i (aligned at the first key, as in SDPA).
+        is_causal: row i sees keys 0..i (aligned at the first key, as in SDPA); see `offset`.
         scale: 1/sqrt(dim) if None.
         enable_gqa: query heads may be a multiple of the key-value heads; keys are not repeated in memory.
         method: `Auto()` (the default: SDPA where that is faster; beyond, cells where a look at some rows says that the output is
@@ -108,19 +120,39 @@ def attention(
             Nothing is raised under torch.compile or inside a transform of torch.func, where values cannot be looked at.
         return_lse: return the log of the softmax normaliser as well, with its gradient, so that results over disjoint keys can be
             merged (`merge`) and trained through. `Exact`, `Auto`, `Cells` and `TopK` give it; the latter two that of their
-            estimate. It is not changed by dropout. Not with `gradient=`. With `Exact` the logits are computed a second time.
+            estimate. It is not changed by dropout, and it includes `s_aux`: of parts to merge, only one may have it. Not with
+            `gradient=`, nor for nested tensors. With `Exact` the logits are computed a second time.
+        offset: with `is_causal`: row i sees keys 0..i + offset; None: 0. The last Lq rows of a sequence of Lk tokens have the
+            offset Lk - Lq, which is `causal_lower_right`. Queries that are not there cost nothing.
+        softcap: logits z (scale times q.k) count as softcap tanh(z / softcap); None or 0: as they are. For `Exact`, `Auto`,
+            `TopK` and `Cells`.
+        s_aux: `[heads]`, a logit for each query head that counts in the denominator alone, as an additional key with value zero
+            would. It has a gradient. For the same methods.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
-        `[..., heads, Lq]` in float32 (float64 for float64 inputs), -inf for rows that see no key.
+        `[..., heads, Lq]` in float32 (float64 for float64 inputs), -inf for rows that see no key
+        (`s_aux` where there is one).
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
+    if isinstance(query, Tensor) and query.is_nested and query.layout == torch.jagged:
+        if return_lse:
+            raise ValueError(
+                "return_lse=True is not for nested tensors; call attention for each sequence, or with padding and attn_mask"
+            )
+        given = dropout_p, is_causal, scale, enable_gqa
+        more = {"method": method, "gradient": gradient, "generator": generator, "backend": backend, "check_finite": check_finite}
+        return _jagged_attention(
+            query, key, value, attn_mask, given, more | {"offset": offset, "softcap": softcap, "s_aux": s_aux}
+        )
+    if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
+        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
-    is_plain = is_plain and not return_lse
-    if is_plain and method is None and backend == "auto":
+    is_plain = is_plain and not return_lse and not softcap and s_aux is None
+    if is_plain and method is None and backend == "auto" and not offset:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output
@@ -128,11 +160,12 @@ def attention(
     method = Auto() if method is None else method
     # Only these: a method of one's own may do more than the cells that it calls.
     if is_plain and type(method) in (Cells, Auto):
-        signature = ready.signature(query, key, value, backend, is_causal, scale, enable_gqa, method, crossover.edition())
+        signature = ready.signature(query, key, value, backend, is_causal, offset, scale, enable_gqa, method, crossover.edition())
         make = None if signature is None else ready.known(signature)
         if make is not None:
             return make(query, key, value)
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    offset = offset if is_causal else None
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
     call = replace(_call(problem, generator, backend, gradient), return_lse=return_lse, signature=signature)
     problem = _screened(problem, method, call, check_finite)
     if return_lse:
@@ -144,6 +177,22 @@ def attention(
     if outcome.lse is None:
         raise ValueError(f"{method!r}.run must return an Outcome with lse where call.return_lse is set, got None")
     return output, _spoil(problem, outcome.lse)
+
+
+def _jagged_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, given: tuple[Any, ...], more: dict[str, Any]
+) -> Tensor:
+    """Attention of jagged nested tensors, each sequence to itself: see `packed.attend_packed`. `given`, `more`: the arguments."""
+    if attn_mask is not None:
+        raise ValueError("nested tensors have no padding to mask, got attn_mask; leave it out, or pass padded tensors")
+    rows, (edges, key_edges, _) = jagged(query, key, value)
+    by_length: Any = query.transpose(1, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, None, *given, **more)
+
+    output = attend_packed(attend, *rows, edges, key_edges)
+    return torch.nested.nested_tensor_from_jagged(output, by_length.offsets()).transpose(1, 2)
 
 
 def estimate(
@@ -163,6 +212,9 @@ def estimate(
     check_finite: bool = False,
     audit: int = 0,
     per_head: bool = False,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Estimate:
     """`attention`, with its log-normaliser, standard error and audit.
 
@@ -185,7 +237,7 @@ def estimate(
     if per_head and not audit:
         raise ValueError(f"per_head={per_head!r} needs an audit: pass audit=59, say, to recompute 59 rows of each head")
     method = Auto() if method is None else method
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)
@@ -305,6 +357,8 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     if problem.has_general_mask and call.gradient is not None:
         assert problem.attn_mask is not None
         raise general_mask_error(f"gradient={call.gradient!r}", problem.attn_mask, "With any other mask use gradient=None.")
+    if not problem.has_plain_logits:
+        _check_logits(problem, method, call)
     if call.gradient is not None:
         check_dropped_gradient(method, call.gradient, problem.dropout_p)
     if problem.has_general_mask and not method.any_mask:
@@ -321,6 +375,17 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         dropout = pair_dropout(problem.dropout_p, call.seeds)
         output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds, dropout)
         return replace(outcome, output=problem.by_head(output))
+
+
+def _check_logits(problem: Problem, method: Method, call: Call) -> None:
+    """Raise where a cap or a sink is asked for that the method, or the gradient, would ignore."""
+    asked = f"softcap={problem.softcap:g}" if problem.softcap else "s_aux"
+    if call.gradient is not None:
+        raise ValueError(f"gradient={call.gradient!r} knows plain logits only, got {asked}; use gradient=None")
+    if not getattr(method, "any_logits", False):
+        raise ValueError(
+            f"{type(method).__name__} knows plain logits only, got {asked}; use Exact(), TopK(...), Cells(...) or Auto()"
+        )
 
 
 def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
@@ -345,6 +410,8 @@ def _zeros(problem: Problem) -> Outcome:
     """The outcome where there are no rows, no keys or no columns; connected to the inputs, so that these get zero gradients."""
     anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
     lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
+    if problem.sink is not None:
+        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink[:, None].expand_as(lse)
     output = anchor.expand(*lse.shape, problem.value.shape[-1])
     return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 

@@ -12,6 +12,7 @@ from nearfield.checks import check_fraction, check_positive
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.kernels import backends, reference
 from nearfield.kernels.backends import full_precision
+from nearfield.kernels.dense import capped, sink_share
 from nearfield.kernels.limits import unsupported
 from nearfield.problem import Problem
 from nearfield.results import Audit
@@ -145,7 +146,9 @@ def _rows_at_a_time(problem: Problem) -> int:
 def _read_in_place(problem: Problem) -> bool:
     """Whether a kernel recomputes the rows, and reads keys and values where they lie."""
     missing = unsupported(problem.query, problem.value)
-    return not problem.has_general_mask and backends.choose_triton("auto", problem.key.device, missing)
+    return (
+        not problem.has_general_mask and problem.has_plain_logits and backends.choose_triton("auto", problem.key.device, missing)
+    )
 
 
 def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
@@ -154,7 +157,7 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
     if problem.key.shape[2] == 0:
         return problem.query.new_zeros(len(chosen), problem.value.shape[3])
     entry, head, position = chosen // (heads * length), chosen // length % heads, chosen % length
-    if problem.has_general_mask:
+    if problem.has_general_mask or not problem.has_plain_logits:
         return _exact_masked_rows(problem, entry, head, position)
     group = entry * problem.key.shape[1] + head // problem.group_size
     place = head % problem.group_size * length + position
@@ -172,12 +175,18 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
 
 
 def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: Tensor) -> Tensor:
-    assert problem.attn_mask is not None
     compute = problem.compute_dtype
     kv = head // problem.group_size
-    mask = problem.attn_mask.expand(*problem.query.shape[:3], -1)[entry, head, position]
     logits = torch.einsum("rd,rnd->rn", problem.query[entry, head, position].to(compute), problem.key[entry, kv].to(compute))
-    weights, _ = reference.weighted_softmax(reference.masked(logits * problem.scale, mask), None)
+    logits = capped(logits * problem.scale, problem.softcap)
+    if problem.attn_mask is not None:
+        logits = reference.masked(logits, problem.attn_mask.expand(*problem.query.shape[:3], -1)[entry, head, position])
+    if problem.is_causal:
+        last = position[:, None] + problem.offset
+        logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) > last, -torch.inf)
+    weights, lse = reference.weighted_softmax(logits, None)
+    if problem.sink is not None:
+        weights = weights * sink_share(lse, problem.sink[head])[0][:, None]
     return torch.einsum("rn,rnd->rd", weights, problem.value[entry, kv].to(compute))
 
 

@@ -78,6 +78,7 @@ class Auto:
     check: bool = True
 
     any_mask = True
+    any_logits = True
     gives_lse = True
     drops_pairs = True
 

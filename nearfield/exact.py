@@ -15,7 +15,8 @@ from nearfield import _compat
 from nearfield._compat import sdpa
 from nearfield.chunks import row_blocks
 from nearfield.kernels import reference
-from nearfield.problem import Call, Problem, needs_grad, with_positive_scale
+from nearfield.kernels.dense import capped, dense_attention, sink_share
+from nearfield.problem import Call, Problem, is_traced, needs_grad, with_positive_scale
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds, pair_dropout
 
@@ -24,6 +25,9 @@ from nearfield.sampling import Dropout, Seeds, pair_dropout
 class Exact:
     """`F.scaled_dot_product_attention`: every key is near. It honours any `attn_mask`. Time O(Lq Lk dim).
 
+    With `softcap` or `s_aux`, which torch's kernels do not have, it is written out in torch, some rows at a time, and the
+    backward pass computes the weights again: memory stays bounded, and it takes longer.
+
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
         >>> torch.allclose(nearfield.attention(q, k, v, method=Exact()), F.scaled_dot_product_attention(q, k, v))
@@ -31,6 +35,7 @@ class Exact:
     """
 
     any_mask = True
+    any_logits = True
     gives_lse = True
     drops_pairs = True
 
@@ -60,16 +65,31 @@ def _sdpa(problem: Problem) -> Tensor:
     query, key, value, mask = problem.query, problem.key, problem.value, problem.attn_mask
     # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
     query, scale = with_positive_scale(query, problem.scale)
-    if mask is None or not problem.is_causal:
-        return _grouped(query, key, value, mask, problem, scale)
-    # Torch takes a mask or is_causal, not both. Combined they are a matrix: make it for some rows at a time.
+    offset = problem.offset
+    # From some offset on the first row, and so every one, sees all keys. Without one, a program of any length is not asked.
+    is_causal = problem.is_causal and not (offset > 0 and offset >= key.shape[2] - 1)
+    plain = problem.has_plain_logits
+    if plain and (not is_causal or (mask is None and offset == 0)):
+        return _grouped(query, key, value, mask, problem, scale, is_causal)
+    # Torch takes a mask or is_causal, not both, and knows no offset. Then it is a matrix: make it for some rows at a time.
+    entries = 1 if mask is None else mask.shape[0] * mask.shape[1]
+    # With other logits the weights are a table too, and a few more while they are computed.
+    per_key = entries if plain else 4 * query.shape[0] * query.shape[1] * problem.compute_dtype.itemsize
     parts = []
-    for block in row_blocks((1, query.shape[2]), mask.shape[0] * mask.shape[1] * key.shape[2]):
-        seen = slice(0, block.stop)
-        position = torch.arange(min(block.stop, key.shape[2]), device=key.device)
-        causal = position <= torch.arange(block.start, block.stop, device=key.device)[:, None]
-        part = mask[..., seen] & causal
-        parts.append(_grouped(query[:, :, block], key[:, :, seen], value[:, :, seen], part, problem, scale))
+    for block in row_blocks((1, query.shape[2]), per_key * max(1, key.shape[2]), query.is_cuda):
+        # Rows that see nothing get a hidden key.
+        seen = slice(0, max(1, min(block.stop + offset, key.shape[2])) if is_causal else key.shape[2])
+        part = None if mask is None else (mask if mask.shape[2] == 1 else mask[:, :, block])[..., seen]
+        if is_causal:
+            position = torch.arange(seen.stop, device=key.device)
+            causal = (position <= torch.arange(block.start, block.stop, device=key.device)[:, None] + offset)[None, None]
+            part = causal if part is None else part & causal
+        inputs = query[:, :, block], key[:, :, seen], value[:, :, seen], part
+        if plain:
+            parts.append(_grouped(*inputs, problem, scale, False))
+        else:
+            logits = scale, problem.softcap, problem.sink
+            parts.append(dense_attention(*inputs, *logits, problem.dropout_p, recompute=problem.needs_grad and not is_traced()))
     return torch.cat(parts, 2)
 
 
@@ -87,9 +107,10 @@ def _with_dropped_pairs(problem: Problem, dropout: Dropout) -> Tensor:
     return problem.by_head(output)
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float) -> Tensor:
+def _grouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, problem: Problem, scale: float, causal: bool
+) -> Tensor:
     """SDPA with grouped queries, keys not repeated in memory."""
-    causal = problem.is_causal and mask is None
 
     def attend(query: Tensor, mask: Tensor | None, gqa: bool) -> Tensor:
         return sdpa(query, key, value, mask, problem.dropout_p, causal, scale=scale, enable_gqa=gqa)
@@ -152,15 +173,21 @@ def _lse(problem: Problem) -> Tensor:
     if problem.has_general_mask:
         return _masked_lse(problem)
     rows = problem.rows
+
+    def of_rows(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+        logits = capped(queries @ keys.mT, problem.softcap)
+        return reference.log_normaliser(reference.hidden_beyond(logits, visible))
+
     parts = []
     for block in row_blocks(rows.visible.shape, 4 * max(1, rows.length) * rows.queries.element_size()):
         part = rows.at(block)
-        parts.append(_recomputed(_lse_of_rows, part.queries, part.keys, part.visible))
-    return torch.cat(parts, 1)
+        parts.append(_recomputed(of_rows, part.queries, part.keys, part.visible))
+    return _beside_sinks(torch.cat(parts, 1), problem)
 
 
-def _lse_of_rows(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
-    return reference.log_normaliser(reference.exact_logits(queries, keys, visible))
+def _beside_sinks(lse: Tensor, problem: Problem) -> Tensor:
+    """Log-normalisers `[batch * kv_heads, group * length]` with the sinks of the problem, if it has some."""
+    return lse if problem.row_sinks is None else sink_share(lse, problem.row_sinks)[1]
 
 
 def _recomputed(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -181,10 +208,10 @@ def _masked_lse(problem: Problem) -> Tensor:
     def of_rows(query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
         queries = query.to(dtype) * problem.scale
         logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
-        return reference.log_normaliser(reference.masked(logits, mask))
+        return reference.log_normaliser(reference.masked(capped(logits, problem.softcap), mask))
 
     parts = []
     for block in row_blocks((batch * heads, count), 4 * max(1, length) * keys.element_size()):
         here = mask if mask.shape[2] == 1 else mask[:, :, block]
         parts.append(_recomputed(of_rows, problem.query[:, :, block], keys, here))
-    return torch.cat(parts, 2).reshape(batch * kv_heads, -1)
+    return _beside_sinks(torch.cat(parts, 2).reshape(batch * kv_heads, -1), problem)

@@ -235,4 +235,5 @@ def _of_heads(problem: Problem, kv_heads: list[int]) -> Problem:
         attn_mask=mask if mask is None or mask.shape[1] == 1 else mask.index_select(1, all_own),
         key_padding=None if padding is None else padding.index_select(1, own),
         poison=None if poison is None else poison.index_select(1, all_own),
+        sink=None if problem.sink is None else problem.sink.index_select(0, all_own),
     )

@@ -34,6 +34,9 @@ def plan(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     eps: float | None = None,
     unit: str = "output",
     crossover: int | None = None,
@@ -62,7 +65,7 @@ def plan(
             "plan looks at its inputs, which cannot be traced; call it before, outside of torch.compile and torch.func"
         )
     auto = Auto(eps, crossover, share, unit)
-    problem, call = _prepared(query, key, value, attn_mask, is_causal, scale, enable_gqa, generator, backend)
+    problem, call = _prepared(query, key, value, attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux, generator, backend)
     method = _choice(auto, problem, call).method
     return _frozen(method, problem) if isinstance(method, Cells) else method
 
@@ -75,10 +78,13 @@ def _prepared(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    offset: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
     generator: torch.Generator | None,
     backend: str,
 ) -> tuple[Problem, Call]:
-    problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+    problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, offset, softcap, s_aux)
     backends.check_backend(backend, problem.query.device)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
@@ -122,6 +128,9 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     method: Auto | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
@@ -141,7 +150,7 @@ def explain(
     auto = Auto() if method is None else method
     if not isinstance(auto, Auto):
         raise TypeError(f"method must be a nearfield.Auto or None, got {method!r}; other methods always do what they say")
-    problem, call = _prepared(query, key, value, attn_mask, is_causal, scale, enable_gqa, generator, backend)
+    problem, call = _prepared(query, key, value, attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux, generator, backend)
     choice = _choice(auto, problem, replace(call, diagnostics=True)) if auto.check else None
     return _table(auto, problem, choice, _exact_seconds(problem.query, problem.key, problem.value, is_causal))
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nearfield import _compat
+from nearfield import _compat, causal
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds
 
@@ -94,6 +94,7 @@ class Problem:
     """`[batch, kv_heads, key_length]`, True where a key counts; None: no mask, or one that is not key padding"""
     dropout_p: float
     is_causal: bool
+    """row i sees the keys j <= i + offset"""
     scale: float
     poison: Tensor | None
     """`[batch, heads, query_length]`: NaN for rows that see a non-finite input, 1 elsewhere; None: all inputs are finite"""
@@ -101,11 +102,30 @@ class Problem:
     """the dimensions of the query before length and dim, as the caller gave them"""
     sync: bool = True
     """whether values may be looked at, which waits for a GPU"""
+    offset: int = 0
+    """where the causal mask begins; 0 without one"""
+    softcap: float = 0.0
+    """logits z count as softcap tanh(z / softcap); 0: as they are"""
+    sink: Tensor | None = None
+    """`[heads]`, float32 or float64: logits that count in the denominator alone"""
 
     @property
     def has_general_mask(self) -> bool:
         """Whether there is a mask beyond key padding: one that differs from query to query, or that is added to the logits."""
         return self.attn_mask is not None and self.key_padding is None
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether a row is the softmax of its logits, without a cap and without a sink."""
+        return not self.softcap and self.sink is None
+
+    @once
+    def row_sinks(self) -> Tensor | None:
+        """The sinks in the layout of `Rows`, `[batch * kv_heads, group * length]`; None: there are none."""
+        if self.sink is None:
+            return None
+        batch, heads, length, _ = self.query.shape
+        return self.sink[None, :, None].expand(batch, heads, length).reshape(batch * self.key.shape[1], -1)
 
     @property
     def group_size(self) -> int:
@@ -114,7 +134,7 @@ class Problem:
 
     @property
     def needs_grad(self) -> bool:
-        return needs_grad(self.query, self.key, self.value)
+        return needs_grad(self.query, self.key, self.value) or (self.sink is not None and needs_grad(self.sink))
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -151,8 +171,9 @@ class Problem:
         groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
         if self.is_causal:
             queries = self.query.shape[2]
-            visible = torch.arange(1, queries + 1, device=self.key.device)
-            visible = visible if queries <= length else visible.clamp_(max=length)
+            visible = torch.arange(1 + self.offset, queries + 1 + self.offset, device=self.key.device)
+            if self.offset < 0 or queries + self.offset > length:
+                visible = visible.clamp_(0, length)
             visible = (visible if self.group_size == 1 else visible.repeat(self.group_size)).expand(groups, -1)
         else:
             rows = self.group_size * self.query.shape[2]
@@ -219,9 +240,13 @@ def check(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    offset: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
+    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
@@ -242,6 +267,8 @@ def check(
         )
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
+    softcap = _check_softcap(softcap)
+    sink = None if s_aux is None else _check_sink(s_aux, query)
     query, key, value = to_autocast_dtype(query, key, value)
 
     padding = None
@@ -269,6 +296,9 @@ def check(
         scale=1.0 / math.sqrt(query.shape[-1]) if scale is None and query.shape[-1] else float(scale or 0.0),
         poison=None,
         leading=tuple(leading),
+        offset=offset,
+        softcap=softcap,
+        sink=sink,
     )
 
 
@@ -280,7 +310,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         if x.is_nested:
             raise TypeError(
                 f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), the same "
-                "of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]"
+                f"of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]{_jagged_hint(query)}"
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
@@ -300,6 +330,13 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"key and value must agree in all but the last dimension, got {shapes['key']} and {shapes['value']}")
     if query.dim() > 3 and query.shape[:-3] != key.shape[:-3]:
         raise ValueError(f"query and key must have the same batch dimensions, got {shapes['query']} and {shapes['key']}")
+
+
+def _jagged_hint(query: Tensor) -> str:
+    """What else to write where not all inputs are jagged: `attention` takes these before anything is checked here."""
+    if query.is_nested and query.layout == torch.jagged:
+        return ""
+    return "; or pass all three to `attention` as jagged ones, made with layout=torch.jagged"
 
 
 def _layout_hint(query: Tensor, key: Tensor) -> str:
@@ -327,6 +364,30 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
+
+
+def _check_softcap(softcap: object) -> float:
+    """The cap as a number; 0 for none, as in FlashAttention."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be a positive number, or 0 or None for no cap, got {softcap!r}")
+    return float(softcap)
+
+
+def _check_sink(s_aux: object, query: Tensor) -> Tensor:
+    """The sinks of a call in the dtype of its arithmetic."""
+    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point():
+        got = s_aux.dtype if isinstance(s_aux, Tensor) else type(s_aux).__name__
+        raise TypeError(f"s_aux must be a tensor of floating point numbers, one logit for each query head, got {got}")
+    if s_aux.shape != query.shape[1:2]:
+        raise ValueError(
+            f"s_aux must have shape ({query.shape[1]},), one logit for each query head, got {tuple(s_aux.shape)}; sinks that are "
+            "keys, as in Cells(sinks=...), are another thing"
+        )
+    if s_aux.device != query.device:
+        raise ValueError(f"query and s_aux must be on the same device, got {query.device} and {s_aux.device}")
+    return s_aux.to(torch.promote_types(query.dtype, torch.float32))
 
 
 def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
@@ -392,8 +453,9 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     batch, heads, length = finite["query"].shape
     bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
     if problem.is_causal:
-        seen = torch.arange(length, device=bad_key.device).clamp(max=bad_key.shape[2] - 1)
-        spoiled = bad_key.cumsum(2).gt(0)[:, :, seen] if bad_key.shape[2] else bad_key.new_zeros(batch, heads, length)
+        last = torch.arange(length, device=bad_key.device) + problem.offset
+        so_far = torch.nn.functional.pad(bad_key.cumsum(2).gt(0), (1, 0))
+        spoiled = so_far[:, :, (last + 1).clamp(0, bad_key.shape[2])]
     elif problem.has_general_mask:
         assert problem.attn_mask is not None
         allowed = problem.attn_mask if problem.attn_mask.dtype == torch.bool else problem.attn_mask > -torch.inf
@@ -442,6 +504,8 @@ class Method(Protocol):
 
     any_mask: bool = False
     """whether `run` honours masks beyond key padding"""
+    any_logits: bool = False
+    """whether `run` honours `Problem.softcap` and `Problem.sink`"""
     gives_lse: bool = False
     """whether `run` returns an `lse` that can be differentiated, where `Call.return_lse` asks for it"""
     drops_pairs: bool = False

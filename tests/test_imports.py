@@ -20,13 +20,26 @@ PACKAGE = Path(nearfield.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("app",),
     ("",),  # the package itself: the public names
-    ("nn", "hf"),
+    ("nn", "hf", "varlen"),
     ("attention", "plans"),
     ("auto", "paper"),
     ("knn", "pilot"),
     ("cells", "exact", "audit"),
     ("problem", "kernels", "crossover"),
-    ("results", "sampling", "checks", "chunks", "merge", "synthetic", "tensor_file", "user_cache", "_compat", "_moved"),
+    (
+        "results",
+        "sampling",
+        "checks",
+        "chunks",
+        "causal",
+        "merge",
+        "packed",
+        "synthetic",
+        "tensor_file",
+        "user_cache",
+        "_compat",
+        "_moved",
+    ),
 )
 MOST_LAYERS = 9
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -133,6 +133,30 @@ def test_grouped_queries_padding_and_dropout() -> None:
     assert torch.equal(dropped, again)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_pilot_knows_caps_sinks_and_offsets(causal: bool) -> None:
+    """What it looks at is what runs: the call with the budget that it chose, and errors as an audit finds them."""
+    q, k, v = make("local", 1, 2, 1024, 16, seed=0)
+    leaves = [x.requires_grad_() for x in (q[:, :, 100:].clone() if causal else q, k, v, torch.tensor([-1.0, 3.0]))]
+    query, key, value, sink = leaves
+    more: dict[str, Any] = {"is_causal": causal, "offset": 100 if causal else None, "softcap": 4.0, "s_aux": sink + 5.0}
+    est = nf.estimate(query, key, value, **more, method=nf.Auto(eps=0.5, crossover=64))
+    probes = est.info["probes"]
+    plain = nf.estimate(query, key, value, **more, method=nf.Cells(probes=probes))
+    torch.testing.assert_close(est.output, plain.output)
+    torch.testing.assert_close(est.lse, plain.lse)
+    exact = nf.attention(query, key, value, **more, method=nf.Exact())
+    rows = pilot.draw_rows(check(query, key, value, is_causal=causal, offset=more["offset"]), seeded(0), per_head=False)[0]
+    step = next(x for x in est.info["steps"] if x["method"] == repr(est.info["chosen"]))
+    found = off(plain.output.reshape(-1, 16)[rows], exact.reshape(-1, 16)[rows])
+    assert step["pooled"] == pytest.approx(found, rel=1e-3)
+    grads = [torch.autograd.grad(x.output.square().sum(), leaves) for x in (est, plain)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    plan = nf.plan(query, key, value, **more, eps=0.5, crossover=64)
+    torch.testing.assert_close(nf.attention(query, key, value, **more, method=plan), est.output)
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_per_head_gives_exact_attention_to_the_heads_that_need_it(group: int) -> None:
     good, bad = (

@@ -10,6 +10,9 @@ For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with
                                                       but far too large where a cell is not Gaussian
     mass    m_c     = n_c e^{q.mu_c} b(u_c)           what a closed cell counts for
     derivative      d log b / du = 1 / (2 + u / 2)
+
+With a soft cap f(z) = cap tanh(z / cap), f is taken as linear around the logit of the centroid: with the slope f'_c = f'(q.mu_c),
+f(q.mu_c) stands for q.mu_c, and f'_c^2 u_c for u_c. A cap keeps the order of scores.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.moments import MOST_VARIANCE, SeenCells
+from nearfield.kernels.dense import capped
 from nearfield.kernels.reference import largest
 
 ROUTE_SPREADS = 3.0
@@ -76,6 +80,21 @@ def open_best(first: Tensor, spread: Tensor, count: int) -> Tensor:
     return column.masked_fill_(best == -torch.inf, -1)
 
 
+def cap_moments(first: Tensor, spread: Tensor, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """f(q.mu_c) (-inf for empty cells), f'_c^2 u_c and f'_c."""
+    slope = 1.0 - (first / softcap).tanh().square()
+    return capped(first, softcap).masked_fill(first == -torch.inf, -torch.inf), spread * slope.square(), slope
+
+
+def cap_moments_backward(
+    first_grad: Tensor, spread_grad: Tensor, slope_grad: Tensor, first: Tensor, spread: Tensor, slope: Tensor, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q.mu_c and u_c from those of what `cap_moments` returns."""
+    slope_grad = slope_grad + 2.0 * spread_grad * spread * slope
+    bend = -2.0 / softcap * (first / softcap).tanh() * slope
+    return first_grad * slope + slope_grad * bend, spread_grad * slope.square()
+
+
 def best_cell(first: Tensor, spread: Tensor) -> Tensor:
     """The column of the cell of largest score in each row. Without a mask, rows become blocks in the order of these."""
     return score(first, spread).argmax(1)
@@ -94,7 +113,7 @@ def pooled(queries: Tensor, share: int) -> tuple[Tensor, Tensor]:
     return mean.view(runs * blocks, pools, dim), (rows > 0).expand(runs, -1).reshape(runs * blocks, pools)
 
 
-def votes(first: Tensor, spread: Tensor, size: Tensor, present: Tensor) -> Tensor:
+def votes(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, softcap: float = 0.0) -> Tensor:
     """How many votes each cell has in each block, `[..., blocks, cells]`; -inf where it is empty.
 
     `first` and `spread` `[..., blocks * pools, cells]` are those of the means of `POOL` rows. Each mean gives every key of cell c
@@ -103,15 +122,17 @@ def votes(first: Tensor, spread: Tensor, size: Tensor, present: Tensor) -> Tenso
     `size`: `[..., cells]`.
     """
     weight = score(first, spread).clamp_(max=torch.finfo(first.dtype).max)
+    if softcap:
+        weight = capped(weight, softcap)
     weight.sub_(finite(weight.amax(-1, keepdim=True))).exp_()
     weight.div_((weight @ size)[:, None] if size.dim() == 1 else weight @ size[..., None])
     found = weight.view(*present.shape, -1).masked_fill_(~present[..., None], 0.0).sum(-2)
     return found.masked_fill_(size[..., None, :] == 0, -torch.inf)
 
 
-def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, count: int) -> Tensor:
+def open_together(first: Tensor, spread: Tensor, size: Tensor, present: Tensor, count: int, softcap: float = 0.0) -> Tensor:
     """The columns of the `count` cells with most `votes` in each block; -1 where there are fewer non-empty cells."""
-    best, column = best_columns(votes(first, spread, size, present), count)
+    best, column = best_columns(votes(first, spread, size, present, softcap), count)
     return column.masked_fill_(best == -torch.inf, -1)
 
 

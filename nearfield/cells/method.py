@@ -14,6 +14,7 @@ from nearfield.cells.operator import CellsResult, Recipe, cells_attention
 from nearfield.cells.partition import Partition, check_partition, make_known, to_plain
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.planned import planned_attention
+from nearfield.cells.sinks import beside_sinks, sunk_attention
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.trial import Prepared, prepare
@@ -78,6 +79,7 @@ class Cells:
     unfold: InitVar[None] = None
 
     any_mask = False
+    any_logits = True
     gives_lse = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 
@@ -112,13 +114,17 @@ class Cells:
         if recipe.engine == "triton" and call.signature is not None and not is_captured(problem.query):
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         seed = self._seed(problem, call, recipe)
-        result = cells_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, recipe, call.return_lse)
-        return self._outcome(problem, call, recipe, result)
+        inputs = rows.queries, rows.keys, rows.values, rows.visible, seed
+        sinks = problem.row_sinks
+        if sinks is None:
+            return self._outcome(problem, call, recipe, cells_attention(*inputs, recipe, call.return_lse))
+        recipe = recipe._replace(memory=recipe.memory._replace(heads=0))
+        return self._outcome(problem, call, recipe, sunk_attention(*inputs, sinks, recipe, call.return_lse))
 
     def prepare(self, problem: Problem, call: Call) -> Prepared:
         """What a call with any number of probes begins with: see `run_prepared`."""
         rows = problem.grouped
-        return prepare(rows.queries, rows.keys, rows.values, rows.visible, self._recipe(problem, call))
+        return prepare(rows.queries, rows.keys, rows.values, rows.visible, self._recipe(problem, call), problem.row_sinks)
 
     def run_prepared(self, problem: Problem, call: Call, prepared: Prepared) -> Outcome:
         """`run`, bit for bit, with keys that were grouped for a call that may differ in `probes`."""
@@ -129,14 +135,15 @@ class Cells:
         seed = self._seed(problem, call, recipe)
         inputs = rows.queries, rows.keys, rows.values, rows.visible, seed
         tables = prepared.kernel_tables or prepared.tables
-        result = planned_attention(*inputs, recipe, prepared.given, tables, call.return_lse)
-        return self._outcome(problem, call, recipe, result)
+        sinks = problem.row_sinks
+        result = planned_attention(*inputs, recipe, prepared.given, tables, call.return_lse or sinks is not None)
+        return self._outcome(problem, call, recipe, result if sinks is None else beside_sinks(result, sinks))
 
     def _recipe(self, problem: Problem, call: Call) -> Recipe:
         sizes = self.sizes(problem)
         engine = self._engine(problem, sizes, call.backend)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
-        return Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory)
+        return Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory, problem.softcap)
 
     def _seed(self, problem: Problem, call: Call, recipe: Recipe) -> Tensor:
         random = bool(self.samples or problem.dropout_p)
@@ -175,6 +182,7 @@ class Cells:
             partition=self.partition,
             dropout=problem.dropout_p,
             samples=self.samples,
+            softcap=problem.softcap,
             segments=length // sizes.segment if sizes.segment else 1,
             probes=sizes.probes,
             cells=length // sizes.cell_size,

@@ -46,16 +46,18 @@ class Recipe(NamedTuple):
     engine: str
     """`reference` for `cells/reference.py`, `torch` and `triton` for the folders of these names"""
     memory: MemoryPolicy = MemoryPolicy()
+    softcap: float = 0.0
+    """see `Problem.softcap`; the Triton engine has none"""
 
     def arguments(self) -> tuple[Any, ...]:
         """As the operators' schemas take them: see `_SETTINGS`."""
-        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory
+        return [*self.sizes], self.scale, self.dropout_p, self.partition, [*self.options], self.engine, *self.memory, self.softcap
 
     @staticmethod
     def of(arguments: Sequence[Any]) -> Recipe:
         """The recipe of these `arguments()`."""
-        sizes, scale, dropout_p, partition, options, engine, *memory = arguments
-        return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory))
+        sizes, scale, dropout_p, partition, options, engine, *memory, softcap = arguments
+        return Recipe(CellSizes(*sizes), scale, dropout_p, partition, tuple(options), engine, MemoryPolicy(*memory), softcap)
 
 
 class Given(NamedTuple):
@@ -173,7 +175,7 @@ def backward(
         out, out_grad = wide(output[entry]), wide(output_grad[entry])
         own_lse_grad = None if lse_grad is None else lse_grad[entry]
         if recipe.engine == "reference":
-            found = _reference_backward(head, plan, out_grad, own_lse_grad)
+            found = _reference_backward(head, plan, out, lse[entry], out_grad, own_lse_grad)
         else:
             into = [
                 x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
@@ -201,7 +203,7 @@ def head_of(
     """One entry of the batch, for keys that are `wide` already."""
     query, value = wide(queries[entry]), wide(values[entry])
     random = recipe.dropout_p, int(seed), entry * queries.shape[1]
-    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order, table)
+    return Head(query, key, value, visible[entry], cell_of, recipe.sizes, recipe.scale, *random, order, recipe.softcap, table)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -230,24 +232,32 @@ def _reference(head: Head, plan: CellPlan, queries: Tensor, keys: Tensor, values
     closed = closed_keys(head.visible, head.sizes, head.sizes.group)
     keys, values = keys.to(head.compute), values.to(head.compute)
     return reference.reference_attention(
-        scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep
+        scaled, keys, values, head.visible, closed, head.sizes.segment, plan, head.table.cells, keep, head.softcap
     )
 
 
-def _reference_backward(head: Head, plan: CellPlan, output_grad: Tensor, lse_grad: Tensor | None) -> tuple[Tensor, ...]:
+def _reference_backward(
+    head: Head, plan: CellPlan, out: Tensor, lse: Tensor, output_grad: Tensor, lse_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`out` and `lse` may be those beside a sink: see `cells.sinks`. Without one, the share of the keys is 1."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (head.queries, head.keys, head.values)]
-        output, lse = _reference(head, plan, *inputs)
-        if lse_grad is None:
-            return torch.autograd.grad(output, inputs, output_grad.to(output.dtype))
-        return torch.autograd.grad((output, lse), inputs, (output_grad.to(output.dtype), lse_grad))
+        output, own = _reference(head, plan, *inputs)
+        share = (own - lse).masked_fill(own.detach() == -torch.inf, -torch.inf).exp()
+        results, grads = [(output - out) * share[:, None]], [output_grad.to(output.dtype)]
+        if lse_grad is not None:
+            results, grads = [*results, own], [*grads, lse_grad * share.detach()]
+        return torch.autograd.grad(results, inputs, grads)
 
 
 _LIBRARY = torch.library.Library("nearfield", "DEF")
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
 _PLAN = "Tensor cell_of, Tensor opened, Tensor order, Tensor drawn, Tensor log_factor"
-_SETTINGS = "SymInt[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads"
+_SETTINGS = (
+    "SymInt[] sizes, float scale, float dropout_p, str partition, int[] options, str engine, float beyond, int heads, "
+    "float softcap"
+)
 _ARGUMENTS = len(f"{_INPUTS}, {_SETTINGS}, with_lse".split(", "))
 
 _LIBRARY.define(f"cells({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor stderr, {_PLAN})")
@@ -322,10 +332,11 @@ class _Cells(torch.autograd.Function):
         engine: str,
         beyond: float,
         heads: int,
+        softcap: float,
         with_lse: bool,
     ) -> tuple[Tensor, ...]:
         output, *rest = torch.ops.nearfield.cells(
-            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads
+            queries, keys, values, visible, seed, sizes, scale, dropout_p, partition, options, engine, beyond, heads, softcap
         )
         if heads:
             group = sizes[0]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.far_field import MOST_SPREAD, MOST_SQUARE, log_boost
+from nearfield.kernels.dense import capped
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def reference_attention(
     plan: CellPlan,
     cells: int,
     keep: tuple[Tensor, Tensor] | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Output `[rows, value_dim]` and log-normaliser `[rows]` of queries (times scale) `[rows, dim]`.
 
@@ -60,7 +62,8 @@ def reference_attention(
     cells of one span for each set bit of s: a key of segment g is seen through its cell at the level of the highest bit in which
     g and s differ, or at the largest level if that is lower.
     `plan`: row by row, see `CellPlan.by_row`. `cells`: how many cells there are. `keep`: dropout factors, 0 or 1 / (1 - p), for
-    every (row, key) `[rows, n]` and (row, cell) `[rows, cells]`.
+    every (row, key) `[rows, n]` and (row, cell) `[rows, cells]`. `softcap`: 0, or the cap of the logits, which is
+    linear around the logit of a centroid.
     """
     rows, length = len(queries), len(keys)
     position = torch.arange(length, device=keys.device)
@@ -68,8 +71,10 @@ def reference_attention(
     inside = spans & (plan.cell_of >= 0)
     opened = spans & _any_equal(plan.cell_of.reshape(-1), plan.opened).view(rows, *plan.cell_of.shape)
     near = (position < visible[:, None]) & (~inside.any(1) | opened.any(1))
-    logits = [(queries @ keys.T).masked_fill(~near, -torch.inf)]
+    all_logits = capped(queries @ keys.T, softcap)
+    logits = [all_logits.masked_fill(~near, -torch.inf)]
     factors = [torch.ones_like(logits[0])]
+    slope = keys.new_ones(rows, cells)
     mean_value, tilt = values[:0], torch.zeros(rows, values.shape[1], dtype=values.dtype, device=values.device)
     if cells:
         # Every key appears once per level of spans.
@@ -84,7 +89,10 @@ def reference_attention(
         variance = (share.T @ off_key.square()).clamp(max=MOST_SQUARE)
         mask = (sees.to(keys.dtype) @ member > 0) & ~_any_equal(cell, plan.opened)
         spread = (queries.square().clamp(max=MOST_SQUARE) @ variance.T).clamp(max=MOST_SPREAD)
-        log_mass = queries @ centroid.T + size.clamp(min=1).log() + log_boost(spread)
+        middle = queries @ centroid.T
+        if softcap:
+            slope = torch.cosh(middle / softcap).square().reciprocal()
+        log_mass = capped(middle, softcap) + size.clamp(min=1).log() + log_boost(slope.square() * spread)
         logits.append(log_mass.masked_fill(~mask, -torch.inf))
         for edge in closed.unique().tolist():
             pooled = sees[closed == edge][0] & (cell_of >= 0)
@@ -96,7 +104,7 @@ def reference_attention(
         share_of = plan.log_factor.exp() * is_drawn / size.clamp(min=1)[home.clamp(min=0)]
         used = torch.zeros(rows, cells, dtype=keys.dtype, device=keys.device).scatter_add(1, home.clamp(min=0), share_of)
         factors.append(1 - used * mask)
-    picked = torch.gather(queries @ keys.T, 1, plan.drawn.clamp(min=0)) + plan.log_factor
+    picked = torch.gather(all_logits, 1, plan.drawn.clamp(min=0)) + plan.log_factor
     logits.append(picked.masked_fill(plan.drawn < 0, -torch.inf))
     factors.append(torch.ones_like(picked))
     everything = torch.cat(logits, 1)
@@ -113,7 +121,8 @@ def reference_attention(
         key_weight, cell_weight = key_weight * on_keys, cell_weight * on_cells[:, : len(mean_value)]
         drawn_weight = drawn_weight * on_keys.gather(1, plan.drawn.clamp(min=0))
     output = key_weight @ values + torch.einsum("rt,rtd->rd", drawn_weight, values[plan.drawn.clamp(min=0)])
-    return output + cell_weight @ mean_value + cell_weight.sum(1, keepdim=True) * tilt, lse
+    tilted = (cell_weight * slope[:, : len(mean_value)]).sum(1, keepdim=True) * tilt
+    return output + cell_weight @ mean_value + tilted, lse
 
 
 def _sees_through(position: Tensor, closed: Tensor, segment: int, levels: int) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.cells.far_field import MOST_SPREAD, POOL, finite, log_boost, score, squares, votes
+from nearfield.cells.far_field import MOST_SPREAD, POOL, cap_moments, finite, log_boost, score, squares, votes
 from nearfield.cells.moments import CellTable
 from nearfield.cells.operator import Given, Recipe, empty_results, head_of, wide
 from nearfield.cells.partition import from_plain
@@ -26,6 +26,7 @@ from nearfield.cells.torch.forward import by_best_cell
 from nearfield.cells.torch.head import assign
 from nearfield.chunks import BLOCK_BYTES, GPU_TIMES
 from nearfield.kernels import backends
+from nearfield.kernels.dense import capped, sink_share
 from nearfield.problem import with_positive_scale
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Prepared:
     tables: Sequence[CellTable] = ()
     """of each entry; none where kernels in Triton made the cells"""
     kernel_tables: Tables | None = None
+    sinks: Tensor | None = None
+    """`[batch, group * length]`: see `Problem.row_sinks`"""
 
     def of(self, entries: list[int]) -> Prepared:
         """Those of some entries, for a call: no rows of theirs are tried any more."""
@@ -73,7 +76,9 @@ class Prepared:
 
 
 @torch.no_grad()
-def prepare(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, recipe: Recipe) -> Prepared:
+def prepare(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, recipe: Recipe, sinks: Tensor | None = None
+) -> Prepared:
     """Groups keys and, where rows open cells in an order, orders rows: as a call does that is given neither."""
     cell_of, _, order = empty_results(queries, keys, values, recipe.sizes, recipe.engine)[3:6]
     partition, sizes = from_plain(recipe.partition, recipe.options), recipe.sizes
@@ -82,7 +87,7 @@ def prepare(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, reci
         layout_spans, kernel_tables = _prepare_by_kernels(queries, keys, values, visible, recipe, partition, cell_of, order)
         given = Given(cell_of, order=order if sizes.ordered else None)
         all_spans = [layout_spans] * len(keys)
-        return Prepared(queries, keys, values, visible, recipe, given, all_spans, kernel_tables=kernel_tables)
+        return Prepared(queries, keys, values, visible, recipe, given, all_spans, kernel_tables=kernel_tables, sinks=sinks)
     heads = []
     for entry in range(len(queries)):
         key = wide(keys[entry])
@@ -93,7 +98,7 @@ def prepare(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, reci
             order[entry] = by_best_cell(heads[-1])
     given = Given(cell_of, order=order if sizes.ordered else None)
     tables = [x.table for x in heads]
-    return Prepared(queries, keys, values, visible, recipe, given, [x.spans for x in heads], tables)
+    return Prepared(queries, keys, values, visible, recipe, given, [x.spans for x in heads], tables, sinks=sinks)
 
 
 @torch.no_grad()
@@ -151,21 +156,24 @@ def _try_rows(
     rows = _Rows(entries, place, queries, visible, closed)
     sums = _sums if prepared.kernel_tables is None else _sums_by_kernel
     top, mass, numerator = sums(prepared, rows, cells, of_cell, len(budgets) + 1)
-    exact = _ratio(numerator.sum(2), mass.sum(2))
-    mass, numerator = mass[:, :, :-1].cumsum(2), numerator[:, :, :-1].cumsum(2)
+    exact = _output(prepared, rows, numerator.sum(2), mass.sum(2), top)
+    mass, numerator = (x[:, :, :-1].cumsum(2).movedim(2, 0) for x in (mass, numerator))
     if cells is None:
-        return exact, _ratio(numerator, mass).movedim(2, 0)
+        return exact, _output(prepared, rows, numerator, mass, top)
+    slope = None
+    if prepared.recipe.softcap:
+        first, spread, slope = cap_moments(first, spread, prepared.recipe.softcap)
     log_mass = first + cells.size.log()[:, None] + log_boost(spread)
     all_top = torch.maximum(top, log_mass.amax(2))
-    factor = (top - finite(all_top)).exp()[..., None]
+    factor = (top - finite(all_top)).exp()
     masses = (log_mass - finite(all_top)[..., None]).exp()
     tilt = cells.cross @ wide_queries[..., None]
     closed_by = torch.arange(len(budgets), device=place.device)[:, None, None, None]
     far = masses * (of_cell > closed_by)
     share = far.sum(3)
-    of_far = torch.addcmul(far @ cells.value, share[..., None], tilt[..., 0])[..., : numerator.shape[3]]
-    numerator, mass = (x.movedim(2, 0) for x in (numerator * factor[..., None], mass * factor))
-    return exact, _ratio(numerator + of_far, mass + share)
+    tilted = share if slope is None else (far * slope).sum(3)
+    of_far = torch.addcmul(far @ cells.value, tilted[..., None], tilt[..., 0])[..., : numerator.shape[3]]
+    return exact, _output(prepared, rows, numerator * factor[..., None] + of_far, mass * factor + share, all_top)
 
 
 class _Rows(NamedTuple):
@@ -187,7 +195,7 @@ def _sums(prepared: Prepared, rows: _Rows, cells: _Columns | None, of_cell: Tens
     """
     most = int(rows.visible.max())
     keys, values = (x[rows.entries, :most].to(rows.queries.dtype) for x in (prepared.keys, prepared.values))
-    logits = rows.queries @ keys.mT
+    logits = capped(rows.queries @ keys.mT, prepared.recipe.softcap)
     position = torch.arange(most, device=logits.device)
     logits.masked_fill_(position >= rows.visible[..., None], -torch.inf)
     top = logits.amax(2) if most else logits.new_full(rows.place.shape, -torch.inf)
@@ -223,10 +231,13 @@ def _first_of_block(prepared: Prepared, place: Tensor) -> Tensor:
     return place - place % (prepared.queries.shape[1] // sizes.group) % sizes.share if sizes.segment else place
 
 
-def _ratio(numerator: Tensor, mass: Tensor) -> Tensor:
-    """Their ratio; zero for a row that sees nothing."""
+def _output(prepared: Prepared, rows: _Rows, numerator: Tensor, mass: Tensor, top: Tensor) -> Tensor:
+    """The ratio of sums over keys, both relative to e^top, beside the sinks; zero for a row that sees nothing."""
     blind = mass <= 0
-    return (numerator / mass.masked_fill(blind, 1.0)[..., None]).masked_fill(blind[..., None], 0.0)
+    output = (numerator / mass.masked_fill(blind, 1.0)[..., None]).masked_fill(blind[..., None], 0.0)
+    if prepared.sinks is None:
+        return output
+    return output * sink_share(top + mass.log(), prepared.sinks[rows.entries[:, None], rows.place])[0][..., None]
 
 
 def _padded(x: Tensor, like: Tensor) -> Tensor:
@@ -267,7 +278,7 @@ def _votes(prepared: Prepared, entries: Tensor, place: Tensor, cells: _Columns, 
     counts = there.unflatten(2, (-1, POOL)).sum(3)
     means = queries.unflatten(2, (-1, POOL)).sum(3) / counts.clamp(min=1)[..., None]
     first, spread = cells.moments(_padded(means, cells.centroid).flatten(1, 2), counts.shape[2])
-    return votes(first, spread, cells.size, counts > 0)
+    return votes(first, spread, cells.size, counts > 0, prepared.recipe.softcap)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield._compat import sdpa
@@ -17,6 +16,7 @@ from nearfield.attention import attention
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
 from nearfield.hf.masks import LazyMask, Pattern
+from nearfield.kernels.dense import dense_attention
 from nearfield.knn.store import can_search
 from nearfield.problem import Method, is_traced, needs_grad
 
@@ -43,6 +43,9 @@ class LayerCall:
     """what serves causal calls in place of `method`, where no gradient is wanted; None: `method`"""
     has_window: bool = False
     """whether the layer has a sliding window, in which rows attend exactly whatever their cache is"""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """`[heads]`: the `s_aux` of `attention`"""
 
     @property
     def rows(self) -> int:
@@ -57,8 +60,8 @@ class LayerCall:
         key, value = self.key[entries, :, keys], self.value[entries, :, keys]
         return replace(self, query=self.query[entries, :, rows], key=key, value=value)
 
-    def by_method(self, is_causal: bool, key_padding: Tensor | None = None) -> Tensor:
-        """Attention by the method; `key_padding` `[batch, keys]` is False for padding."""
+    def by_method(self, is_causal: bool, key_padding: Tensor | None = None, offset: int | None = None) -> Tensor:
+        """Attention by the method; `key_padding` `[batch, keys]` is False for padding, `offset` as in `attention`."""
         mask = None if key_padding is None else key_padding[:, None, None, :].to(self.query.device)
         is_prefill = self.prefill is not None and is_causal and not needs_grad(self.query, self.key, self.value)
         return attention(
@@ -71,9 +74,30 @@ class LayerCall:
             self.scale,
             enable_gqa=True,
             method=self.prefill if is_prefill else self.method,
+            offset=offset,
+            softcap=self.softcap,
+            s_aux=self.sinks,
         )
 
-    def by_sdpa(self, mask: Tensor | None) -> Tensor:
+    def exactly(self, mask: Tensor | None) -> Tensor:
+        """Exact attention with any mask, by torch's SDPA where that knows the logits."""
+        if not self.softcap and self.sinks is None:
+            return self._by_sdpa(mask)
+        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        given = [self.query, self.key, self.value, *([] if self.sinks is None else [self.sinks])]
+        return dense_attention(
+            self.query,
+            self.key,
+            self.value,
+            mask if mask is None else mask.to(self.query.device),
+            scale,
+            self.softcap or 0.0,
+            self.sinks,
+            self.dropout,
+            recompute=needs_grad(*given) and not is_traced(),
+        )
+
+    def _by_sdpa(self, mask: Tensor | None) -> Tensor:
         """torch's SDPA with any mask. Query heads that share keys become rows, so that no kernel repeats the keys in memory."""
         batch, heads, rows, _ = self.query.shape
         kv_heads = self.key.shape[1]
@@ -220,7 +244,7 @@ def _serve_lazy_mask(call: LayerCall, mask: LazyMask) -> Tensor:
     if call.rows > 1 and mask.is_causal and mask.shift == 0 and mask.keys == call.rows:
         return call.by_method(True, mask.key_padding)
     if mask.is_causal and call.rows + mask.shift == mask.keys and _are_enough_rows(call):
-        return _serve_last_rows(call, mask.key_padding)
+        return call.by_method(True, mask.key_padding, mask.keys - call.rows)
     _tell_if_searchable(call)
     return exact(call, mask)
 
@@ -241,14 +265,8 @@ def tell_exact() -> None:
 
 
 def _are_enough_rows(call: LayerCall) -> bool:
-    """Whether it pays to let the method serve the last rows of a sequence, although it computes the earlier ones as well."""
+    """Whether it pays to let the method serve the last rows of a sequence: it may have to prepare all keys for them."""
     return call.rows >= LEAST_SHARE * call.keys and not isinstance(call.method, Exact)
-
-
-def _serve_last_rows(call: LayerCall, key_padding: Tensor | None) -> Tensor:
-    """Causal attention of the last rows. Methods align rows at the first key, so zeros stand in for the earlier queries."""
-    before = call.keys - call.rows
-    return replace(call, query=F.pad(call.query, (0, 0, before, 0))).by_method(True, key_padding)[:, :, before:]
 
 
 def _serve_packed(call: LayerCall, mask: LazyMask) -> Tensor:
@@ -266,7 +284,7 @@ def exact(call: LayerCall, mask: Mask) -> Tensor:
     parts = []
     for rows in _blocks(call, mask):
         keys = mask.keys_of(rows)
-        parts.append(call.at(rows, keys).by_sdpa(mask.dense(rows, keys)))
+        parts.append(call.at(rows, keys).exactly(mask.dense(rows, keys)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
@@ -274,6 +292,9 @@ def _blocks(call: LayerCall, mask: Mask) -> Iterator[slice]:
     """Ranges of rows for which the mask, in float32 and repeated for query heads that share keys, is of bounded size."""
     group = call.query.shape[1] // call.key.shape[1]
     per_row = 4 * group * mask.entries
+    if call.softcap or call.sinks is not None:
+        # The weights of all heads are tables too.
+        per_row = max(per_row, 16 * call.query.shape[0] * call.query.shape[1])
     step = max(1, BLOCK_BYTES // max(1, per_row * mask.keys))
     if mask.reach is not None and mask.reach < mask.keys:
         # As many rows as each sees keys: then half of the block lies within the window.

@@ -18,8 +18,6 @@ from nearfield.hf.stored import StoredKeys, serve_stored
 from nearfield.problem import Method, to_autocast_dtype
 
 REFUSED = {
-    "softcap": "soft-capping of the logits",
-    "s_aux": "attention sinks that are parameters of the model",
     "indices": "keys chosen by the model",
     "block_indices": "blocks of keys chosen by the model",
     "cache": "the paged cache of continuous batching",
@@ -28,7 +26,6 @@ REFUSED = {
 """Arguments of layers that change the result, or ask for another kind of result, and that nearfield cannot honour."""
 
 REMEDY = {
-    "softcap": 'attn_implementation="eager", or a config without attn_logit_softcapping if the model does well without it',
     "cache": 'attn_implementation="sdpa", or generate()',
 }
 
@@ -56,8 +53,9 @@ def register(
 
     The method serves bidirectional and causal attention, with any padding, of whole sequences (packed ones each by itself) and
     of the last half or more of a sequence. Everything else is exact attention, with the mask of a bounded number of rows at a
-    time: single queries, sliding windows (only keys within reach are read), and all other masks. What a model asks for beyond
-    masks, such as soft-capping or attention sinks, raises an error.
+    time: single queries, sliding windows (only keys within reach are read), and all other masks. Soft-capping (Gemma 2) and
+    attention sinks that are parameters (gpt-oss) are honoured by `Exact`, `TopK`, `Cells` and `Auto`; what else a model asks for
+    beyond masks raises an error.
 
     New tokens after a prompt attend by `TopK` or `LazyGumbel`, with an index that grows, if the cache is made for it:
     `generate(..., past_key_values=hf.CellCache(config=model.config))`. With a cache of Transformers, also the one that `generate`
@@ -149,6 +147,8 @@ class AttentionFunction:
         scaling: float | None = None,
         is_causal: bool | None = None,
         position_bias: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """The output `[batch, rows, heads, dim]` for query, key and value `[batch, heads, length, dim]`."""
@@ -161,7 +161,7 @@ class AttentionFunction:
         prefill = self.prefill.get(layer) if query.shape[2] > 1 and not module.training else None
         has_window = (options.get("sliding_window") or getattr(module, "sliding_window", None)) is not None
         scale = _scale(scaling, query.shape[-1])
-        call = LayerCall(query, key, value, self.methods[layer], scale, dropout, prefill, has_window)
+        call = LayerCall(query, key, value, self.methods[layer], scale, dropout, prefill, has_window, softcap, s_aux)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
         return output.transpose(1, 2).contiguous(), None

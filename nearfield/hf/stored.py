@@ -78,6 +78,9 @@ def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: boo
         raise TypeError(f"this model takes only keys or only values from its cache; {REMEDY}")
     if bias is not None:
         raise ValueError(f"this model adds a position bias to its logits, which a cell cache cannot do; {REMEDY}")
+    if call.softcap or call.sinks is not None:
+        asked = "soft-capped logits (softcap)" if call.softcap else "attention sinks that are parameters (s_aux)"
+        raise ValueError(f"this model asks for {asked}, which a cell cache does not have; {REMEDY}")
     if call.dropout:
         raise ValueError(f"a cell cache has no dropout, got {call.dropout}; call model.eval() first")
     store = key.store

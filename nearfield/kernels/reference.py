@@ -76,8 +76,12 @@ def largest(scores: Tensor, k: int, size: int, sorted: bool = True) -> tuple[Ten
 
 def exact_logits(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     """The inner products of rows `[b, r, d]` with keys `[b, n, d]`; -inf beyond the first `visible[b, r]` keys."""
-    hidden = torch.arange(keys.shape[1], device=keys.device) >= visible[..., None]
-    return (queries @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
+    return hidden_beyond(queries @ keys.transpose(1, 2), visible)
+
+
+def hidden_beyond(logits: Tensor, visible: Tensor) -> Tensor:
+    """Logits `[b, r, n]` with -inf beyond the first `visible[b, r]` keys."""
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) >= visible[..., None], -torch.inf)
 
 
 def exact_attention(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

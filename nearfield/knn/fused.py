@@ -33,7 +33,7 @@ def served_sizes(index: Index, problem: Problem, call: Call, rows: Rows, k: int,
     device = problem.key.device
     if type(index) is not CellIndex or call.diagnostics or call.return_lse:
         return None
-    if problem.needs_grad or problem.dropout_p or problem.scale <= 0:
+    if problem.needs_grad or problem.dropout_p or problem.scale <= 0 or not problem.has_plain_logits:
         return None
     if not (backends.prefers_triton(call.backend, device) and backends.runs_triton(device)) or (tail and k > MOST_SORTED):
         return None

@@ -45,6 +45,8 @@ class Settings(NamedTuple):
     backend: str
     keep: bool
     """whether the keys that were found and drawn are returned, for a backward pass"""
+    softcap: float = 0.0
+    """see `Problem.softcap`"""
 
     def known_index(self) -> Index:
         found = ExactIndex() if self.number == EXACT else _KNOWN.get(self.number, lambda: None)()
@@ -62,19 +64,19 @@ def number_of(index: Index) -> int:
 
 _LIBRARY = torch.library.Library("nearfield", "FRAGMENT")
 
-_INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed"
-_SETTINGS = "SymInt k, SymInt tail, float dropout_p, int number, str backend, bool keep"
+_INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor visible, Tensor seed, Tensor? sinks"
+_SETTINGS = "SymInt k, SymInt tail, float dropout_p, int number, str backend, bool keep, float softcap"
 
 _LIBRARY.define(f"topk({_INPUTS}, {_SETTINGS}) -> (Tensor output, Tensor lse, Tensor ids)")
 
 _LIBRARY.define(
-    f"topk_backward(Tensor output_grad, Tensor lse_grad, {_INPUTS}, Tensor ids, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"topk_backward(Tensor output_grad, Tensor lse_grad, {_INPUTS}, Tensor ids, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def implement(forward: Callable[..., tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]) -> None:
     """Say how the operators compute: functions of their tensors and of `Settings`."""
-    for name, engine, tensors in (("topk", forward, 5), ("topk_backward", backward, 8)):
+    for name, engine, tensors in (("topk", forward, 6), ("topk_backward", backward, 9)):
 
         def run(
             *arguments: Any, engine: Callable[..., tuple[Tensor, ...]] = engine, tensors: int = tensors
@@ -86,7 +88,9 @@ def implement(forward: Callable[..., tuple[Tensor, ...]], backward: Callable[...
 
 
 @torch.library.register_fake("nearfield::topk")
-def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+def _(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, sinks: Tensor | None, *settings: Any
+) -> tuple[Tensor, ...]:
     batch, rows, _ = queries.shape
     given = Settings(*settings)
     width = given.k + given.tail if given.keep else 0
@@ -98,15 +102,35 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tens
 
 
 @torch.library.register_fake("nearfield::topk_backward")
-def _(output_grad: Tensor, lse_grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
+def _(
+    output_grad: Tensor,
+    lse_grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
+    return (*grads, queries.new_empty(0) if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format))
 
 
 def traced_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, settings: Settings
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sinks: Tensor | None,
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-normaliser of rows as `Problem.rows` has them, as a part of a traced program."""
-    output, lse, _ = _TopK.apply(queries, keys, values, visible, seed, *settings)
+    """Output and log-normaliser of rows as `Problem.rows` has them, as a part of a traced program.
+
+    `sinks` `[batch, rows]`: see `Problem.row_sinks`.
+    """
+    output, lse, _ = _TopK.apply(queries, keys, values, visible, seed, sinks, *settings)
     return output, lse
 
 
@@ -118,24 +142,29 @@ class _TopK(torch.autograd.Function):
         values: Tensor,
         visible: Tensor,
         seed: Tensor,
+        sinks: Tensor | None,
         k: int,
         tail: int,
         dropout_p: float,
         number: int,
         backend: str,
         keep: bool,
+        softcap: float,
     ) -> tuple[Tensor, ...]:
-        return torch.ops.nearfield.topk(queries, keys, values, visible, seed, k, tail, dropout_p, number, backend, keep)
+        return torch.ops.nearfield.topk(
+            queries, keys, values, visible, seed, sinks, k, tail, dropout_p, number, backend, keep, softcap
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        queries, keys, values, visible, seed, *settings = inputs
+        queries, keys, values, visible, seed, sinks, *settings = inputs
         _, _, ids = output
         ctx.mark_non_differentiable(ids)
-        ctx.save_for_backward(queries, keys, values, visible, seed, ids)
+        ctx.save_for_backward(queries, keys, values, visible, seed, sinks, ids)
         ctx.settings = settings
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, lse_grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        grads = torch.ops.nearfield.topk_backward(output_grad, lse_grad, *ctx.saved_tensors, *ctx.settings)
-        return (*grads, *(None,) * 8)
+        sinks = ctx.saved_tensors[5]
+        *grads, sinks_grad = torch.ops.nearfield.topk_backward(output_grad, lse_grad, *ctx.saved_tensors, *ctx.settings)
+        return (*grads, None, None, None if sinks is None else sinks_grad, *(None,) * 7)

@@ -19,6 +19,7 @@ from nearfield.chunks import row_blocks
 from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
+from nearfield.kernels.dense import cap_slope, capped, sink_share
 from nearfield.kernels.reference import exact_attention, weighted_softmax
 from nearfield.knn import fused
 from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores, row_table
@@ -105,6 +106,7 @@ class TopK:
     joint: bool = False
 
     any_mask = False
+    any_logits = True
     gives_lse = True
     drops_pairs = True
 
@@ -151,9 +153,11 @@ class TopK:
         if promise is not None and call.diagnostics:
             met = RowsMet(tail_factor(promise.eps, promise.entry_delta(rows.count, rows.values.shape[-1])))
         dropout = pair_dropout(problem.dropout_p, call.seeds)
-        planner = _Planner(rows.detach(), built, k, tail, dropout, call, _gathers(backend), Tally(built), Tally(built), met)
+        planner = _Planner(
+            rows.detach(), built, k, tail, dropout, call, _gathers(backend), Tally(built), Tally(built), met, problem.softcap
+        )
         output, lse, error = weighted_attention(
-            rows.queries, rows.keys, rows.values, planner, call.backend, stderr=call.diagnostics and tail > 0
+            rows.queries, rows.keys, rows.values, planner, call.backend, call.diagnostics and tail > 0, problem.row_sinks
         )
         planner.searches.warn(built)
         if not call.diagnostics:
@@ -171,8 +175,9 @@ class TopK:
         rows = problem.rows
         random = bool(tail or problem.dropout_p)
         seed = call.seeds.tensor() if random else torch.zeros((), dtype=torch.int64)
-        settings = Settings(k, tail, problem.dropout_p, number_of(self.index), call.backend, problem.needs_grad)
-        output, lse = traced_attention(rows.queries, rows.keys, rows.values, rows.visible, seed, settings)
+        settings = Settings(k, tail, problem.dropout_p, number_of(self.index), call.backend, problem.needs_grad, problem.softcap)
+        inputs = rows.queries, rows.keys, rows.values, rows.visible, seed, problem.row_sinks
+        output, lse = traced_attention(*inputs, settings)
         return Outcome(problem.by_head(output), problem.by_head(lse))
 
     def _sizes(self, rows: Rows, promise: TailPromise | None) -> tuple[int, int]:
@@ -230,6 +235,8 @@ class _Planner:
     """those of them that the index looked at, if it says"""
     met: RowsMet | None = None
     """rows whose promise is known to hold; None: none was made, or nobody asks"""
+    softcap: float = 0.0
+    """see `Problem.softcap`: the nearest keys are the same, since a cap keeps the order of logits"""
     found: Tensor | None = None
     """`[batch, rows, k + tail]`: where to note the keys of plans; None: nowhere"""
 
@@ -251,7 +258,8 @@ class _Planner:
             self.searches.add(scored, rows.visible)
         if self.met is not None and self.met.open:
             bound = self.built.upper_bound(rows.queries, ids, rows.causal_offset)
-            self.met.add(logits, bound, rows.visible - near, self.tail)
+            bound = bound if bound is None else capped(bound, self.softcap)
+            self.met.add(self._capped(logits), bound, rows.visible - near, self.tail)
         if self.tail:
             drawn = self._draw_tail(ids, rows.visible - near, block)
             drawn_logits = gathered_scores(rows.queries, rows.keys, drawn, self.call.backend)
@@ -266,7 +274,8 @@ class _Planner:
         return self._weighted(ids, gathered_scores(rows.queries, rows.keys, ids, self.call.backend), rows.visible, block)
 
     def _weighted(self, ids: Tensor, logits: Tensor, visible: Tensor, block: slice) -> Plan:
-        """A plan of `k` near keys and `tail` drawn ones."""
+        """A plan of `k` near keys and `tail` drawn ones, whose logits are not capped yet."""
+        logits = self._capped(logits)
         if not self.tail:
             return Plan(ids, logits, keep=self._keep(ids, block))
         near, drawn = ids.split([self.k, self.tail], -1)
@@ -276,6 +285,10 @@ class _Planner:
         zero = torch.zeros_like(near, dtype=logits.dtype)
         log_weight = torch.cat([zero, weight[..., None].expand_as(drawn)], -1)
         return Plan(ids, logits, log_weight, self._keep(ids, block), near=self.k, left_out=left_out)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """The logits under the cap; -inf, where there is no key, stays."""
+        return capped(logits, self.softcap).masked_fill(logits == -torch.inf, -torch.inf) if self.softcap else logits
 
     def _draw_tail(self, near: Tensor, left_out: Tensor, block: slice) -> Tensor:
         """`tail` keys per row, without replacement, from the visible keys that are not near."""
@@ -293,20 +306,33 @@ class _Planner:
 
 
 def weighted_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str = "auto", stderr: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    planner: _Planner,
+    backend: str = "auto",
+    stderr: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of queries `[batch, rows, dim]` over the planned keys: output, log-normaliser and standard error.
 
     The logits come with the plan. Queries, keys and values get the exact gradient of the estimator. The standard error
-    is zero where nothing was drawn, and everywhere unless `stderr` is set.
+    is zero where nothing was drawn, and everywhere unless `stderr` is set. `sinks` `[batch, rows]`: see `Problem.row_sinks`.
     """
-    return _WeightedAttention.apply(queries, keys, values, planner, backend, stderr)
+    return _WeightedAttention.apply(queries, keys, values, planner, backend, stderr, sinks)
 
 
 class _WeightedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, planner: _Planner, backend: str, stderr: bool
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        planner: _Planner,
+        backend: str,
+        stderr: bool,
+        sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel = backends.pair_kernels(backend, queries.device)
         output = values.new_empty(*queries.shape[:2], values.shape[2])
@@ -318,7 +344,7 @@ class _WeightedAttention(torch.autograd.Function):
         kept: tuple[Tensor | None, ...] = ()
         for block in blocks:
             plan = planner.plan(block)
-            weights, lse[:, block] = weighted_softmax(plan.logits, plan.log_weight)
+            weights, lse[:, block] = _weights(plan, sinks, block)
             applied = weights if plan.keep is None else weights * plan.keep
             rows = kernel.pair_sums(applied.flatten(0, 1), table, flat_ids(plan.ids, step))
             output[:, block] = rows.unflatten(0, weights.shape[:2])
@@ -327,7 +353,8 @@ class _WeightedAttention(torch.autograd.Function):
             parts = (plan.ids, plan.logits, plan.log_weight, plan.keep)
             if len(blocks) == 1 and any(ctx.needs_input_grad) and _bytes(*parts) <= _bytes(queries, keys, values):
                 kept = parts
-        ctx.save_for_backward(queries, keys, values, *kept)
+        ctx.save_for_backward(queries, keys, values, sinks, *kept)
+        ctx.softcap = planner.softcap
         # A planner keeps the inputs alive, so it stays only where it is needed again.
         ctx.planner, ctx.kernel = None if kept else planner, kernel
         ctx.mark_non_differentiable(error)
@@ -337,10 +364,19 @@ class _WeightedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         with full_precision(grad_output):
-            queries, keys, values, *kept = ctx.saved_tensors
+            queries, keys, values, sinks, *kept = ctx.saved_tensors
             plans = _plans(ctx.planner, kept, queries.shape[1])
-            grads = _weighted_backward(ctx.kernel, queries, keys, values, plans, grad_output, grad_lse)
-            return (*grads, None, None, None)
+            grads = _weighted_backward(ctx.kernel, queries, keys, values, sinks, plans, ctx.softcap, grad_output, grad_lse)
+            return (*grads[:3], None, None, None, grads[3])
+
+
+def _weights(plan: Plan, sinks: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
+    """The weights of the planned keys of a block, and the log-normalisers, beside the sinks of its rows."""
+    weights, lse = weighted_softmax(plan.logits, plan.log_weight)
+    if sinks is None:
+        return weights, lse
+    share, total = sink_share(lse, sinks[:, block])
+    return weights * share[..., None], total
 
 
 def _bytes(*tensors: Tensor | None) -> int:
@@ -364,17 +400,22 @@ def _weighted_backward(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
+    sinks: Tensor | None,
     plans: Iterable[tuple[slice, Plan]],
+    softcap: float,
     grad_output: Tensor,
     grad_lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys, values and sinks."""
     key_table, value_table = keys.flatten(0, 1), values.flatten(0, 1)
     # Laid out as the operator of compiled programs says it is.
     grad_queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    grad_sinks = None if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
     grad_keys, grad_values = torch.zeros_like(key_table), torch.zeros_like(value_table)
     for block, plan in plans:
         ids = flat_ids(plan.ids, keys.shape[1])
-        weights = weighted_softmax(plan.logits, plan.log_weight)[0].flatten(0, 1)
+        by_row, lse = _weights(plan, sinks, block)
+        weights = by_row.flatten(0, 1)
         query_rows, upstream = queries[:, block].flatten(0, 1), grad_output[:, block].flatten(0, 1)
 
         grad_weights = kernel.pair_scores(upstream, value_table, ids)
@@ -384,11 +425,16 @@ def _weighted_backward(
             applied, grad_weights = weights * keep, grad_weights * keep
         delta = (weights * grad_weights).sum(-1) - grad_lse[:, block].flatten()
         grad_logits = weights * (grad_weights - delta[:, None])
+        if softcap:
+            grad_logits = grad_logits * cap_slope(plan.logits, softcap).flatten(0, 1)
+        if sinks is not None and grad_sinks is not None:
+            # A sink is a key with value zero.
+            grad_sinks[:, block] = -(sinks[:, block] - lse).exp() * delta.view_as(lse)
 
         grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
         kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
         kernel.pair_scatter_(grad_values, applied, upstream, ids)
-    return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values)
+    return grad_queries, grad_keys.view_as(keys), grad_values.view_as(values), grad_sinks
 
 
 def _standard_error(
@@ -417,20 +463,35 @@ def _traced_planner(rows: Rows, seed: Tensor, settings: Settings, built: BuiltIn
     seeds = Seeds.given(seed, rows.queries.device)
     gathers = _gathers(backends.pairs_backend(settings.backend, rows.keys, rows.values))
     dropout, call = pair_dropout(settings.dropout_p, seeds), Call(seeds, settings.backend)
-    sizes = settings.k, settings.tail
     return _Planner(
-        rows, built, *sizes, dropout, call, gathers, Tally(built), Tally(built), found=found if settings.keep else None
+        rows,
+        built,
+        settings.k,
+        settings.tail,
+        dropout,
+        call,
+        gathers,
+        Tally(built),
+        Tally(built),
+        softcap=settings.softcap,
+        found=found if settings.keep else None,
     )
 
 
 def _traced_forward(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, seed: Tensor, settings: Settings
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    seed: Tensor,
+    sinks: Tensor | None,
+    settings: Settings,
 ) -> tuple[Tensor, ...]:
     width = settings.k + settings.tail if settings.keep else 0
     ids = queries.new_empty(*visible.shape, width, dtype=torch.int64)
     built = build_index(settings.known_index(), keys)
     planner = _traced_planner(Rows(queries, keys, values, visible), seed, settings, built, ids)
-    output, lse, _ = weighted_attention(queries, keys, values, planner, settings.backend)
+    output, lse, _ = weighted_attention(queries, keys, values, planner, settings.backend, sinks=sinks)
     planner.searches.warn(built)
     return output, lse, ids
 
@@ -443,13 +504,16 @@ def _traced_backward(
     values: Tensor,
     visible: Tensor,
     seed: Tensor,
+    sinks: Tensor | None,
     ids: Tensor,
     settings: Settings,
 ) -> tuple[Tensor, ...]:
     planner = _traced_planner(Rows(queries, keys, values, visible), seed, settings, None, ids)
     plans = ((block, planner.plan_of(ids[:, block], block)) for block in planner.blocks())
     kernel = backends.pair_kernels(settings.backend, queries.device)
-    return _weighted_backward(kernel, queries, keys, values, plans, grad_output, grad_lse)
+    upstream = grad_output, grad_lse
+    *grads, grad_sinks = _weighted_backward(kernel, queries, keys, values, sinks, plans, settings.softcap, *upstream)
+    return (*grads, queries.new_empty(0) if grad_sinks is None else grad_sinks)
 
 
 implement(_traced_forward, _traced_backward)

@@ -73,6 +73,7 @@ class LazyGumbel:
     slack: float | None = None
 
     any_mask = False
+    any_logits = False
     gives_lse = False
     drops_pairs = True
 

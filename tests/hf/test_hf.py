@@ -352,21 +352,45 @@ def test_from_pretrained(tmp_path: Any) -> None:
     assert_close(logits(ours, **inputs("llama")), logits(plain, **inputs("llama")))
 
 
+CAPPED = {"gemma2": {"attn_logit_softcapping": 0.05}, "gpt_oss": {}}
+"""Models that ask for soft-capped logits, and for sinks that are parameters."""
+
+
+@pytest.mark.parametrize("family", CAPPED)
+@pytest.mark.parametrize(
+    "method", [nearfield.Exact(), nearfield.Cells(cell_size=4, probes=200, segment=16), nearfield.TopK(k=400)]
+)
+def test_soft_caps_and_sinks_are_honoured(family: str, method: Any) -> None:
+    net = model(family, **CAPPED[family])
+    for name, parameter in net.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    found = []
+    hf.register("nearfield-logits", method)
+    for implementation in ("eager", "nearfield-logits"):
+        net.set_attn_implementation(implementation)
+        net.zero_grad()
+        out = net(**inputs(family)).logits
+        out.square().mean().backward()
+        grads = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+        found.append({"out": out.detach(), **{name: grad.clone() for name, grad in grads.items()}})
+    assert found[0].keys() == found[1].keys()
+    for name, want in found[0].items():
+        torch.testing.assert_close(found[1][name], want, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_a_cell_cache_refuses_soft_caps_and_sinks(family: str) -> None:
+    net = model(family, **CAPPED[family])
+    net.requires_grad_(False)
+    net.set_attn_implementation("nearfield")
+    with pytest.raises(
+        ValueError, match=r"this model asks for .* which a cell cache does not have; use Transformers' DynamicCache"
+    ):
+        net(**inputs(family), past_key_values=hf.CellCache(config=net.config))
+
+
 # What is refused.
-
-
-def test_soft_capping_is_refused() -> None:
-    net = model("gemma2", attn_logit_softcapping=50.0)
-    net.set_attn_implementation("nearfield")
-    with pytest.raises(ValueError, match=r'soft-capping.*use attn_implementation="eager"'):
-        net(**inputs("gemma2"))
-
-
-def test_learned_sinks_are_refused() -> None:
-    net = model("gpt_oss")
-    net.set_attn_implementation("nearfield")
-    with pytest.raises(ValueError, match=r's_aux.*use attn_implementation="eager"'):
-        net(**inputs("gpt_oss"))
 
 
 @pytest.mark.parametrize("option", ["indices", "block_indices", "cache", "output_attentions"])

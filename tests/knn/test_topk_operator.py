@@ -23,7 +23,7 @@ def leaves(length: int = 40, **options: Any) -> QKV:
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def results(function: Any, tensors: QKV, *others: Any) -> list[Tensor]:
+def results(function: Any, tensors: tuple[Tensor, ...], *others: Any) -> list[Tensor]:
     """Output, lse and gradients of something that depends on both."""
     torch.manual_seed(3)
     output, lse = function(*tensors, *others)
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[nf.TopK, dict[str, Any], tuple[Any, ...]]] = {
     "own": (nf.TopK(k=5, index=OwnIndex()), {}, ()),
     "reference": (nf.TopK(k=5, tail=6), {"backend": "reference"}, ()),
     "all-keys": (nf.TopK(k=40), {}, ()),
+    "offset": (nf.TopK(k=5, tail=6), {"is_causal": True, "offset": -4}, ()),
 }
 
 
@@ -82,16 +83,31 @@ def test_one_program_serves_all_lengths() -> None:
         torch.testing.assert_close(results(program, tensors), results(eager, tensors), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["near", "tail", "all-keys", "offset"])
+def test_compiled_with_a_cap_and_sinks(case: str) -> None:
+    method, options, _ = CASES[case]
+
+    def eager(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return nf.attention(
+            *tensors[:3], s_aux=tensors[3], softcap=0.7, enable_gqa=True, method=method, return_lse=True, **options
+        )
+
+    tensors = (*leaves(), torch.randn(4, generator=seeded(5)).requires_grad_())
+    torch.testing.assert_close(results(compiled(eager), tensors), results(eager, tensors), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_operator_keeps_its_word(keep: bool) -> None:
+def test_the_operator_keeps_its_word(keep: bool, sunk: bool) -> None:
     queries, keys, values = (x.detach().flatten(0, 1) for x in inputs(1, 2, queries=12, dim=8, dtype=torch.float64))
     visible = torch.arange(1, 13).expand(2, -1)
-    given = queries, keys, values, visible, torch.tensor(5), *Settings(3, 2, 0.2, 0, "auto", keep)
+    sinks = torch.randn(2, 12, generator=seeded(1), dtype=torch.float64) if sunk else None
+    given = queries, keys, values, visible, torch.tensor(5), sinks, *Settings(3, 2, 0.2, 0, "auto", keep, 2.0 if sunk else 0.0)
     torch.library.opcheck(torch.ops.nearfield.topk.default, given)
     output, lse, ids = torch.ops.nearfield.topk(*given)
     assert ids.shape == (2, 12, 5 if keep else 0)
     if keep:
-        torch.library.opcheck(torch.ops.nearfield.topk_backward.default, (output, lse, *given[:5], ids, *given[5:]))
+        torch.library.opcheck(torch.ops.nearfield.topk_backward.default, (output, lse, *given[:6], ids, *given[6:]))
 
 
 def test_an_index_that_is_gone() -> None:
@@ -120,6 +136,8 @@ class Model(nn.Module):
 
 EXPORTED: dict[str, dict[str, Any]] = {
     "exact": {"method": nf.Exact(), "is_causal": True},
+    "topk-softcap": {"method": nf.TopK(k=8), "softcap": 2.0, "s_aux": torch.tensor([0.0, 1.0])},
+    "cells-softcap": {"method": nf.Cells(8, 2), "softcap": 2.0, "s_aux": torch.tensor([0.0, 1.0])},
     "cells": {"method": nf.Cells(8, 2)},
     "cells-causal": {"method": nf.Cells(8, 2, segment=16), "is_causal": True},
     "topk": {"method": nf.TopK(k=8, tail=4), "is_causal": True},

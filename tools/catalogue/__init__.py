@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from catalogue import cache, calibrate, cells, commands, dropin, indices, methods, pilot, ready, stores, theory, triton
+from catalogue import (
+    cache,
+    calibrate,
+    cells,
+    commands,
+    dropin,
+    indices,
+    masks,
+    methods,
+    pilot,
+    ready,
+    stores,
+    theory,
+    triton,
+)
 from catalogue.mutant import Mutant
 
-AREAS = (methods, indices, stores, cells, triton, ready, cache, calibrate, commands, pilot, theory, dropin)
+AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, pilot, theory, dropin)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

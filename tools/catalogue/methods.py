@@ -260,15 +260,15 @@ MUTANTS = (
     Mutant(
         "causal off by one: a row sees the next key",
         "Problem.visible",
-        "visible = visible if queries <= length else visible.clamp_(max=length)",
-        "visible = (visible + 1).clamp_(max=length)",
+        "if self.offset < 0 or queries + self.offset > length:\n                visible = visible.clamp_(0, length)",
+        "visible = (visible + 1).clamp_(0, length)",
         ("test_matches_exact_attention_within_the_promise", "test_topk.py"),
     ),
     Mutant(
         "causal off by one: a row misses its own key",
         "Problem.visible",
-        "visible = visible if queries <= length else visible.clamp_(max=length)",
-        "visible = (visible - 1).clamp_(max=length)",
+        "if self.offset < 0 or queries + self.offset > length:\n                visible = visible.clamp_(0, length)",
+        "visible = (visible - 1).clamp_(0, length)",
         ("test_matches_exact_attention_within_the_promise", "test_topk.py"),
     ),
     Mutant(
@@ -757,7 +757,7 @@ MUTANTS = (
     Mutant(
         "NaN in a later key reaches earlier rows",
         "isolate_non_finite",
-        "spoiled = bad_key.cumsum(2).gt(0)[:, :, seen]",
+        "spoiled = so_far[:, :, (last + 1).clamp(0, bad_key.shape[2])]",
         "spoiled = bad_key.any(2, keepdim=True).expand(-1, -1, length)",
         ("test_bad_future_key",),
     ),

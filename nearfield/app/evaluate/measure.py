@@ -194,6 +194,7 @@ class _Probe:
     found: list[_Found]
 
     any_mask = False
+    any_logits = False
     gives_lse = False
     drops_pairs = False
 
@@ -261,6 +262,7 @@ class _Noise:
     seed: int
 
     any_mask = False
+    any_logits = False
     gives_lse = False
     drops_pairs = False
 

@@ -30,6 +30,7 @@ class PastTopK:
     sinks: int = 16
 
     any_mask = False
+    any_logits = False
     gives_lse = False
     drops_pairs = False
 

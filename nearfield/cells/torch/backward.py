@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.cells.far_field import boost_backward, masses, moments, squares
+from nearfield.cells.far_field import boost_backward, cap_moments, cap_moments_backward, masses, moments, squares
 from nearfield.cells.moments import SeenCells, TableGradient
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.torch import dense
@@ -20,6 +20,7 @@ from nearfield.cells.torch.forward import cell_keep, row_parts, tile_members
 from nearfield.cells.torch.head import Head, RowBlock, local_runs
 from nearfield.cells.torch.tiles import Stack, products, stacks
 from nearfield.kernels import backends
+from nearfield.kernels.dense import cap_slope, capped
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ def _far(part: BackwardBlock, sums: Sums) -> None:
         for rows in row_parts(own, len(seen), head.scores_per_pass):
             queries, grad = part.block.scaled(rows), part.grad[rows]
             first, spread = moments(queries, seen)
+            raw, slope = (first, spread), None
+            if head.softcap:
+                first, spread, slope = cap_moments(*raw, head.softcap)
             weight, top = masses(first, spread, seen.columns(part.plan.opened[rows]), seen.size)
             weight.mul_((top - part.lse[rows]).exp_()[:, None])
             if home is not None:
@@ -121,17 +125,26 @@ def _far(part: BackwardBlock, sums: Sums) -> None:
             keep = cell_keep(head, part.block, rows, seen.ids)
             kept = weight if keep is None else weight * keep
             found.value.addmm_(kept.T, grad)
-            tilt_grad = kept.sum(1, keepdim=True) * grad
+            tilted = kept if slope is None else kept * slope
+            tilt_grad = tilted.sum(1, keepdim=True) * grad
             found.cross.addmm_(tilt_grad.T, queries)
             query_grad = tilt_grad @ seen.cross
             weight_grad = grad @ seen.value.T
-            weight_grad += (grad * (queries @ seen.cross.T)).sum(1, keepdim=True)
+            along = (grad * (queries @ seen.cross.T)).sum(1, keepdim=True)
+            weight_grad += along if slope is None else along * slope
             if keep is not None:
                 weight_grad.mul_(keep)
             logit_grad = weight_grad.sub_(part.delta[rows, None]).mul_(weight)
-            query_grad.addmm_(logit_grad, seen.centroid)
-            found.centroid.addmm_(logit_grad.T, queries)
-            spread_grad = boost_backward(logit_grad, spread)
+            if slope is None:
+                query_grad.addmm_(logit_grad, seen.centroid)
+                found.centroid.addmm_(logit_grad.T, queries)
+                spread_grad = boost_backward(logit_grad, spread)
+            else:
+                spread_grad = boost_backward(logit_grad.clone(), spread)
+                grads = logit_grad, spread_grad, kept * along
+                first_grad, spread_grad = cap_moments_backward(*grads, *raw, slope, head.softcap)
+                query_grad.addmm_(first_grad, seen.centroid)
+                found.centroid.addmm_(first_grad.T, queries)
             query_grad.addcmul_(queries, spread_grad @ seen.variance, value=2.0)
             found.variance.addmm_(spread_grad.T, squares(queries))
             part.query_grad[rows] += query_grad
@@ -154,13 +167,16 @@ def _drawn(part: BackwardBlock, sums: Sums) -> None:
     kernels = backends.pair_kernels(backends.without_triton("auto", part.grad.device), part.grad.device)
     queries, grad, drawn = part.block.scaled(slice(None)), part.grad[:-1], part.plan.drawn.clamp(min=0)
     keys, values = head.keys.to(head.compute), head.values.to(head.compute)
-    weight = (kernels.pair_scores(queries, keys, drawn) + part.plan.log_factor - part.lse[:-1, None]).exp_()
+    logits = capped(kernels.pair_scores(queries, keys, drawn), head.softcap)
+    weight = (logits + part.plan.log_factor - part.lse[:-1, None]).exp_()
     keep = head.keep(part.block.rows[:, None], drawn)
     kept = weight if keep is None else weight * keep
     weight_grad = kernels.pair_scores(grad, values, drawn)
     if keep is not None:
         weight_grad = weight_grad * keep
     logit_grad = weight * (weight_grad - part.delta[:-1, None])
+    if head.softcap:
+        logit_grad = logit_grad * cap_slope(logits, head.softcap)
     part.query_grad[:-1] += kernels.pair_sums(logit_grad, keys, drawn)
     kernels.pair_scatter_(sums.keys, logit_grad, queries, drawn)
     kernels.pair_scatter_(sums.values, kept, grad, drawn)
@@ -182,6 +198,7 @@ def _local(part: BackwardBlock, sums: Sums) -> None:
             run.causal,
             keep,
             run.seen,
+            head.softcap,
             part.delta[run.rows].view(run.shape[:2]) if part.has_lse_grad else None,
         )
         part.query_grad[run.rows] += query_grad.flatten(0, 1)
@@ -196,7 +213,12 @@ def _near(part: BackwardBlock, sums: Sums) -> None:
         row, shape = stack.rows.view(-1), (*stack.rows.shape, -1)
         keys, values, position = tile_members(head, stack)
         queries, grad, lse, delta = part.tile(stack)
-        weight = products(queries, keys, -lse)
+        slope = None
+        if head.softcap:
+            logits = capped(products(queries, keys), head.softcap)
+            weight, slope = logits - lse, cap_slope(logits, head.softcap)
+        else:
+            weight = products(queries, keys, -lse)
         if stack.missing is not None:
             weight.masked_fill_(stack.missing[:, None], -torch.inf)
         # A weight is at most 1, even where logits are so large that rounding says otherwise.
@@ -210,5 +232,7 @@ def _near(part: BackwardBlock, sums: Sums) -> None:
             weight_grad.mul_(keep)
         sums.values.index_add_(0, position.view(-1), torch.bmm(kept.transpose(1, 2), grad).flatten(0, 1))
         logit_grad = weight_grad.sub_(delta).mul_(weight)
+        if slope is not None:
+            logit_grad.mul_(slope)
         sums.keys.index_add_(0, position.view(-1), torch.bmm(logit_grad.transpose(1, 2), queries).flatten(0, 1))
         part.query_grad.index_add_(0, row, torch.bmm(logit_grad, keys).flatten(0, 1))

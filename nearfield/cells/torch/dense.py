@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.cells.far_field import finite
+from nearfield.kernels.dense import cap_slope, capped
 from nearfield.kernels.reference import weighted_softmax
 
 LARGE = 1e5
@@ -14,17 +15,24 @@ LARGE = 1e5
 
 
 def dense_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, causal: bool = False, keep: Tensor | None = None, seen: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    causal: bool = False,
+    keep: Tensor | None = None,
+    seen: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Output `[group, rows, value_dim]` and log-normaliser of queries (times scale) `[group, rows, dim]` over keys `[keys, dim]`.
 
     `causal`: row r sees keys 0..r. `seen` `[rows, keys]`: which row sees which key. `keep` `[group, rows, keys]`: for dropout.
+    `softcap`: see `Problem.softcap`.
     """
-    if _fused(keys, values, keep, seen):
+    if not softcap and _fused(keys, values, keep, seen):
         shape = (1, len(queries), -1, -1)
         output, lse = _compat.cpu_flash(queries[None], keys.expand(shape), values.expand(shape), 0.0, causal, scale=1.0)
         return output[0], lse.view(queries.shape[:2])
-    weight, lse = weighted_softmax(_logits(queries, keys, causal, seen), None)
+    weight, lse = weighted_softmax(_logits(queries, keys, causal, seen, softcap), None)
     return (weight if keep is None else weight * keep) @ values, lse
 
 
@@ -38,6 +46,7 @@ def dense_attention_backward(
     causal: bool = False,
     keep: Tensor | None = None,
     seen: Tensor | None = None,
+    softcap: float = 0.0,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values through these keys, given the output and lse of *all* that a row attends to.
@@ -46,7 +55,7 @@ def dense_attention_backward(
     weights; None: the inner product of the output and its gradient, which torch's kernel takes.
     """
     extreme = is_extreme(lse)
-    if delta is None and _fused(keys, values, keep, seen) and not extreme:
+    if delta is None and not softcap and _fused(keys, values, keep, seen) and not extreme:
         shape = (1, len(queries), -1, -1)
         query_grad, key_grad, value_grad = _compat.cpu_flash_backward(
             output_grad[None],
@@ -60,7 +69,8 @@ def dense_attention_backward(
             scale=1.0,
         )
         return query_grad[0], key_grad[0].sum(0), value_grad[0].sum(0)
-    logits = _logits(queries, keys, causal, seen)
+    logits = _logits(queries, keys, causal, seen, softcap)
+    slope = cap_slope(logits, softcap) if softcap else None
     logits = logits - finite(lse)[..., None]
     weight = (logits.clamp(max=0.0) if extreme else logits).exp()
     kept = weight if keep is None else weight * keep
@@ -70,6 +80,8 @@ def dense_attention_backward(
         weight_grad = weight_grad * keep
     delta = (output_grad * output).sum(-1) if delta is None else delta
     logit_grad = weight * (weight_grad - delta[..., None])
+    if slope is not None:
+        logit_grad = logit_grad * slope
     return logit_grad @ keys, torch.einsum("grk,grd->kd", logit_grad, queries), value_grad
 
 
@@ -83,8 +95,8 @@ def _fused(keys: Tensor, values: Tensor, keep: Tensor | None, seen: Tensor | Non
     return keys.device.type == "cpu" and keep is None and seen is None and keys.shape[1] == values.shape[1] and len(keys) > 0
 
 
-def _logits(queries: Tensor, keys: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
-    logits = queries @ keys.T
+def _logits(queries: Tensor, keys: Tensor, causal: bool, seen: Tensor | None, softcap: float) -> Tensor:
+    logits = capped(queries @ keys.T, softcap)
     if causal:
         seen = torch.ones(logits.shape[1:], dtype=torch.bool, device=keys.device).tril()
     return logits if seen is None else logits.masked_fill(~seen, -torch.inf)

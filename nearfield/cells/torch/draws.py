@@ -11,6 +11,7 @@ from torch import Tensor
 from nearfield.cells.far_field import finite
 from nearfield.cells.moments import SeenCells
 from nearfield.cells.torch.head import Head, RowBlock
+from nearfield.kernels.dense import capped
 from nearfield.sampling import hashed_uniform
 
 
@@ -27,11 +28,14 @@ class ClosedCells:
     """`[rows, value_dim]`: X q, which is added to every value"""
     keep: Tensor | None
     """`[rows, cells]`: dropout factors"""
+    slope: Tensor | None = None
+    """`[rows, cells]`: by how much less X q counts under a soft cap; None: there is none"""
 
     def numerator(self, weight: Tensor) -> Tensor:
         """The sum of weight times value over the cells of each row, after dropout: `[rows, value_dim]`."""
         weight = weight if self.keep is None else weight * self.keep
-        return (weight.sum(1, keepdim=True) * self.tilt).addmm_(weight, self.seen.value)
+        tilted = weight if self.slope is None else weight * self.slope
+        return (tilted.sum(1, keepdim=True) * self.tilt).addmm_(weight, self.seen.value)
 
 
 class Draws:
@@ -72,7 +76,8 @@ class Draws:
         last = (weight.shape[1] - 1 - weight.flip(1).gt(0).int().argmax(1))[:, None]
         column = torch.minimum(torch.searchsorted(cumulative, point), last)
         cell = cells.seen.ids[column]
-        stand_in = table.value[cell] + cells.tilt[:, None]
+        tilt = cells.tilt[:, None] if cells.slope is None else cells.tilt[:, None] * cells.slope.gather(1, column)[..., None]
+        stand_in = table.value[cell] + tilt
         if cells.keep is not None:
             stand_in = stand_in * cells.keep.gather(1, column)[..., None]
         numerator = cells.numerator(weight)
@@ -83,7 +88,7 @@ class Draws:
 
         log_mass = mass.log().to(top.dtype) + top
         log_key = (weight.gather(1, column) / size.clamp(min=1)).log() + top[:, None]
-        z = torch.einsum("rd,rtd->rt", queries, head.keys[drawn].to(head.compute))
+        z = capped(torch.einsum("rd,rtd->rt", queries, head.keys[drawn].to(head.compute)), head.softcap)
         log_factor = (log_mass[:, None] - log_key - math.log(samples)).masked_fill(~some, -torch.inf)
         log_share = z + log_factor
         value = head.values[drawn].to(head.compute)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from nearfield.cells.far_field import best_cell, largest_first, masses, moments, open_best, open_together, pooled
+from nearfield.cells.far_field import best_cell, cap_moments, largest_first, masses, moments, open_best, open_together, pooled
 from nearfield.cells.moments import SeenCells
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.spans import Piece
@@ -19,6 +19,7 @@ from nearfield.cells.torch.dense import LARGE, dense_attention
 from nearfield.cells.torch.draws import ClosedCells, Draws
 from nearfield.cells.torch.head import Head, Partial, RowBlock, local_runs
 from nearfield.cells.torch.tiles import Stack, products, rows_of_a_tile, stacks
+from nearfield.kernels.dense import capped
 
 
 def forward(
@@ -72,7 +73,9 @@ def local(head: Head, block: RowBlock, total: Partial) -> None:
     for run in local_runs(block):
         keys, values = head.members(run.own)
         keep = head.keep(block.rows[run.rows].view(run.shape), run.own)
-        output, lse = dense_attention(block.scaled(run.rows).view(run.shape), keys, values, run.causal, keep, run.seen)
+        output, lse = dense_attention(
+            block.scaled(run.rows).view(run.shape), keys, values, run.causal, keep, run.seen, head.softcap
+        )
         total.add(run.rows, output.flatten(0, 1), lse.reshape(-1))
 
 
@@ -116,9 +119,10 @@ def _sums(
         keys, values, position = tile_members(head, stack)
         queries = head.queries.index_select(0, number).to(head.compute).view(shape)
         plus = base.index_select(0, row).view(shape)
-        logits = products(queries, keys, torch.zeros_like(plus) if apart else plus, head.scale)
-        if apart:
-            logits.add_(plus)
+        apart_here = apart or head.softcap > 0
+        logits = products(queries, keys, torch.zeros_like(plus) if apart_here else plus, head.scale)
+        if apart_here:
+            logits = capped(logits, head.softcap).add_(plus)
         if stack.missing is not None:
             logits.masked_fill_(stack.missing[:, None], -torch.inf)
         top.scatter_reduce_(0, row, logits.amax(-1).view(-1), "amax")
@@ -159,9 +163,12 @@ def far(head: Head, block: RowBlock, total: Partial, opened: Tensor, draws: Draw
             else:
                 best = together[rows.start - part.start : rows.stop - part.start]
             opened[rows, : best.shape[1]] = seen.ids[best.clamp(min=0)].masked_fill_(best < 0, -1)
+            slope = None
+            if head.softcap:
+                first, spread, slope = cap_moments(first, spread, head.softcap)
             ref[rows] = largest_first(first, best)
             weight, top = masses(first, spread, best, seen.size)
-            cells = ClosedCells(seen, weight, top, queries @ seen.cross.T, cell_keep(head, block, rows, seen.ids))
+            cells = ClosedCells(seen, weight, top, queries @ seen.cross.T, cell_keep(head, block, rows, seen.ids), slope)
             if draws is None:
                 total.add(rows, cells.numerator(weight), top, weight.sum(1))
             else:
@@ -178,7 +185,7 @@ def _open_together(head: Head, block: RowBlock, piece: Piece, part: slice, seen:
     # Parts are of 32 rows or a multiple, so they tear no block of 2, 4, ..., 32 pools.
     for some in row_parts(slice(0, len(means)), len(seen), head.scores_per_pass):
         blocks = slice(some.start // pools, some.stop // pools)
-        found.append(open_together(*moments(means[some], seen), seen.size, present[blocks], head.sizes.probes))
+        found.append(open_together(*moments(means[some], seen), seen.size, present[blocks], head.sizes.probes, head.softcap))
     columns = torch.cat(found).unflatten(0, (group, -1)).repeat_interleave(share, 1)
     return columns[:, : piece.length].flatten(0, 1)
 

@@ -51,6 +51,8 @@ class Head:
     """the number of its first row among the rows of all heads; what a row draws depends on its number"""
     order: Tensor | None = None
     """`[group * length]`: as in `CellPlan`; None: not known yet, or rows are in their own order"""
+    softcap: float = 0.0
+    """see `Problem.softcap`"""
     known_table: InitVar[CellTable | None] = None
     """its table, where another head with the same keys, values and cells has made it"""
     block_of: Tensor = field(init=False)
@@ -128,7 +130,11 @@ class Head:
     @property
     def serves_fused(self) -> bool:
         """Whether torch's own kernel serves the keys that are seen one by one."""
-        return self.dropout_p == 0.0 and self.keys.shape[1] == self.values.shape[1] and self.keys.device.type == "cpu"
+        return (
+            self.dropout_p == 0.0 == self.softcap
+            and self.keys.shape[1] == self.values.shape[1]
+            and self.keys.device.type == "cpu"
+        )
 
     def members(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values at some positions, in the dtype of arithmetic."""

@@ -29,6 +29,7 @@ def unsupported(
     partition: Partition | None = None,
     dropout: float = 0.0,
     samples: int = 0,
+    softcap: float = 0.0,
     segments: int = 0,
     probes: int = 0,
     cells: int = 0,
@@ -49,6 +50,8 @@ def unsupported(
         return "dropout"
     if samples:
         return f"samples={samples}"
+    if softcap:
+        return f"softcap={softcap:g}"
     if segments > MOST_SEGMENTS:
         return f"more than {MOST_SEGMENTS} segments; use a larger segment"
     if probes > MOST_PROBES:

@@ -1,0 +1,89 @@
+"""`attention_varlen`: attention of packed sequences, with the arguments of FlashAttention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearfield.attention import attention
+from nearfield.packed import attend_packed, check_longest, edges_of
+from nearfield.problem import Gradient, Method
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+) -> Tensor:
+    """Attention of sequences laid end to end, each to itself alone, by any method.
+
+    Args:
+        q: `[total_q, heads, dim]`.
+        k, v: `[total_k, kv_heads, dim]` and `[total_k, kv_heads, value_dim]`; heads may be a multiple of kv_heads.
+        cu_seqlens_q, cu_seqlens_k: `[sequences + 1]`, int32 or int64: sequence i has the rows from entry i to entry i + 1.
+        max_seqlen_q, max_seqlen_k: the longest sequence, checked where given; not needed.
+        causal: the last query of a sequence sees all of its keys (aligned at the lower right, as in FlashAttention). Rows that
+            see no key are zero.
+        dropout_p, softmax_scale, softcap, s_aux, method, gradient, generator, backend, check_finite: as in `attention`, where
+            the scale is called `scale`.
+
+    Sequences of equal lengths are one call of `attention`; the others follow each other. So this costs as much as these calls,
+    and one copy of the rows. With many different lengths a GPU is not filled. The entries of `cu_seqlens` are looked at, which
+    waits for a GPU, and cannot be traced by torch.compile.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 300, 4, 64).unbind(0)
+        >>> edges = torch.tensor([0, 100, 200, 300])
+        >>> nearfield.attention_varlen(q, k, v, edges, edges, 100, 100, causal=True, method=nearfield.Cells()).shape
+        torch.Size([300, 4, 64])
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor [total, heads, dim], got {got}; `attention` takes padded batches")
+    if len(k) != len(v):
+        raise ValueError(f"k and v must have the same number of rows, got {len(k)} and {len(v)}")
+    edges, key_edges = edges_of("cu_seqlens_q", cu_seqlens_q, len(q)), edges_of("cu_seqlens_k", cu_seqlens_k, len(k))
+    if len(edges) != len(key_edges):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be for as many sequences, got {len(edges) - 1} and {len(key_edges) - 1}"
+        )
+    check_longest("max_seqlen_q", max_seqlen_q, edges)
+    check_longest("max_seqlen_k", max_seqlen_k, key_edges)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(
+            query,
+            key,
+            value,
+            None,
+            dropout_p,
+            causal,
+            softmax_scale,
+            True,
+            method=method,
+            gradient=gradient,
+            generator=generator,
+            backend=backend,
+            check_finite=check_finite,
+            offset=key.shape[2] - query.shape[2] if causal else None,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
+
+    return attend_packed(attend, q, k, v, edges, key_edges)

@@ -1,0 +1,114 @@
+"""Packed sequences and jagged nested tensors: every sequence as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from by_hand import inputs
+from torch import Tensor
+
+import nearfield as nf
+
+LENGTHS = [(30, 30), (12, 40), (30, 30), (0, 5), (40, 12), (7, 0), (12, 40)]
+"""Queries and keys of each sequence: some alike, one without queries, one without keys."""
+METHODS = [nf.Exact(), nf.Auto(), nf.TopK(k=3), nf.Cells(cell_size=4, probes=2, segment=8), nf.LazyGumbel(draws=5)]
+
+
+def edges(lengths: list[int]) -> Tensor:
+    return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def packed() -> tuple[list[Tensor], Tensor, Tensor]:
+    rows, keys = ([pair[i] for pair in LENGTHS] for i in (0, 1))
+    q, k, v = inputs(4, queries=sum(rows), keys=sum(keys), kv_heads=2, value_dim=5, dtype=torch.float64)
+    return [x.transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)], edges(rows), edges(keys)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS[:-1], ids=repr)
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0, "s_aux": torch.tensor([0.0, 1.0, -1.0, 2.0])}], ids=["plain", "logits"])
+def test_each_sequence_is_as_if_it_were_alone(method: nf.Method, causal: bool, more: dict[str, Any]) -> None:
+    leaves, cu_q, cu_k = packed()
+    got = nf.attention_varlen(*leaves, cu_q, cu_k, 40, 40, causal=causal, softmax_scale=0.4, method=method, **more)
+    assert got.shape == (len(leaves[0]), 4, 5)
+    parts = []
+    for i in range(len(LENGTHS)):
+        own = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+        q, k, v = (x[rows].transpose(0, 1)[None] for x, rows in zip(leaves, (own[0], own[1], own[1]), strict=True))
+        offset = k.shape[2] - q.shape[2] if causal else None
+        out = nf.attention(q, k, v, is_causal=causal, offset=offset, scale=0.4, enable_gqa=True, method=method, **more)
+        parts.append(out[0].transpose(0, 1))
+    want = torch.cat(parts)
+    torch.testing.assert_close(got, want)
+    upstream = torch.randn(want.shape, dtype=want.dtype)
+    for a, b in zip(torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(want, leaves, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_draws_stay_in_their_sequence() -> None:
+    """Values of sequence i are i, so every row of it is i, up to rounding."""
+    leaves, cu_q, cu_k = packed()
+    number = torch.arange(len(LENGTHS)).repeat_interleave(cu_k.diff()).double()
+    value = number[:, None, None].expand(-1, 2, 5)
+    out = nf.attention_varlen(leaves[0], leaves[1], value, cu_q, cu_k, method=METHODS[-1])
+    want = torch.arange(len(LENGTHS)).repeat_interleave(cu_q.diff()).double()
+    want[want == 5] = 0  # no keys
+    torch.testing.assert_close(out.detach(), want[:, None, None].expand_as(out))
+
+
+def test_sequences_of_equal_lengths_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    class Noted(nf.Method):
+        def run(self, problem: nf.Problem, call: nf.Call) -> nf.Outcome:
+            calls.append(tuple(problem.query.shape[:3]))
+            return nf.Exact().run(problem, call)
+
+    leaves, cu_q, cu_k = packed()
+    nf.attention_varlen(*leaves, cu_q, cu_k, method=Noted())
+    assert sorted(calls) == [(1, 4, 40), (2, 4, 12), (2, 4, 30)]
+
+
+@pytest.mark.parametrize("method", METHODS[:-1], ids=repr)
+def test_jagged_nested_tensors(method: nf.Method) -> None:
+    (q, k, v), cu_q, cu_k = packed()
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    nested = [torch.nested.nested_tensor_from_jagged(x, cu.long()).transpose(1, 2) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))]
+    out = nf.attention(*nested, method=method)
+    assert out.is_nested
+    want = nf.attention_varlen(q, k, v, cu_q, cu_k, method=method)
+    got = out.transpose(1, 2).values()
+    torch.testing.assert_close(got, want)
+    upstream = torch.randn(want.shape, dtype=want.dtype)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), upstream), torch.autograd.grad(want, (q, k, v), upstream), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_refused() -> None:
+    (q, k, v), cu_q, cu_k = packed()
+    with pytest.raises(ValueError, match=r"q must be a tensor \[total, heads, dim\], got shape"):
+        nf.attention_varlen(q[None], k, v, cu_q, cu_k)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be an int32 or int64 tensor.*got torch.float32"):
+        nf.attention_varlen(q, k, v, cu_q.float(), cu_k)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k must begin with 0, never decrease and end with the number of rows, 157"):
+        nf.attention_varlen(q, k, v, cu_q, cu_k + 1)
+    with pytest.raises(ValueError, match="as many sequences, got 1 and 7"):
+        nf.attention_varlen(q, k, v, torch.tensor([0, len(q)]), cu_k)
+    with pytest.raises(ValueError, match="max_seqlen_q=30, but a sequence has 40 rows; pass 40"):
+        nf.attention_varlen(q, k, v, cu_q, cu_k, 30, 40)
+    nested = torch.nested.nested_tensor_from_jagged(q, cu_q.long())
+    with pytest.raises(
+        ValueError, match=r"query must be a jagged nested tensor \[batch, heads, length, dim\].*transpose\(1, 2\)"
+    ):
+        nf.attention(nested, nested, nested)
+    nested = nested.transpose(1, 2)
+    with pytest.raises(ValueError, match="nested tensors have no padding to mask"):
+        nf.attention(nested, nested, nested, torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="return_lse=True is not for nested tensors; call attention for each sequence"):
+        nf.attention(nested, nested, nested, return_lse=True)
+    with pytest.raises(TypeError, match=r"query is a nested tensor; pad it(?!.*jagged)"):
+        nf.estimate(nested, nested, nested)
+    with pytest.raises(TypeError, match=r"key is a nested tensor; pad it.*or pass all three to `attention` as jagged ones"):
+        nf.attention(q[None], nested, nested)
