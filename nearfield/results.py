@@ -66,8 +66,8 @@ class Audit:
     def __str__(self) -> str:
         told = (
             f"with confidence {self.confidence:.0%}, {self.quantile:.1%} of the rows are within {self.additive:.3g} "
-            f"of exact attention (in units of the rms value norm; relative {self.relative:.3g}); pooled over rows the error is "
-            f"{self.pooled:.3g} of the rms output norm (at most {self.pooled_bound:.3g})"
+            f"of exact attention (in units of the rms value norm; relative {self.relative:.3g})\n"
+            f"pooled over rows, the error is {self.pooled:.3g} of the rms norm of the output (at most {self.pooled_bound:.3g})"
         )
         if self.heads is None:
             return told
@@ -141,7 +141,8 @@ class Estimate:
         if self.audit is None:
             lines.append("  audit    none: pass audit=59 to know the error")
         else:
-            lines.append(f"  audit    {replace(self.audit, heads=None)}")
+            rows, pooled = str(replace(self.audit, heads=None)).splitlines()
+            lines += [f"  audit    {rows}", f"           {pooled}"]
             if self.audit.heads:
                 relative = [head.relative for head in self.audit.heads]
                 lines.append(f"  by head  the worst is head {relative.index(max(relative))}, relative error {max(relative):.3g}")
