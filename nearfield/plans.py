@@ -65,9 +65,8 @@ def plan(
             "plan looks at its inputs, which cannot be traced; call it before, outside of torch.compile and torch.func"
         )
     auto = Auto(eps, crossover, share, unit)
-    problem, call = _prepared(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux, generator, backend
-    )
+    logits = attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux
+    problem, call = _prepared(query, key, value, *logits, generator, backend)
     method = _choice(auto, problem, call).method
     return _frozen(method, problem) if isinstance(method, Cells) else method
 
@@ -152,9 +151,8 @@ def explain(
     auto = Auto() if method is None else method
     if not isinstance(auto, Auto):
         raise TypeError(f"method must be a nearfield.Auto or None, got {method!r}; other methods always do what they say")
-    problem, call = _prepared(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux, generator, backend
-    )
+    logits = attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux
+    problem, call = _prepared(query, key, value, *logits, generator, backend)
     choice = _choice(auto, problem, replace(call, diagnostics=True)) if auto.check else None
     return _table(auto, problem, choice, _exact_seconds(problem.query, problem.key, problem.value, is_causal))
 

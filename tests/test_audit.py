@@ -274,4 +274,4 @@ def test_pooled_error_of_all_rows_is_that_of_the_output() -> None:
     some = nf.estimate(q, k, v, method=Off(errors), audit=60, generator=seeded(0)).audit
     assert some is not None
     assert some.pooled < some.pooled_bound < math.inf
-    assert f"{some.pooled:.3g} of the rms output norm" in str(some)
+    assert f"{some.pooled:.3g} of the rms norm of the output" in str(some)
