@@ -119,7 +119,7 @@ def show_auto(results: dict[str, Any]) -> Table:
 
 
 def honoured(quick: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """Auto(eps=0.05, unit="values") with cells at every length: an audit of 299 other rows, and what keeping the promise costs."""
+    """Auto(eps=0.05, unit="values") with cells at every length: an audit of 299 other rows, and what the promise costs."""
     plan = [(family, 1024) for family in ("gaussian", "clustered")] if quick else [(family, 16_384) for family in FAMILIES]
     plan += [] if quick else list(LONG.items())
     rows = []
