@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "audit per head: heads told apart by position",
         "audit:run_audit",
-        "head = chosen // length % heads",
-        "head = chosen % heads",
+        "head = (chosen // length % heads)",
+        "head = (chosen % heads)",
         ("test_results.py",),
     ),
     Mutant(

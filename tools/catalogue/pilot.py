@@ -101,14 +101,14 @@ MUTANTS = [
     Mutant(
         "pilot: trial: opened cells count twice",
         "trial:_try_rows",
-        "far = masses * (of_cell > budget)",
-        "far = masses",
+        "far = masses * (of_cell > closed_by)",
+        "far = masses * (of_cell >= 0 * closed_by)",
         (EACH,),
     ),
     Mutant(
         "pilot: trial: keys of the future",
-        "trial:_try_rows",
-        "logits.masked_fill_(position >= visible[..., None], -torch.inf)",
+        "trial:_sums",
+        "logits.masked_fill_(position >= rows.visible[..., None], -torch.inf)",
         "pass",
         (EACH,),
     ),
