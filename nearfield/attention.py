@@ -105,8 +105,8 @@ def attention(
         scale: 1/sqrt(dim) if None.
         enable_gqa: query heads may be a multiple of the key-value heads; keys are not repeated in memory.
         method: `Auto()` (the default: SDPA where that is faster; beyond, cells where a look at some rows says that the output is
-            within 0.1 of it, in pooled relative error, and SDPA otherwise), `Cells(...)`, `Exact()`, `TopK(...)`,
-            `LazyGumbel(...)`, or a `Method` of your own.
+            within 0.1 of it, in pooled relative error over 95% of the rows, and SDPA otherwise), `Cells(...)`, `Exact()`,
+            `TopK(...)`, `LazyGumbel(...)`, or a `Method` of your own.
         gradient: how to differentiate. None: the method's own way (the exact gradient of the estimator, where there is one).
             `gradients.RandomWalk(...)`: the Monte-Carlo gradients of the paper. With `dropout_p`, they are those of the
             attention that the forward pass dropped; `Exact`, `Auto`, `TopK` and `LazyGumbel` can have both.
@@ -185,6 +185,8 @@ def _jagged_attention(
     """Attention of jagged nested tensors, each sequence to itself: see `packed.attend_packed`. `given`, `more`: the arguments."""
     if attn_mask is not None:
         raise ValueError("nested tensors have no padding to mask, got attn_mask; leave it out, or pass padded tensors")
+    if is_traced():
+        raise RuntimeError("nested tensors cannot be traced by torch.compile or torch.func; pass padded tensors and attn_mask")
     rows, (edges, key_edges, _) = jagged(query, key, value)
     by_length: Any = query.transpose(1, 2)
 
@@ -192,7 +194,9 @@ def _jagged_attention(
         return attention(query, key, value, None, *given, **more)
 
     output = attend_packed(attend, *rows, edges, key_edges)
-    return torch.nested.nested_tensor_from_jagged(output, by_length.offsets()).transpose(1, 2)
+    # The very offsets of the query, where it has no holes: only then can the two be added.
+    offsets = by_length.offsets() if by_length.lengths() is None else torch.tensor(edges, device=query.device)
+    return torch.nested.nested_tensor_from_jagged(output, offsets).transpose(1, 2)
 
 
 def estimate(

@@ -11,7 +11,7 @@ from nearfield import _compat, crossover
 from nearfield.cells.method import Cells, check_share, is_captured
 from nearfield.checks import check_fraction, check_positive
 from nearfield.exact import Exact
-from nearfield.pilot import UNITS, Choice, run_choice, run_pilot
+from nearfield.pilot import UNITS, Choice, fingerprint, run_choice, run_pilot
 from nearfield.problem import Call, Method, Problem, is_traced
 from nearfield.results import Outcome
 
@@ -46,9 +46,9 @@ class Auto:
 
     The rows of all heads count together, so those beyond eps may lie in one head, unless `per_head` is set. The budget is a
     property of the call: its choice looks at rows and keys of all positions, causal or not. Nothing else does: given the budget,
-    no causal row depends on a later key. Without `generator=` the same places are looked at in every call, so a call repeats bit
-    for bit. Gradients are those of what ran. With dropout, the pilot looks at attention without it. What each budget would have
-    done is in `estimate(...).info["steps"]`.
+    no causal row depends on a later key. Without `generator=` the places that are looked at depend on the inputs alone, so a call
+    repeats bit for bit. Gradients are those of what ran. With dropout, the pilot looks at attention without it. What each budget
+    would have done is in `estimate(...).info["steps"]`.
 
     Where nothing can be looked at (torch.compile, torch.func, CUDA graph capture) it is exact attention. `nearfield.plan` makes a
     method to use there.
@@ -126,7 +126,7 @@ class Auto:
 
     def choose(self, problem: Problem, call: Call) -> Choice:
         """What the pilot of a call finds."""
-        generator = call.seeds.repeated(-2)
+        generator = call.seeds.repeated(-2, seed=fingerprint(problem))
         return run_pilot(self.cells, problem, call, self.tolerance, self.unit, self.limit(problem), generator, self.per_head)
 
     def is_async(self, problem: Problem, backend: str) -> bool:

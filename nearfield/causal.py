@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -16,7 +17,7 @@ def resolve(attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, 
     if type(attn_mask).__name__ != "CausalBias":
         if offset is None:
             return attn_mask, is_causal, 0
-        if isinstance(offset, bool) or not isinstance(offset, int):
+        if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
             raise ValueError(f"offset must be an integer or None, got {offset!r}")
         if not is_causal:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,10 +31,13 @@ def attend_packed(
     queries = query.index_select(0, rows).split([count * length for length, _, count in shapes])
     sizes = [count * keys for _, keys, count in shapes]
     all_keys, all_values = (x.index_select(0, own).split(sizes) for x in (key, value))
-    parts = [query.new_zeros(0, query.shape[1], value.shape[2])]
+    parts = []
     for (length, keys, count), q, k, v in zip(shapes, queries, all_keys, all_values, strict=True):
         inputs = (x.view(count, n, *x.shape[1:]).transpose(1, 2) for x, n in ((q, length), (k, keys), (v, keys)))
         parts.append(attend(*inputs).transpose(1, 2).reshape(count * length, query.shape[1], value.shape[2]))
+    if not parts:
+        # No sequences at all. What has no rows still depends on the inputs.
+        return query.new_zeros(0, query.shape[1], value.shape[2]) + 0 * (query.sum() + key.sum() + value.sum())
     return torch.cat(parts).index_select(0, rows.argsort())
 
 
@@ -77,6 +80,8 @@ def jagged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Rows, list[list[i
     """Rows `[total, heads, dim]` of three jagged nested tensors `[batch, heads, length, dim]`, and where sequences begin."""
     rows, edges = [], []
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if not x.is_nested or x.layout != torch.jagged or x.dim() != 4 or not _is_ragged_at_length(x):
             raise ValueError(
                 f"{name} must be a jagged nested tensor [batch, heads, length, dim] as the others, got "
@@ -84,8 +89,15 @@ def jagged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Rows, list[list[i
                 "[...], layout=torch.jagged), of [length, heads, dim] each, and .transpose(1, 2)"
             )
         by_length: Any = x.transpose(1, 2)
-        rows.append(by_length.values())
-        edges.append(by_length.offsets().tolist())
+        begins, lengths = by_length.offsets().tolist(), by_length.lengths()
+        if lengths is None:
+            rows.append(by_length.values())
+            edges.append(begins)
+        else:
+            # There are rows between the sequences that belong to none.
+            runs = list(zip(begins, lengths.tolist(), strict=False))
+            rows.append(by_length.values().index_select(0, _places(runs, x.device)))
+            edges.append([0, *accumulate(length for _, length in runs)])
     if edges[1] != edges[2]:
         raise ValueError("key and value must have sequences of the same lengths")
     if len(edges[0]) != len(edges[1]):

@@ -7,6 +7,7 @@ would be faster than exact attention, the call is exact attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.audit import summary, value_norm_of_rows
+from nearfield.audit import CONFIDENCE, audit_rows, summary, value_norm_of_rows
 from nearfield.cells import sizes as defaults
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CellSizes
@@ -27,8 +28,11 @@ from nearfield.results import Audit, Outcome
 
 UNITS = ("values", "output")
 
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+"""What a number of each dtype is as an integer."""
+
 ROWS = 128
-"""How many rows a pilot looks at, with replacement; of every head, where each has to be within the tolerance."""
+"""How many rows a pilot looks at, with replacement; at least as many of every head, where each has to be within the tolerance."""
 
 MOST_BUDGETS = 8
 """How many budgets are tried at most. Each may be the one that passes, so each gets its share of the 5%."""
@@ -56,7 +60,7 @@ class Choice:
     steps: list[dict[str, Any]]
     """one for each budget: what it was and its errors"""
     audit: Audit | None
-    """of the method that runs; None for exact attention"""
+    """of the method that runs; None for exact attention; with `per_head`, of the worst head that gets cells, and of each"""
     prepared: Prepared | None = None
     exact_heads: tuple[int, ...] = ()
     """key-value heads that get exact attention; all of their query heads do"""
@@ -86,6 +90,8 @@ def faster_budgets(sizes: CellSizes, length: int, limit: float, on_gpu: bool) ->
     """The budgets that a pilot tries: half the default, the default, twice that, ... as long as they are faster than exact."""
     seen = length / (2 if sizes.segment else 1)
     found: list[int] = []
+    if not length or math.isinf(limit):
+        return found
     budget = max(1, sizes.probes // GROWTH)
     while len(found) < MOST_BUDGETS:
         too_slow = expected_time(sizes._replace(probes=budget), length, limit, on_gpu) > 1.0
@@ -96,16 +102,24 @@ def faster_budgets(sizes: CellSizes, length: int, limit: float, on_gpu: bool) ->
     return found
 
 
-def draw_rows(problem: Problem, generator: torch.Generator, per_head: bool) -> Tensor:
-    """The numbers of random rows, over batch, heads and positions, drawn with replacement: `[runs, ROWS]`, ascending in a run.
+def draw_rows(problem: Problem, generator: torch.Generator, per_head: bool, budgets: int = 1) -> Tensor:
+    """The numbers of random rows, over batch, heads and positions, drawn with replacement: `[runs, rows]`, ascending in a run.
 
-    `per_head`: one run for each query head; else one for all.
+    `per_head`: one run for each query head, with more rows where there are many of them, so that what is left out stays 5% for
+    each; else one for all.
     """
     batch, heads, length, _ = problem.query.shape
     if not per_head:
         return torch.randint(batch * heads * length, (1, ROWS), generator=generator).sort().values
-    place = torch.randint(batch * length, (heads, ROWS), generator=generator).sort().values
+    miss = (1.0 - CONFIDENCE) / (heads * budgets) / 2
+    place = torch.randint(batch * length, (heads, max(ROWS, audit_rows(0.95, 1.0 - miss))), generator=generator).sort().values
     return (place // length * heads + torch.arange(heads)[:, None]) * length + place % length
+
+
+def fingerprint(problem: Problem) -> int:
+    """A seed from the last row of every head: equal inputs are looked at in the same places, and others in others."""
+    last = torch.cat([x.detach()[:, :, -1].flatten() for x in (problem.query, problem.key)])
+    return int(last.view(BITS[last.dtype]).long().sum()) % (1 << 62)
 
 
 @torch.no_grad()
@@ -116,16 +130,19 @@ def run_pilot(
     sizes = cells.sizes(problem)
     on_gpu = backends.runs_triton(problem.key.device)
     budgets = faster_budgets(sizes, problem.key.shape[2], limit, on_gpu)
+    # Kernels have room for so many cells. To open more, another engine would have to group keys again.
+    engine = cells.engine(problem, call.backend)
+    budgets = [x for x in budgets if with_budget(cells, sizes, x).engine(problem, call.backend) == engine]
     if not budgets or problem.key.shape[:2].numel() > MOST_ENTRIES:
         return Choice(Exact(), [], None)
-    # The pilot looks at attention without dropout.
-    whole = replace(problem, dropout_p=0.0)
+    # A copy: the rows that a problem keeps would have no gradients if they were made here.
+    problem = replace(problem)
     with full_precision(problem.query):
-        prepared = cells.prepare(whole, call)
-        numbers = draw_rows(problem, generator, per_head)
+        prepared = cells.prepare(problem, call)
+        numbers = draw_rows(problem, generator, per_head, len(budgets))
         by_budget: list[list[Audit]] = []
         with_values = unit == "values" or call.diagnostics
-        for found in _audits(whole, prepared, numbers, budgets, with_values):
+        for found in _audits(problem, prepared, numbers, budgets, with_values):
             by_budget.append(found)
             if not call.diagnostics and all(_error(audit, unit) <= eps for audit in found):
                 # Nobody asks what more cells would do.
@@ -148,7 +165,10 @@ def run_pilot(
     if len(failed) == len(errors) // (group if per_head else 1):
         return Choice(Exact(), steps, None)
     worst = max(range(len(audits)), key=lambda run: -1.0 if run // group in failed else errors[run][chosen])
-    return Choice(methods[chosen], steps, audits[worst][chosen], prepared, tuple(sorted(failed)))
+    audit = audits[worst][chosen]
+    if per_head:
+        audit = replace(audit, heads=tuple(run[chosen] for run in audits))
+    return Choice(methods[chosen], steps, audit, prepared, tuple(sorted(failed)))
 
 
 def with_budget(cells: Cells, sizes: CellSizes, budget: int) -> Cells:
@@ -235,5 +255,6 @@ def _of_heads(problem: Problem, kv_heads: list[int]) -> Problem:
         attn_mask=mask if mask is None or mask.shape[1] == 1 else mask.index_select(1, all_own),
         key_padding=None if padding is None else padding.index_select(1, own),
         poison=None if poison is None else poison.index_select(1, all_own),
+        least_keys=problem.grouped.keys.shape[1],
         sink=None if problem.sink is None else problem.sink.index_select(0, all_own),
     )

@@ -18,7 +18,7 @@ from nearfield.cells.sizes import MemoryPolicy
 from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.pilot import Choice, expected_time, faster_budgets
-from nearfield.problem import Call, Problem, check, is_traced, isolate_non_finite
+from nearfield.problem import DTYPES, Call, Problem, check, is_traced, isolate_non_finite
 from nearfield.sampling import Seeds
 
 TIMED_ROWS, TIMED = 256, 3
@@ -30,10 +30,10 @@ def plan(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
+    *,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -125,10 +125,10 @@ def explain(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
+    *,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -174,6 +174,8 @@ def explain_sizes(
     for name, number in (("n", n), ("heads", heads), ("dim", dim)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a positive integer, got {number!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     # One head, seen as many.
     one = torch.randn(1, 1, n, dim, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(0))
     query = one.expand(1, heads, n, dim)
@@ -212,7 +214,8 @@ def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float) 
     on_gpu, limit = backends.runs_triton(problem.query.device), auto.limit(problem)
     sizes, keys = auto.cells.sizes(problem), problem.key.shape[2]
     method, why = _decision(auto, problem, choice)
-    budgets = [] if isinstance(method, Exact) and choice is None else _budgets(auto, problem)
+    budgets = _budgets(auto, problem) if choice is None or choice.steps else []
+    budgets = [] if isinstance(method, Exact) and choice is None else budgets
     probes = None
     if not isinstance(method, Exact):
         probes = method.sizes(problem).probes if method is not None else budgets[0]

@@ -108,6 +108,8 @@ class Problem:
     """logits z count as softcap tanh(z / softcap); 0: as they are"""
     sink: Tensor | None = None
     """`[heads]`, float32 or float64: logits that count in the denominator alone"""
+    least_keys: int = 0
+    """`rows` have at least so many keys, the last ones hidden: those of the problem that this is a part of"""
 
     @property
     def has_general_mask(self) -> bool:
@@ -190,7 +192,7 @@ class Problem:
         assert self.key_padding is not None
         counts = self.key_padding.flatten(0, 1)
         # How many keys are left depends on values. Where these may not be looked at, the number of all keys is a bound.
-        kept = int(counts.sum(1).max()) if self._may_sync else counts.shape[1]
+        kept = max(self.least_keys, int(counts.sum(1).max())) if self._may_sync else counts.shape[1]
         return counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, :kept]
 
     @once
@@ -440,6 +442,8 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     """
     inputs = {name: getattr(problem, name).detach() for name in ("query", "key", "value")}
     traced = is_traced()
+    if raise_instead and not traced and problem.sink is not None and not bool((problem.sink.detach() < torch.inf).all()):
+        raise ValueError("s_aux has NaN or inf; a head without a sink has -inf")
     # A sum is finite only if all its terms are: one cheap pass for the usual case.
     if not traced and bool(torch.stack([x.sum(dtype=problem.compute_dtype) for x in inputs.values()]).isfinite().all()):
         return problem

@@ -230,11 +230,11 @@ class Seeds:
             state = _mix(state ^ _mix(torch.tensor(counter) * _GOLDEN + 1))
         return torch.Generator(self._device).manual_seed(int(state))
 
-    def repeated(self, *counters: int) -> torch.Generator:
-        """As `generator`, on the host; where the caller gave no generator it is the same in every call, and nothing is drawn."""
+    def repeated(self, *counters: int, seed: int) -> torch.Generator:
+        """As `generator`, on the host; where the caller gave no generator it is that of `seed`, and nothing is drawn."""
         if self._generator is not None:
             return torch.Generator().manual_seed(self.generator(*counters).initial_seed())
-        return torch.Generator().manual_seed(0)
+        return torch.Generator().manual_seed(seed)
 
 
 @dataclass(frozen=True)

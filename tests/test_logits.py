@@ -219,3 +219,24 @@ def test_what_is_refused() -> None:
         nf.attention(q, k, v, softcap=3, method=nf.LazyGumbel())
     with pytest.raises(ValueError, match=r"gradient=.*knows plain logits only, got s_aux; use gradient=None"):
         nf.attention(q, k, v, s_aux=torch.zeros(2), method=nf.Exact(), gradient=nf.gradients.RandomWalk())
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=200), nf.Cells(cell_size=4, probes=200, segment=16)], ids=repr)
+def test_a_row_without_keys_and_without_a_sink_is_zero(method: nf.Method) -> None:
+    """-inf is a sink that does not count. Neither outputs nor gradients may be NaN where there is nothing else."""
+    leaves = [
+        x.requires_grad_() for x in (*torch.randn(3, 1, 2, 20, 8, dtype=torch.float64), torch.tensor([-torch.inf, 0.5]).double())
+    ]
+    *qkv, sink = leaves
+    output, lse = nf.attention(*qkv, is_causal=True, offset=-3, s_aux=sink, return_lse=True, method=method)
+    assert not bool(output[:, :, :3].any())
+    assert bool((lse[:, 0, :3] == -torch.inf).all())
+    torch.testing.assert_close(lse[:, 1, :3], sink[1].expand(1, 3))
+    loss = output.square().sum() + lse[:, :, 3:].square().sum()
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(loss, leaves))
+
+
+def test_check_finite_looks_at_sinks() -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8)
+    with pytest.raises(ValueError, match="s_aux has NaN"):
+        nf.attention(q, k, v, s_aux=torch.tensor([0.0, torch.nan]), check_finite=True)

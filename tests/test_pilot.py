@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_steps_tell_what_each_budget_does() -> None:
     est = nf.estimate(q, k, v, method=nf.Auto(eps=0.01, crossover=64))
     exact = nf.attention(q, k, v, method=nf.Exact())
     problem = check(q, k, v)
-    rows = pilot.draw_rows(problem, seeded(0), per_head=False)[0]
+    rows = pilot.draw_rows(problem, seeded(pilot.fingerprint(problem)), per_head=False)[0]
     sizes = nf.Cells().sizes(problem)
     budgets = pilot.faster_budgets(sizes, 2048, 64, on_gpu=False)
     assert len(budgets) == len(est.info["steps"]) >= 2
@@ -146,7 +147,8 @@ def test_a_pilot_knows_caps_sinks_and_offsets(causal: bool) -> None:
     torch.testing.assert_close(est.output, plain.output)
     torch.testing.assert_close(est.lse, plain.lse)
     exact = nf.attention(query, key, value, **more, method=nf.Exact())
-    rows = pilot.draw_rows(check(query, key, value, is_causal=causal, offset=more["offset"]), seeded(0), per_head=False)[0]
+    problem = check(query, key, value, is_causal=causal, offset=more["offset"])
+    rows = pilot.draw_rows(problem, seeded(pilot.fingerprint(problem)), per_head=False)[0]
     step = next(x for x in est.info["steps"] if x["method"] == repr(est.info["chosen"]))
     found = off(plain.output.reshape(-1, 16)[rows], exact.reshape(-1, 16)[rows])
     assert step["pooled"] == pytest.approx(found, rel=1e-3)
@@ -173,7 +175,7 @@ def test_per_head_gives_exact_attention_to_the_heads_that_need_it(group: int) ->
     assert all(0 < off(est.output[:, head], exact[:, head]) <= 0.1 for head in range(group, 3 * group))
     assert all(bool(x.any()) for x in torch.autograd.grad(est.output.square().sum(), (q, k, v)))
     torch.testing.assert_close(est.lse[:, :group], nf.estimate(q, k, v, enable_gqa=True, method=nf.Exact()).lse[:, :group])
-    whole = nf.estimate(q, k, v, enable_gqa=True, method=nf.Auto(crossover=128))
+    whole = nf.estimate(q, k, v, enable_gqa=True, method=nf.Auto(eps=0.02, crossover=128))
     assert whole.info["chosen"] == nf.Exact(), "heads together do not pass"
 
 
@@ -326,3 +328,85 @@ def test_explain_sizes() -> None:
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         nf.Auto(**arguments)
+
+
+def test_explain_where_nobody_has_measured_and_where_there_is_nothing() -> None:
+    told = nf.explain(*torch.randn(3, 1, 2, 300, 16, dtype=torch.float64).unbind(0))
+    assert told.method == nf.Exact()
+    assert told.data["crossover"] == math.inf
+    assert "nobody has measured" in told.rows["why"]
+    q, k, v = torch.randn(3, 1, 2, 30, 16).unbind(0)
+    assert nf.explain(q, k[:, :, :0], v[:, :, :0]).method == nf.Exact()
+    assert nf.explain(q, k, v, method=nf.Auto(crossover=8)).method == nf.Exact()
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        nf.explain_sizes(300, dtype=torch.int32)
+
+
+def test_with_dropout_the_pilot_groups_keys_for_the_call_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, rows open cells together without dropout and one by one with it."""
+    sizes = nf.Cells.sizes
+
+    def by_dropout(self: nf.Cells, problem: nf.Problem) -> CellSizes:
+        found = sizes(self, problem)
+        return found if problem.dropout_p or self.probes else found._replace(share=64)
+
+    monkeypatch.setattr(nf.Cells, "sizes", by_dropout)
+    q, k, v = make("clustered", 1, 1, 1024, 16)
+    method = nf.Auto(eps=0.5, crossover=64)
+    assert isinstance(nf.estimate(q, k, v, method=method).info["chosen"], nf.Cells)
+    est = nf.estimate(q, k, v, dropout_p=0.1, method=method, generator=seeded(0))
+    again = nf.attention(q, k, v, dropout_p=0.1, method=nf.Cells(probes=est.info["probes"]), generator=seeded(0))
+    assert torch.equal(est.output, again)
+
+
+def test_budgets_that_the_engine_has_no_room_for_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make("gaussian", 1, 1, 2048, 16)
+    method = nf.Auto(eps=0.01, crossover=64)
+    probes = [
+        int(re.findall(r"probes=(\d+)", x["method"].replace("None", "0"))[0])
+        for x in nf.estimate(q, k, v, method=method).info["steps"]
+    ]
+    most = max(probes)
+    engine = nf.Cells.engine
+    monkeypatch.setattr(nf.Cells, "engine", lambda self, *rest: "other" if self.probes == most else engine(self, *rest))
+    fewer = nf.estimate(q, k, v, method=method).info["steps"]
+    assert len(fewer) == len(probes) - 1
+    assert f"probes={most}" not in "".join(x["method"] for x in fewer)
+
+
+def test_heads_that_hide_other_keys() -> None:
+    """The head that sees most keys gets exact attention; the others go on with the cells that were made."""
+    good, bad = make("clustered", 1, 1, 1024, 16), make("gaussian", 1, 1, 1024, 16)
+    q, k, v = (torch.cat(pair, 1) for pair in zip(good, bad, strict=True))
+    mask = torch.ones(1, 2, 1, 1024, dtype=torch.bool)
+    mask[:, 0, :, 900:] = False
+    est = nf.estimate(q, k, v, mask, method=nf.Auto(eps=0.05, crossover=64, per_head=True))
+    exact = F.scaled_dot_product_attention(q, k, v, mask)
+    assert est.info["exact_heads"] == [1]
+    torch.testing.assert_close(est.output[:, 1], exact[:, 1])
+    assert 0 < off(est.output[:, 0], exact[:, 0]) <= 0.05
+
+
+def test_each_head_keeps_its_share_however_many_there_are() -> None:
+    problem = check(*torch.zeros(3, 1, 64, 50, 4).unbind(0))
+    rows = pilot.draw_rows(problem, seeded(0), per_head=True, budgets=6).shape[1]
+    assert (0.05 / (64 * 6) / 2) ** (1 / rows) >= 0.95
+    assert pilot.draw_rows(problem, seeded(0), per_head=False, budgets=6).shape[1] == pilot.ROWS
+    q, k, v = make("clustered", 1, 3, 1024, 16)
+    audit = nf.estimate(q, k, v, method=nf.Auto(eps=0.5, crossover=64, per_head=True)).audit
+    assert audit is not None
+    assert audit.heads is not None
+    assert len(audit.heads) == 3
+    assert max(x.pooled_bound for x in audit.heads) == audit.pooled_bound
+
+
+def test_other_inputs_are_looked_at_in_other_places() -> None:
+    """Layers and steps of one shape do not all miss the same rows."""
+    seeds = {
+        pilot.fingerprint(check(*torch.randn(3, 1, 2, 40, 8, generator=seeded(i), dtype=dtype).unbind(0)))
+        for i in range(4)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+    }
+    assert len(seeds) == 12
+    q, k, v = make("clustered", 1, 1, 40, 8)
+    assert pilot.fingerprint(check(q, k, v)) == pilot.fingerprint(check(q.clone(), k.clone(), v.clone()))

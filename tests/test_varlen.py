@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from by_hand import inputs
 from torch import Tensor
 
@@ -112,3 +113,29 @@ def test_what_is_refused() -> None:
         nf.estimate(nested, nested, nested)
     with pytest.raises(TypeError, match=r"key is a nested tensor; pad it.*or pass all three to `attention` as jagged ones"):
         nf.attention(q[None], nested, nested)
+
+
+def test_rows_between_sequences_are_not_seen() -> None:
+    rows, lengths = torch.randn(12, 2, 8), [2, 3, 4]
+    offsets = torch.tensor([0, 4, 8, 12])
+    nested = torch.nested.nested_tensor_from_jagged(rows, offsets=offsets, lengths=torch.tensor(lengths)).transpose(1, 2)
+    output = nf.attention(nested, nested, nested, is_causal=True)
+    assert [len(x) for x in output.transpose(1, 2).unbind()] == lengths
+    for first, length, found in zip((0, 4, 8), lengths, output.transpose(1, 2).unbind(), strict=True):
+        own = rows[first : first + length].transpose(0, 1)[None]
+        torch.testing.assert_close(found.transpose(0, 1)[None], F.scaled_dot_product_attention(own, own, own, is_causal=True))
+
+
+def test_no_sequences_at_all() -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 0, 2, 8).unbind(0))
+    output = nf.attention_varlen(q, k, v, torch.tensor([0]), torch.tensor([0]))
+    assert output.shape == (0, 2, 8)
+    output.sum().backward()
+    assert q.grad is not None
+
+
+def test_autocast_decides_the_dtype() -> None:
+    q, k, v = torch.randn(3, 12, 2, 8).unbind(0)
+    edges = torch.tensor([0, 5, 12])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nf.attention_varlen(q, k, v, edges, edges).dtype == torch.bfloat16

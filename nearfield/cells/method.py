@@ -167,8 +167,11 @@ class Cells:
             return False
         return self._unsupported(problem, self.sizes(problem)) is None
 
-    def _engine(self, problem: Problem, sizes: CellSizes, backend: str) -> str:
+    def engine(self, problem: Problem, backend: str) -> str:
         """Which engine runs: see `Recipe.engine`."""
+        return self._engine(problem, self.sizes(problem), backend)
+
+    def _engine(self, problem: Problem, sizes: CellSizes, backend: str) -> str:
         device = problem.query.device
         if not backends.prefers_triton(backend, device):
             return "reference" if backend == "reference" else "torch"

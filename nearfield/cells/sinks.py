@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.operator import CellsBackward, CellsResult, Recipe
-from nearfield.kernels.dense import sink_share
+from nearfield.kernels.dense import sink_share, sink_weight
 
 
 def sunk_attention(
@@ -82,4 +82,4 @@ class _SunkCells(torch.autograd.Function):
         grads = apply(output_grad, lse_grad, *saved, *ctx.settings)
         delta = (output_grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
         delta = delta if lse_grad is None else delta - lse_grad
-        return *grads, None, None, -(sinks - lse).exp() * delta, None, None
+        return *grads, None, None, -sink_weight(lse, sinks) * delta, None, None

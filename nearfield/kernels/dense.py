@@ -23,7 +23,16 @@ def cap_slope(logits: Tensor, softcap: float) -> Tensor:
 
 def sink_share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """What a sink of logit `sink` leaves to the keys, Z / (Z + e^sink) with Z = e^lse, and the log-normaliser with the sink."""
-    return torch.sigmoid(lse - sink), torch.logaddexp(lse, sink)
+    # Where both are -inf their difference is NaN. Neither it nor its gradient may be used.
+    blind = lse == -torch.inf
+    none = blind & (sink == -torch.inf)
+    share = torch.sigmoid(torch.where(blind, -torch.inf, lse - sink))
+    return share, torch.where(none, -torch.inf, torch.logaddexp(lse.masked_fill(none, 0.0), sink))
+
+
+def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
+    """e^(sink - lse), the weight of a sink beside which the log-normaliser is `lse`; 0 where there is nothing at all."""
+    return (sink - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
 
 
 def dense_attention(
@@ -49,7 +58,7 @@ def dense_attention(
     logits = dense_logits(query, key, mask, scale, softcap)
     lse = logits.logsumexp(-1)
     if sink is not None:
-        lse = torch.logaddexp(lse, sink.to(compute)[:, None])
+        lse = sink_share(lse, sink.to(compute)[:, None])[1]
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     # The rounding error of a large normaliser is common to all weights of a row. Without a sink their sum is known.
     if sink is None:

@@ -19,7 +19,7 @@ from nearfield.chunks import row_blocks
 from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
-from nearfield.kernels.dense import cap_slope, capped, sink_share
+from nearfield.kernels.dense import cap_slope, capped, sink_share, sink_weight
 from nearfield.kernels.reference import exact_attention, weighted_softmax
 from nearfield.knn import fused
 from nearfield.knn.index.base import PADDING, BuiltIndex, Index, default_k, flat_ids, gathered_scores, row_table
@@ -429,7 +429,7 @@ def _weighted_backward(
             grad_logits = grad_logits * cap_slope(plan.logits, softcap).flatten(0, 1)
         if sinks is not None and grad_sinks is not None:
             # A sink is a key with value zero.
-            grad_sinks[:, block] = -(sinks[:, block] - lse).exp() * delta.view_as(lse)
+            grad_sinks[:, block] = -sink_weight(lse, sinks[:, block]) * delta.view_as(lse)
 
         grad_queries[:, block] = kernel.pair_sums(grad_logits, key_table, ids).view_as(queries[:, block])
         kernel.pair_scatter_(grad_keys, grad_logits, query_rows, ids)
