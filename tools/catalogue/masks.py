@@ -154,4 +154,18 @@ MUTANTS = (
         "offset=0 if causal else None",
         ("test_each_sequence_is_as_if_it_were_alone",),
     ),
+    Mutant(
+        "sinks: nothing beside nothing",
+        "dense:sink_share",
+        "blind = lse == -torch.inf",
+        "blind = torch.zeros_like(lse, dtype=torch.bool)",
+        ("test_logits.py::test_a_row_without_keys_and_without_a_sink_is_zero",),
+    ),
+    Mutant(
+        "packed: keys between sequences",
+        "packed:jagged",
+        "if lengths is None:",
+        "if True:",
+        ("test_varlen.py::test_rows_between_sequences_are_not_seen",),
+    ),
 )
