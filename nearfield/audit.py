@@ -24,15 +24,12 @@ MOST_ROWS = 1024
 
 
 @torch.no_grad()
-def run_audit(
-    problem: Problem, output: Tensor, size: int, generator: torch.Generator, looks: int = 1, per_head: bool = False
-) -> Audit:
+def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator, per_head: bool = False) -> Audit:
     """Compare `size` random rows of `output` with exact attention.
 
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
     miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
 
-    `looks`: how many audits there may be until one passes. Each of them then claims less, so that the promise holds for all.
     `per_head`: as many rows of each head, over all batch entries. They speak for their head, and together for all rows: with bad
     fractions f_h, all are missed with probability prod_h (1 - f_h)^s, at most (1 - mean f_h)^(s heads).
     """
@@ -51,14 +48,14 @@ def run_audit(
     error, whole = torch.linalg.vector_norm(got - exact, dim=-1), torch.linalg.vector_norm(exact, dim=-1)
     unit = value_norm_of_rows(problem, chosen)
     everything = size == total
-    found = summary(error, whole, unit, looks, everything)
+    found = summary(error, whole, unit, everything=everything)
     if not per_head:
         return found
     head = (chosen // length % heads).to(got.device)
     own = (head == number for number in range(heads))
     # As many rows are drawn of each head, so all of one are there where all of all are.
     each = [(error[mine], whole[mine], unit[mine]) for mine in own]
-    return replace(found, heads=tuple(summary(*norms, looks, everything) for norms in each))
+    return replace(found, heads=tuple(summary(*norms, everything=everything) for norms in each))
 
 
 def _rows_of_heads(problem: Problem, size: int, generator: torch.Generator) -> Tensor:
@@ -75,6 +72,8 @@ def summary(error: Tensor, size_of_exact: Tensor, unit: Tensor, looks: int = 1, 
     """What rows that were drawn at random say about all rows: see `run_audit`.
 
     Their errors, what they should be and the values of their head are given by their norms. `everything`: they are all rows.
+    `looks`: how many such summaries there may be until one passes. Each of them then claims less, so that the promise holds for
+    all.
     """
     size, miss = len(error), (1.0 - CONFIDENCE) / looks
     additive, relative = error / unit, torch.where(error == 0, error, error / size_of_exact)
