@@ -193,19 +193,25 @@ def _sums(prepared: Prepared, rows: _Rows, cells: _Columns | None, of_cell: Tens
 
     The level of a key is the number of budgets that do not open its cell; 0 for keys that are near without it.
     """
-    most = int(rows.visible.max())
-    keys, values = (x[rows.entries, :most].to(rows.queries.dtype) for x in (prepared.keys, prepared.values))
-    logits = capped(rows.queries @ keys.mT, prepared.recipe.softcap)
-    position = torch.arange(most, device=logits.device)
-    logits.masked_fill_(position >= rows.visible[..., None], -torch.inf)
-    top = logits.amax(2) if most else logits.new_full(rows.place.shape, -torch.inf)
-    weights = logits.sub_(finite(top)[..., None]).exp_()
+    most, entry = int(rows.visible.max()), int(rows.entries)
+    keys, values = (x[entry, :most].to(rows.queries.dtype) for x in (prepared.keys, prepared.values))
+    # Tables are `[keys, rows]`: what all rows need to know about a key lies side by side.
+    logits = capped(keys @ rows.queries[0].T, prepared.recipe.softcap)
+    position = torch.arange(most, device=logits.device)[:, None]
+    logits.masked_fill_(position >= rows.visible, -torch.inf)
+    top = logits.amax(0) if most else logits.new_full(rows.place.shape[1:], -torch.inf)
+    weights = logits.sub_(finite(top)).exp_()
     level = torch.zeros_like(logits, dtype=torch.uint8)
     if cells is not None:
-        home = cells.homes(most).masked_fill(position >= rows.closed[..., None], of_cell.shape[2])
-        level = torch.cat([of_cell, of_cell.new_zeros(*rows.place.shape, 1)], 2).gather(2, home)
-    parts = [weights * (level == number) for number in range(levels)]
-    return top, torch.stack([x.sum(2) for x in parts], 2), torch.stack([x @ values for x in parts], 2)
+        padded = torch.cat([of_cell[0].T, of_cell.new_zeros(1, rows.place.shape[1])])
+        home = cells.homes(most)
+        if cells.segment:
+            level = padded.gather(0, home.masked_fill(position >= rows.closed, len(padded) - 1))
+        else:
+            level = padded.index_select(0, home[:, 0])
+    parts = [weights.masked_fill(level != number, 0.0).T for number in range(levels)]
+    mass, numerator = torch.stack([x.sum(1) for x in parts], 1), torch.stack([x @ values for x in parts], 1)
+    return top[None], mass[None], numerator[None]
 
 
 def _sums_by_kernel(
@@ -310,17 +316,19 @@ class _Columns:
         return first, (squares(queries) @ self.variance.mT).clamp_(max=MOST_SPREAD)
 
     def homes(self, keys: int) -> Tensor:
-        """`[entries, rows, keys]`: the cell through which a row sees each key, of those in segments that it sees closed."""
-        levels, last = self.cell_of.shape[1], self.size.shape[1]
-        if levels == 1:
-            home = self.cell_of[:, :, :keys].expand(-1, self.segments.shape[1], -1)
-        else:
+        """`[keys, rows]`, of the one entry: the cell through which a row sees each key of those in segments that it sees closed.
+
+        Without segments all rows see a key through the same cell: `[keys, 1]`.
+        """
+        cell_of = self.cell_of[0, :, :keys].T.long()
+        home = cell_of[:, :1]
+        if self.segment:
             # A row sees a key through the longest of its spans that reaches the key.
-            segment = torch.arange(-(-keys // self.segment), device=self.segments.device)
-            reached = torch.stack([segment < (self.segments >> i << i)[..., None] for i in range(levels)])
-            level = (reached.sum(0) - 1).clamp_(min=0).repeat_interleave(self.segment, 2)[..., :keys]
-            home = self.cell_of[:, :, :keys].gather(1, level)
-        return home.long().masked_fill(home < 0, last)
+            segment = torch.arange(-(-keys // self.segment), device=self.segments.device)[:, None]
+            reached = torch.stack([segment < (self.segments[0] >> i << i) for i in range(cell_of.shape[1])])
+            level = (reached.sum(0) - 1).clamp_(min=0).repeat_interleave(self.segment, 0)[:keys]
+            home = cell_of.gather(1, level)
+        return home.masked_fill(home < 0, self.size.shape[1])
 
 
 def _columns(prepared: Prepared, entries: Tensor, closed: Tensor) -> _Columns | None:

@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "pilot: trial: keys of the future",
         "trial:_sums",
-        "logits.masked_fill_(position >= rows.visible[..., None], -torch.inf)",
+        "logits.masked_fill_(position >= rows.visible, -torch.inf)",
         "pass",
         (EACH,),
     ),
