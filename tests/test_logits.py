@@ -175,6 +175,7 @@ def test_sinks_beside_the_kernels_in_triton() -> None:
         nf.attention(q, k, v, enable_gqa=True, softcap=3.0, method=ALL_OPEN, backend="triton")
 
 
+@pytest.mark.long
 def test_sinks_can_be_compiled() -> None:
     leaves, arguments, _ = problem("both", True, torch.float32)
     arguments.pop("s_aux")

@@ -124,6 +124,20 @@ def test_with_all_other_keys_drawn_it_is_exact_attention(causal: bool) -> None:
 
 
 @interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [-7, 20])
+def test_with_an_offset_too(offset: int) -> None:
+    """With fewer queries than keys, and with rows that see nothing."""
+    pytest.importorskip("triton")
+    query, key, value = (x.to(DEVICE) for x in torch.randn(3, 1, 2, 50, 8, generator=seeded(0)).unbind(0))
+    query = query[:, :, :30]
+    problem = check(query, key, value, is_causal=True, offset=offset)
+    output = fused.attend_by_cells(problem.grouped, problem.scale, INDEX, INDEX.sizes(50, 9, True, True), 9, 50, seeds())
+    expected = nf.attention(query, key, value, is_causal=True, offset=offset, method=nf.Exact())
+    torch.testing.assert_close(problem.by_head(output), expected, rtol=2e-3, atol=2e-3)
+
+
+@interpreted
 def test_draws_follow_the_seed() -> None:
     pytest.importorskip("triton")
     query, key, value = (x.to(DEVICE) for x in torch.randn(3, 1, 1, 40, 8, generator=seeded(0)).unbind(0))
@@ -143,6 +157,8 @@ def test_draws_follow_the_seed() -> None:
         ({"dropout_p": 0.1}, False),
         ({"scale": -1.0}, False),
         ({"requires_grad": True}, False),
+        ({"softcap": 3.0}, False),
+        ({"s_aux": torch.zeros(1)}, False),
         ({"index": nf.ExactIndex()}, False),
         ({"index": CellIndex(cell_size=64, probes=10**6)}, False),
         ({"dtype": torch.float64}, False),
@@ -162,7 +178,8 @@ def test_which_calls_it_serves(change: dict[str, Any], served: bool, monkeypatch
     }
     query, key, value = torch.zeros(3, 1, 1, 6000, 8, dtype=how["dtype"]).unbind(0)
     query.requires_grad_(how["requires_grad"])
-    problem = check(query, key, value, None, how.get("dropout_p", 0.0), scale=how.get("scale"))
+    logits = {name: how.get(name) for name in ("scale", "softcap", "s_aux")}
+    problem = check(query, key, value, None, how.get("dropout_p", 0.0), **logits)
     call = Call(seeds(), how.get("backend", "auto"), diagnostics=how.get("diagnostics", False))
     sizes = fused.served_sizes(how["index"], problem, call, problem.grouped, how["k"], how["tail"])
     assert (sizes is not None) == served

@@ -251,6 +251,13 @@ MUTANTS = (
         ("test_it_attends_to_what_the_index_finds",),
     ),
     Mutant(
+        "fused: calls with a cap or sinks are served",
+        "served_sizes",
+        " or not problem.has_plain_logits",
+        "",
+        ("test_which_calls_it_serves",),
+    ),
+    Mutant(
         "fused: calls that want gradients are served",
         "served_sizes",
         "if problem.needs_grad or ",
