@@ -80,6 +80,7 @@ class Cells:
 
     any_mask = False
     any_logits = True
+    any_window = False
     gives_lse = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 
