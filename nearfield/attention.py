@@ -407,8 +407,8 @@ def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
     for who in (method, call.gradient):
         if isinstance(getattr(who, "index", None), BuiltIndex):
             raise ValueError(
-                f"{type(who).__name__} has an index that is built already, of all keys; with window_size={window}, which hides some "
-                "of them, let the call build it: pass index=KMeansIndex(), say"
+                f"{type(who).__name__} has an index that is built already, of all keys; window_size={window} hides some of "
+                "them, so let the call build it: pass index=KMeansIndex(), say"
             )
     if window[1] < 0:
         return

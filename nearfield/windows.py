@@ -124,8 +124,8 @@ def run(method: Method, problem: Problem, call: Call) -> Outcome:
     assert problem.window is not None
     if problem.reach < LEAST:
         outcome = Exact().run(problem, call)
-        parts = [{"rows": problem.query.shape[2], "served": "exact"}]
-        return replace(outcome, info={**outcome.info, "parts": parts}) if call.diagnostics else outcome
+        info = {**outcome.info, "parts": [{"rows": problem.query.shape[2], "served": "exact"}]}
+        return replace(outcome, info=info) if call.diagnostics else outcome
     whole = replace(problem, sink=None, poison=None, leading=tuple(problem.query.shape[:2]))
     # A sink counts once, beside all keys, and needs their normaliser.
     own = replace(call, return_lse=call.return_lse or problem.sink is not None, signature=None)
@@ -201,7 +201,7 @@ def _run_blocks(method: Method, problem: Problem, blocks: int, call: Call) -> Ou
     after = _in_blocks(problem, blocks, size, problem.offset + right, size)
     edges = Exact().run(
         replace(_stacked(before, after), is_causal=True),
-        replace(call, return_lse=True, diagnostics=False, seeds=call.seeds.part(1)),
+        replace(call, return_lse=True, seeds=call.seeds.part(1)),
     )
     assert edges.lse is not None
     if middle.lse is None:
@@ -213,8 +213,8 @@ def _run_blocks(method: Method, problem: Problem, blocks: int, call: Call) -> Ou
     info = dict(middle.info)
     for name in ("keys_per_query", "keys_used"):
         if name in info:
-            # Over both edges a row sees one key more than the block has rows.
-            info[name] += size + 1.0
+            # The mean over edges of which each row has two.
+            info[name] += 2 * edges.info["keys_per_query"]
     return Outcome(_joined(output, blocks), _joined(lse, blocks), None, {**info, "blocks": blocks, "block": size})
 
 
