@@ -162,14 +162,14 @@ def _run_part(method: Method, problem: Problem, part: _Part, call: Call) -> Outc
         return Exact().run(here, call)
     if part.served == "reversed":
         assert here.window is not None
-        return reversed_outcome(_run(method, reversed_problem(replace(here, window=(here.window[0], -1))), call))
+        return reversed_outcome(_serve(method, reversed_problem(replace(here, window=(here.window[0], -1))), call))
     if part.served == "all keys":
-        return _run(method, replace(here, window=None, offset=0), call)
+        return _serve(method, replace(here, window=None, offset=0), call)
     assert here.window is not None
-    return _run(method, replace(here, window=None, is_causal=True, offset=here.offset + here.window[1]), call)
+    return _serve(method, replace(here, window=None, is_causal=True, offset=here.offset + here.window[1]), call)
 
 
-def _run(method: Method, problem: Problem, call: Call) -> Outcome:
+def _serve(method: Method, problem: Problem, call: Call) -> Outcome:
     """Rows that may see no key at all: all of those that they have may be padding."""
     return zeros(problem) if problem.is_empty else method.run(problem, call)
 
@@ -196,7 +196,7 @@ def _run_blocks(method: Method, problem: Problem, blocks: int, call: Call) -> Ou
     left, right = problem.window
     size, first = problem.query.shape[2] // blocks, problem.offset - left
     core = _in_blocks(problem, blocks, size, first + size, left + right - size)
-    middle = _run(method, core, replace(call, return_lse=True, seeds=call.seeds.part(0)))
+    middle = _serve(method, core, replace(call, return_lse=True, seeds=call.seeds.part(0)))
     before = _turned(_in_blocks(problem, blocks, size, first, size))
     after = _in_blocks(problem, blocks, size, problem.offset + right, size)
     edges = Exact().run(

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearfield as nf
 from nearfield import exact, windows
+from nearfield.sampling import Seeds
 
 SHAPES = [(45, 45), (24, 60), (60, 24)]
 WINDOWS = [(0, 0), (1, 0), (0, 3), (9, 12), (20, 0), (13, -1), (-1, 3), (12, 30), (1000, 5), (5, 1000)]
@@ -123,6 +124,23 @@ def test_a_window_that_hides_nothing_is_none(method: nf.Method) -> None:
     assert torch.equal(nf.attention(q, k, v, method=method, offset=7, window_size=(-1, 3)), causal)
 
 
+def test_a_left_bound_may_hide_one_key() -> None:
+    """The last row does not see the first key; all others see the same keys as with a causal mask."""
+    q, k, v = inputs(1, 1, queries=30)
+    for method in (nf.Exact(), nf.TopK(k=400)):
+        plain = nf.attention(q, k, v, is_causal=True, method=method)
+        got = nf.attention(q, k, v, is_causal=True, window_size=(28, 0), method=method)
+        torch.testing.assert_close(got[:, :, :-1], plain[:, :, :-1])
+        assert not torch.allclose(got[:, :, -1], plain[:, :, -1])
+
+
+def test_parts_of_a_call_draw_their_own_numbers() -> None:
+    seeds = Seeds(seeded(0), torch.device("cpu"))
+    found = {seeds.base, *(seeds.part(i).base for i in range(4)), seeds.part(1).part(0).base}
+    assert len(found) == 6
+    assert seeds.part(2).base == Seeds(seeded(0), torch.device("cpu")).part(2).base
+
+
 def test_where_rows_stand() -> None:
     """FlashAttention's last row stands at the last key; so do those of torch's bias and of `attention_varlen`."""
     q, k, v = inputs(1, 2, queries=20, keys=50)
@@ -135,7 +153,7 @@ def test_where_rows_stand() -> None:
 
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences(causal: bool) -> None:
+def test_windows_of_packed_sequences(causal: bool) -> None:
     lengths, key_lengths, window = [20, 33, 20], [40, 30, 40], (7, 4)
     edges, key_edges = (F.pad(torch.tensor(x).cumsum(0), (1, 0)) for x in (lengths, key_lengths))
     q, k, v = torch.randn(73, 2, 8, generator=seeded(0)), *torch.randn(2, 110, 2, 8, generator=seeded(1)).unbind(0)
@@ -158,7 +176,7 @@ def test_packed_sequences(causal: bool) -> None:
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("window", [(7, 4), (7, -1)], ids=str)
-def test_a_nan_reaches_the_rows_that_see_it(method: nf.Method, window: Window) -> None:
+def test_a_nan_reaches_the_rows_whose_window_it_is_in(method: nf.Method, window: Window) -> None:
     q, k, v = inputs(1, 1, queries=40)
     k[0, 0, 17, 3] = torch.nan
     q[0, 0, 35, 1] = torch.inf
@@ -171,7 +189,7 @@ def test_a_nan_reaches_the_rows_that_see_it(method: nf.Method, window: Window) -
 
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=3, tail=400), ALL_OPEN], ids=repr)
-def test_dropout(method: nf.Method) -> None:
+def test_dropout_in_windows(method: nf.Method) -> None:
     """Each pair is dropped by itself, after the softmax over the whole window."""
     copies, rows, window, p = 8, 60, (19, 6), 0.4
     q, k, _ = inputs(1, 1, queries=rows, dim=4)
@@ -294,7 +312,7 @@ def test_draws_come_from_windows_with_one_bound() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("method", [nf.Exact(), nf.Cells(cell_size=4, probes=2, segment=8)], ids=repr)
-def test_compiled(method: nf.Method) -> None:
+def test_windows_compiled(method: nf.Method) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nf.attention(q, k, v, window_size=(9, 12), method=method)
 
@@ -308,7 +326,7 @@ def test_compiled(method: nf.Method) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("short_windows")
-def test_kernels_in_triton() -> None:
+def test_windows_in_triton() -> None:
     pytest.importorskip("triton")
     leaves = [x.requires_grad_() for x in inputs(1, 1, queries=14, dim=16)]
     outputs = [nf.attention(*leaves, window_size=(7, 2), method=ALL_OPEN, backend=name) for name in ("triton", "cpu")]
@@ -319,7 +337,7 @@ def test_kernels_in_triton() -> None:
 
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_half_precision(method: nf.Method) -> None:
+def test_windows_in_half_precision(method: nf.Method) -> None:
     q, k, v = inputs(1, 2, queries=40, dtype=torch.bfloat16)
     got, lse = nf.attention(q, k, v, method=method, window_size=(9, 12), return_lse=True)
     assert (got.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
@@ -328,7 +346,7 @@ def test_half_precision(method: nf.Method) -> None:
 
 
 @pytest.mark.usefixtures("short_windows")
-def test_methods_of_ones_own() -> None:
+def test_windows_of_methods_of_ones_own() -> None:
     """One that knows no windows gets rows without them, and needs a normaliser."""
 
     class Own(nf.Method):
@@ -378,7 +396,7 @@ def test_the_window_exactly_and_the_rest_by_cells() -> None:
             assert float((older - own[i, : len(older)]).abs().max()) > 1e-4
 
 
-def test_what_is_refused() -> None:
+def test_windows_that_are_refused() -> None:
     q, k, v = inputs(1, 1, queries=600, dim=4)
     attend: Callable[..., Any] = nf.attention
     for window in (5, (5,), (5, -2), (5.0, 1), (True, 1), "ab", (1, 2, 3)):
