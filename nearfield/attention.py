@@ -137,7 +137,8 @@ def attention(
             that side. With `is_causal`, none after p. FlashAttention lets the last row stand at the last key, which is the offset
             Lk - Lq. `Exact` and `Auto` read the window in O(Lq (left + right)). `Cells` and `TopK` serve the keys that a block of
             rows has in common, and exact attention those at the edges of their windows (all keys of windows of fewer than 256);
-            memory is that of about six copies of the keys. `LazyGumbel` and `gradient=` take windows with a bound on one side.
+            memory is that of about ten copies of keys and values. `LazyGumbel` and `gradient=` take windows with a bound on one
+            side only. `Cells(window=...)` is another thing: the latest keys exactly, and the rest by cells.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and

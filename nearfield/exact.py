@@ -20,9 +20,8 @@ from nearfield.problem import Call, Problem, is_traced, needs_grad, with_positiv
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds, pair_dropout
 
-WINDOW_ROWS = {False: (128, 8), True: (512, 2)}
-"""Rows at a time in a window, on a CPU and on a GPU: so many, or that part of the keys that each sees, whichever is more. Fewer
-rows see fewer keys together; more are fewer calls of SDPA."""
+WINDOW_ROWS = {False: 128, True: 512}
+"""Rows at a time in a window, on a CPU and on a GPU. Fewer rows see fewer keys together; more are fewer calls of SDPA."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,7 @@ def _blocks(
     length, mask, band = problem.key.shape[2], problem.attn_mask, problem.band if has_band else None
     most, width = None, length
     if problem.window is not None:
-        least, share = WINDOW_ROWS[problem.key.is_cuda]
-        most = max(least, problem.reach // share)
+        most = WINDOW_ROWS[problem.key.is_cuda]
         width = min(length, most + problem.reach)
     for block in row_blocks(shape, per_key * max(1, width), on_gpu, most):
         seen = slice(0, length) if band is None else band.keys_of(block, length)

@@ -33,8 +33,8 @@ from nearfield.results import Outcome
 LEAST = 256
 """Windows of fewer keys are exact attention, whatever the method: there is little to leave out."""
 
-BLOCKS = 4
-"""A block has so many times fewer rows than its rows see keys. Fewer rows make edges shorter, and cores overlap more."""
+BLOCKS = 8
+"""A block has so many times fewer rows than its rows see keys. Fewer rows make edges shorter, but a key is in as many cores."""
 
 
 def reversed_problem(problem: Problem) -> Problem:

@@ -33,7 +33,8 @@ Window = tuple[int, int]
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let methods serve windows that would be exact attention otherwise, and that in small blocks, so that tests are small."""
     monkeypatch.setattr(windows, "LEAST", 8)
-    monkeypatch.setattr(exact, "WINDOW_ROWS", {False: (16, 8), True: (16, 8)})
+    monkeypatch.setattr(windows, "BLOCKS", 4)
+    monkeypatch.setattr(exact, "WINDOW_ROWS", {False: 16, True: 16})
 
 
 def seen(queries: int, keys: int, window: Window, causal: bool = False, offset: int = 0) -> Tensor:
