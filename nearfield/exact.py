@@ -21,7 +21,12 @@ from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds, pair_dropout
 
 WINDOW_ROWS = {False: 128, True: 512}
-"""Rows at a time in a window, on a CPU and on a GPU. Fewer rows see fewer keys together; more are fewer calls of SDPA."""
+"""Rows at a time in a window, on a CPU, and on a GPU at least. Fewer rows see fewer keys together; more are fewer calls."""
+
+
+def window_rows(reach: int, on_gpu: bool) -> int:
+    """How many rows of a window, each of which sees `reach` keys, to take at a time."""
+    return max(WINDOW_ROWS[True], reach // 4) if on_gpu else WINDOW_ROWS[False]
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def _blocks(
     length, mask, band = problem.key.shape[2], problem.attn_mask, problem.band if has_band else None
     most, width = None, length
     if problem.window is not None:
-        most = WINDOW_ROWS[problem.key.is_cuda]
+        most = window_rows(problem.reach, problem.key.is_cuda)
         width = min(length, most + problem.reach)
     for block in row_blocks(shape, per_key * max(1, width), on_gpu, most):
         seen = slice(0, length) if band is None else band.keys_of(block, length)
