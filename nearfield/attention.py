@@ -9,15 +9,16 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nearfield import causal, crossover
+from nearfield import bands, causal, crossover, windows
 from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster, tell_if_unmeasured
 from nearfield.cells.method import Cells
 from nearfield.checks import check_dropped_gradient, check_gradient, check_method, general_mask_error
-from nearfield.exact import fuses_groups
+from nearfield.exact import fuses_groups, zeros
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
+from nearfield.knn.index.base import BuiltIndex
 from nearfield.packed import attend_packed, jagged
 from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
@@ -45,6 +46,7 @@ def attention(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
 ) -> Tensor: ...
 
 
@@ -68,6 +70,7 @@ def attention(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -90,6 +93,7 @@ def attention(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
@@ -122,12 +126,19 @@ def attention(
             merged (`merge`) and trained through. `Exact`, `Auto`, `Cells` and `TopK` give it; the latter two that of their
             estimate. It is not changed by dropout, and it includes `s_aux`: of parts to merge, only one may have it. Not with
             `gradient=`, nor for nested tensors. With `Exact` the logits are computed a second time.
-        offset: with `is_causal`: row i sees keys 0..i + offset; None: 0. The last Lq rows of a sequence of Lk tokens have the
-            offset Lk - Lq, which is `causal_lower_right`. Queries that are not there cost nothing.
+        offset: with `is_causal`: row i sees keys 0..i + offset; with `window_size`: row i stands at key i + offset; None: 0. The
+            last Lq rows of a sequence of Lk tokens have the offset Lk - Lq, which is `causal_lower_right`. Queries that are not
+            there cost nothing.
         softcap: logits z (scale times q.k) count as softcap tanh(z / softcap); None or 0: as they are. For `Exact`, `Auto`,
             `TopK` and `Cells`.
         s_aux: `[heads]`, a logit for each query head that counts in the denominator alone, as an additional key with value zero
             would. It has a gradient. For the same methods.
+        window_size: (left, right): row i stands at key p = i + offset and sees the keys from p - left to p + right; -1: all on
+            that side. With `is_causal`, none after p. FlashAttention lets the last row stand at the last key, which is the offset
+            Lk - Lq. `Exact` and `Auto` read the window in O(Lq (left + right)). `Cells` and `TopK` serve the keys that a block of
+            rows has in common, and exact attention those at the edges of their windows (all keys of windows of fewer than 256);
+            memory is that of about ten copies of keys and values. `LazyGumbel` and `gradient=` take windows with a bound on one
+            side only. `Cells(window=...)` is another thing: the latest keys exactly, and the rest by cells.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
@@ -138,20 +149,26 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
+    window_size = bands.check_window(window_size)
     if isinstance(query, Tensor) and query.is_nested and query.layout == torch.jagged:
         if return_lse:
             raise ValueError(
                 "return_lse=True is not for nested tensors; call attention for each sequence, or with padding and attn_mask"
             )
         given = dropout_p, is_causal, scale, enable_gqa
-        more = {"method": method, "gradient": gradient, "generator": generator, "backend": backend, "check_finite": check_finite}
-        return _jagged_attention(
-            query, key, value, attn_mask, given, more | {"offset": offset, "softcap": softcap, "s_aux": s_aux}
-        )
+        more: dict[str, Any] = {
+            "method": method,
+            "gradient": gradient,
+            "generator": generator,
+            "backend": backend,
+            "check_finite": check_finite,
+        }
+        more |= {"offset": offset, "softcap": softcap, "s_aux": s_aux, "window_size": window_size}
+        return _jagged_attention(query, key, value, attn_mask, given, more)
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
-        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
+        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
-    is_plain = is_plain and not return_lse and not softcap and s_aux is None
+    is_plain = is_plain and not return_lse and not softcap and s_aux is None and window_size is None
     if is_plain and method is None and backend == "auto" and not offset:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
@@ -164,8 +181,8 @@ def attention(
         make = None if signature is None else ready.known(signature)
         if make is not None:
             return make(query, key, value)
-    offset = offset if is_causal else None
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
+    offset = offset if is_causal or window_size is not None else None
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size)
     call = replace(_call(problem, generator, backend, gradient), return_lse=return_lse, signature=signature)
     problem = _screened(problem, method, call, check_finite)
     if return_lse:
@@ -219,6 +236,7 @@ def estimate(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
 ) -> Estimate:
     """`attention`, with its log-normaliser, standard error and audit.
 
@@ -241,7 +259,7 @@ def estimate(
     if per_head and not audit:
         raise ValueError(f"per_head={per_head!r} needs an audit: pass audit=59, say, to recompute 59 rows of each head")
     method = Auto() if method is None else method
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux)
+    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)
@@ -320,6 +338,8 @@ def _screened(problem: Problem, method: Method, call: Call, check_finite: bool) 
     """The problem with NaN and inf isolated, unless that would wait for a GPU and the method copes with them by itself."""
     check_method("method", method)
     may_be_async = call.gradient is None and call.backend != "reference" and not check_finite
+    # Parts of the keys are put together by their normalisers, through which a NaN would spread.
+    may_be_async = may_be_async and (problem.window is None or getattr(method, "any_window", False))
     if may_be_async and method.is_async(problem, call.backend):
         return replace(problem, sync=False)
     return isolate_non_finite(problem, check_finite)
@@ -368,9 +388,15 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     if problem.has_general_mask and not method.any_mask:
         assert problem.attn_mask is not None
         raise general_mask_error(type(method).__name__, problem.attn_mask, "Exact() takes any mask.")
+    if problem.window is not None:
+        _check_window(problem.window, method, call)
+        if problem.window[1] < 0:
+            return windows.reversed_outcome(_run(windows.reversed_problem(problem), method, call))
     if problem.is_empty:
-        return _zeros(problem)
+        return zeros(problem)
     with full_precision(problem.query):
+        if problem.window is not None and not getattr(method, "any_window", False):
+            return windows.run(method, problem, call)
         if call.gradient is None:
             return _checked(method.run(problem, call), problem, method)
         rows = problem.rows  # Made here, outside of no_grad: gradients have to reach the inputs.
@@ -379,6 +405,25 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         dropout = pair_dropout(problem.dropout_p, call.seeds)
         output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds, dropout)
         return replace(outcome, output=problem.by_head(output))
+
+
+def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
+    """Raise where the method, or the gradient, cannot honour a window."""
+    for who in (method, call.gradient):
+        if isinstance(getattr(who, "index", None), BuiltIndex):
+            raise ValueError(
+                f"{type(who).__name__} has an index that is built already, of all keys; window_size={window} hides some of "
+                "them, so let the call build it: pass index=KMeansIndex(), say"
+            )
+    if window[1] < 0:
+        return
+    if call.gradient is not None:
+        raise ValueError(
+            f"gradient={call.gradient!r} knows rows that see the first keys alone, got window_size={window} with bounds on both "
+            "sides; use gradient=None"
+        )
+    if not getattr(method, "any_window", False):
+        windows.check_serves(method, window)
 
 
 def _check_logits(problem: Problem, method: Method, call: Call) -> None:
@@ -408,16 +453,6 @@ def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:
                 "problem.by_head converts from the layout of problem.rows"
             )
     return outcome
-
-
-def _zeros(problem: Problem) -> Outcome:
-    """The outcome where there are no rows, no keys or no columns; connected to the inputs, so that these get zero gradients."""
-    anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
-    lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
-    if problem.sink is not None:
-        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink[:, None].expand_as(lse)
-    output = anchor.expand(*lse.shape, problem.value.shape[-1])
-    return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 
 
 def _finish(problem: Problem, output: Tensor) -> Tensor:

@@ -145,9 +145,12 @@ def _rows_at_a_time(problem: Problem) -> int:
 def _read_in_place(problem: Problem) -> bool:
     """Whether a kernel recomputes the rows, and reads keys and values where they lie."""
     missing = unsupported(problem.query, problem.value)
-    return (
-        not problem.has_general_mask and problem.has_plain_logits and backends.choose_triton("auto", problem.key.device, missing)
-    )
+    return _sees_first_keys(problem) and backends.choose_triton("auto", problem.key.device, missing)
+
+
+def _sees_first_keys(problem: Problem) -> bool:
+    """Whether a row is the softmax over the first so many keys, as `Problem.rows` has them."""
+    return not problem.has_general_mask and problem.has_plain_logits and problem.window is None
 
 
 def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
@@ -156,7 +159,7 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
     if problem.key.shape[2] == 0:
         return problem.query.new_zeros(len(chosen), problem.value.shape[3])
     entry, head, position = chosen // (heads * length), chosen // length % heads, chosen % length
-    if problem.has_general_mask or not problem.has_plain_logits:
+    if not _sees_first_keys(problem):
         return _exact_masked_rows(problem, entry, head, position)
     group = entry * problem.key.shape[1] + head // problem.group_size
     place = head % problem.group_size * length + position
@@ -180,9 +183,10 @@ def _exact_masked_rows(problem: Problem, entry: Tensor, head: Tensor, position: 
     logits = capped(logits * problem.scale, problem.softcap)
     if problem.attn_mask is not None:
         logits = reference.masked(logits, problem.attn_mask.expand(*problem.query.shape[:3], -1)[entry, head, position])
-    if problem.is_causal:
-        last = position[:, None] + problem.offset
-        logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) > last, -torch.inf)
+    if problem.band is not None:
+        logits = reference.masked(
+            logits, problem.band.sees(position[:, None], torch.arange(logits.shape[1], device=logits.device))
+        )
     weights, lse = reference.weighted_softmax(logits, None)
     if problem.sink is not None:
         weights = weights * sink_share(lse, problem.sink[head])[0][:, None]

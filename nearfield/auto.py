@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nearfield import _compat, crossover
+from nearfield import _compat, crossover, windows
 from nearfield.cells.method import Cells, check_share, is_captured
 from nearfield.checks import check_fraction, check_positive
 from nearfield.exact import Exact
@@ -33,7 +33,8 @@ class Auto:
     """Exact attention, or `Cells` where they are faster and known to be within `eps` of it. The default method.
 
     Up to a crossover length that was measured for the device and the dtype, causal and not (`nearfield bench --calibrate`
-    measures it on your machine), it is torch's SDPA. So it is with a mask beyond key padding, and with `gradient=`. Beyond, a
+    measures it on your machine), it is torch's SDPA. So it is with a mask beyond key padding, with `gradient=`, and in a window
+    with bounds on both sides (with `check=False`, unless the window is longer than the crossover length). Beyond, a
     pilot looks before anything runs: keys are grouped into cells, 128 random rows are computed exactly and with several budgets,
     and the smallest budget that is within eps serves all rows, once and with the same cells. If there is none among those that
     are faster than exact attention, the result *is* exact attention.
@@ -79,6 +80,7 @@ class Auto:
 
     any_mask = True
     any_logits = True
+    any_window = True
     gives_lse = True
     drops_pairs = True
 
@@ -97,7 +99,7 @@ class Auto:
 
     def run(self, problem: Problem, call: Call) -> Outcome:
         if call.gradient is not None or self.prefers_exact(problem):
-            if self.crossover is None and not is_traced():
+            if self.crossover is None and not is_traced() and problem.window is None:
                 tell_if_unmeasured(problem.query, problem.key, problem.is_causal)
             return _run_chosen(Exact(), problem, call)
         if not self.check:
@@ -130,6 +132,8 @@ class Auto:
         return run_pilot(self.cells, problem, call, self.tolerance, self.unit, self.limit(problem), generator, self.per_head)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
+        if problem.window is not None:
+            return problem.query.is_cuda and self.prefers_exact(problem)
         looks = self.check and not _cannot_look(problem) and not self._is_short(problem)
         return not looks and self.cells.is_async(problem, backend)
 
@@ -154,11 +158,15 @@ class Auto:
 
     def prefers_exact(self, problem: Problem) -> bool:
         """Whether it is exact attention without looking at values."""
+        if problem.window is not None:
+            # A pilot looks at parts of the keys, and its promise is about all of them.
+            return self.check or problem.reach < self.limit(problem)
         return problem.has_general_mask or self._is_short(problem)
 
 
 def _run_chosen(method: Method, problem: Problem, call: Call) -> Outcome:
-    outcome = method.run(problem, call)
+    in_parts = problem.window is not None and not method.any_window
+    outcome = windows.run(method, problem, call) if in_parts else method.run(problem, call)
     if not call.diagnostics:
         return outcome
     return replace(outcome, info={**outcome.info, "chosen": method, "steps": [], "audit": None})

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 
-def resolve(attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool, int]:
+def resolve(
+    attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, key: Tensor, has_window: bool = False
+) -> tuple[Tensor | None, bool, int]:
     """The arguments `attn_mask`, `is_causal` and `offset` of a call, with a bias of torch's as what it means; checked.
 
-    Row i of a causal mask sees the keys j <= i + offset: 0 for `causal_upper_left`, Lk - Lq for `causal_lower_right`.
+    `has_window`: an offset may come without a causal mask, as it moves windows too. Row i of a causal mask sees the keys
+    j <= i + offset: 0 for `causal_upper_left`, Lk - Lq for `causal_lower_right`.
     """
     # By name: importing the class loads the compiler, which takes seconds.
     if type(attn_mask).__name__ != "CausalBias":
@@ -19,10 +22,10 @@ def resolve(attn_mask: Any, is_causal: bool, offset: int | None, query: Tensor, 
             return attn_mask, is_causal, 0
         if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
             raise ValueError(f"offset must be an integer or None, got {offset!r}")
-        if not is_causal:
+        if not is_causal and not has_window:
             raise ValueError(
-                f"offset={offset} shifts a causal mask: row i sees the keys j <= i + offset; pass is_causal=True as well, or "
-                "leave offset out"
+                f"offset={offset} shifts a causal mask: row i sees the keys j <= i + offset; pass is_causal=True as well (or a "
+                "window_size), or leave offset out"
             )
         return attn_mask, is_causal, offset
     if is_causal or offset is not None:

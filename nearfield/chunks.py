@@ -11,10 +11,14 @@ GPU_TIMES = 8
 """On a GPU blocks may take this many times as much: small ones take as long to start as to compute."""
 
 
-def row_blocks(shape: Sequence[int], bytes_per_row: int, on_gpu: bool = False) -> Iterator[slice]:
-    """Ranges that cover the rows of `[batch, rows]`, each of about `BLOCK_BYTES` over all entries, and of at least one row."""
+def row_blocks(shape: Sequence[int], bytes_per_row: int, on_gpu: bool = False, most: int | None = None) -> Iterator[slice]:
+    """Ranges that cover the rows of `[batch, rows]`, each of about `BLOCK_BYTES` over all entries, and of at least one row.
+
+    `most`: of so many rows at most.
+    """
     batch, rows = shape
     step = max(1, BLOCK_BYTES * (GPU_TIMES if on_gpu else 1) // max(1, bytes_per_row * batch))
+    step = step if most is None else min(step, most)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

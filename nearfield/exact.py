@@ -20,11 +20,20 @@ from nearfield.problem import Call, Problem, is_traced, needs_grad, with_positiv
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds, pair_dropout
 
+WINDOW_ROWS = {False: 128, True: 512}
+"""Rows at a time in a window, on a CPU, and on a GPU at least. Fewer rows see fewer keys together; more are fewer calls."""
+
+
+def window_rows(reach: int, on_gpu: bool) -> int:
+    """How many rows of a window, each of which sees `reach` keys, to take at a time."""
+    return max(WINDOW_ROWS[True], reach // 4) if on_gpu else WINDOW_ROWS[False]
+
 
 @dataclass(frozen=True)
 class Exact:
     """`F.scaled_dot_product_attention`: every key is near. It honours any `attn_mask`. Time O(Lq Lk dim).
 
+    In a window (`window_size`) blocks of rows attend to the keys that some of them see: time O(Lq (left + right + 128) dim).
     With `softcap` or `s_aux`, which torch's kernels do not have, it is written out in torch, some rows at a time, and the
     backward pass computes the weights again: memory stays bounded, and it takes longer.
 
@@ -36,6 +45,7 @@ class Exact:
 
     any_mask = True
     any_logits = True
+    any_window = True
     gives_lse = True
     drops_pairs = True
 
@@ -53,12 +63,22 @@ class Exact:
                 output = _sdpa(problem)
         if not (call.diagnostics or call.return_lse):
             return Outcome(output)
-        if call.return_lse:
-            return Outcome(output, problem.by_head(_lse(problem)))
-        with torch.no_grad():
+        with torch.set_grad_enabled(call.return_lse and torch.is_grad_enabled()):
             lse = problem.by_head(_lse(problem))
+        if not call.diagnostics:
+            return Outcome(output, lse)
         seen = float(problem.key.shape[2]) if problem.has_general_mask else float(problem.visible.double().mean())
         return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": seen})
+
+
+def zeros(problem: Problem) -> Outcome:
+    """The outcome where there are no rows, no keys or no columns; connected to the inputs, so that these get zero gradients."""
+    anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
+    lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
+    if problem.sink is not None:
+        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink[:, None].expand_as(lse)
+    output = anchor.expand(*lse.shape, problem.value.shape[-1])
+    return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 
 
 def _sdpa(problem: Problem) -> Tensor:
@@ -68,22 +88,17 @@ def _sdpa(problem: Problem) -> Tensor:
     offset = problem.offset
     # From some offset on the first row, and so every one, sees all keys. Without one, a program of any length is not asked.
     is_causal = problem.is_causal and not (offset > 0 and offset >= key.shape[2] - 1)
+    has_band = is_causal or problem.window is not None
     plain = problem.has_plain_logits
-    if plain and (not is_causal or (mask is None and offset == 0)):
+    if plain and (not has_band or (mask is None and problem.window is None and offset == 0)):
         return _grouped(query, key, value, mask, problem, scale, is_causal)
-    # Torch takes a mask or is_causal, not both, and knows no offset. Then it is a matrix: make it for some rows at a time.
+    # Torch takes a mask or is_causal, not both, and knows no offset or window. Then it is a matrix: make it for some rows at a
+    # time.
     entries = 1 if mask is None else mask.shape[0] * mask.shape[1]
     # With other logits the weights are a table too, and a few more while they are computed.
     per_key = entries if plain else 4 * query.shape[0] * query.shape[1] * problem.compute_dtype.itemsize
     parts = []
-    for block in row_blocks((1, query.shape[2]), per_key * max(1, key.shape[2]), query.is_cuda):
-        # Rows that see nothing get a hidden key.
-        seen = slice(0, max(1, min(block.stop + offset, key.shape[2])) if is_causal else key.shape[2])
-        part = None if mask is None else (mask if mask.shape[2] == 1 else mask[:, :, block])[..., seen]
-        if is_causal:
-            position = torch.arange(seen.stop, device=key.device)
-            causal = (position <= torch.arange(block.start, block.stop, device=key.device)[:, None] + offset)[None, None]
-            part = causal if part is None else part & causal
+    for block, seen, part in _blocks(problem, (1, query.shape[2]), per_key, query.is_cuda, has_band):
         inputs = query[:, :, block], key[:, :, seen], value[:, :, seen], part
         if plain:
             parts.append(_grouped(*inputs, problem, scale, False))
@@ -91,6 +106,28 @@ def _sdpa(problem: Problem) -> Tensor:
             logits = scale, problem.softcap, problem.sink
             parts.append(dense_attention(*inputs, *logits, problem.dropout_p, recompute=problem.needs_grad and not is_traced()))
     return torch.cat(parts, 2)
+
+
+def _blocks(
+    problem: Problem, shape: tuple[int, int], per_key: int, on_gpu: bool, has_band: bool = True
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Some rows at a time: which, the range of keys that they see, and their mask for these keys, if they need one.
+
+    `per_key`: the bytes that a row of `[batch, rows]` takes for each key. `has_band`: whether the problem has a band that hides
+    something.
+    """
+    length, mask, band = problem.key.shape[2], problem.attn_mask, problem.band if has_band else None
+    most, width = None, length
+    if problem.window is not None:
+        most = window_rows(problem.reach, problem.key.is_cuda)
+        width = min(length, most + problem.reach)
+    for block in row_blocks(shape, per_key * max(1, width), on_gpu, most):
+        seen = slice(0, length) if band is None else band.keys_of(block, length)
+        part = None if mask is None else (mask if mask.shape[2] == 1 else mask[:, :, block])[..., seen]
+        if band is not None:
+            inside = band.mask(block, seen, problem.key.device)[None, None]
+            part = inside if part is None else part & inside
+        yield block, seen, part
 
 
 @torch.no_grad()
@@ -170,7 +207,7 @@ def _lse(problem: Problem) -> Tensor:
 
     Where gradients are recorded, a block keeps its inputs alone, and the backward pass computes its logits again.
     """
-    if problem.has_general_mask:
+    if problem.has_general_mask or problem.window is not None:
         return _masked_lse(problem)
     rows = problem.rows
 
@@ -190,28 +227,25 @@ def _beside_sinks(lse: Tensor, problem: Problem) -> Tensor:
     return lse if problem.row_sinks is None else sink_share(lse, problem.row_sinks)[1]
 
 
-def _recomputed(make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def _recomputed(make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """`make(*inputs)`, of which nothing is kept for the backward pass. Transforms of torch.func keep what they need."""
-    if not needs_grad(*inputs) or _compat.in_functorch_transform():
+    if not needs_grad(*(x for x in inputs if x is not None)) or _compat.in_functorch_transform():
         return make(*inputs)
     return checkpoint(make, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _masked_lse(problem: Problem) -> Tensor:
-    mask = problem.attn_mask
-    assert mask is not None
-    batch, kv_heads, length, _ = problem.key.shape
+    batch, kv_heads, _, dim = problem.key.shape
     dtype = problem.compute_dtype
-    keys = problem.key.to(dtype).transpose(-1, -2)
     heads, count = problem.query.shape[1:3]
 
-    def of_rows(query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    def of_rows(query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
         queries = query.to(dtype) * problem.scale
-        logits = (queries.reshape(batch, kv_heads, -1, keys.shape[2]) @ keys).view(*queries.shape[:3], length)
+        logits = (queries.reshape(batch, kv_heads, -1, dim) @ keys.to(dtype).mT).view(*queries.shape[:3], keys.shape[2])
         return reference.log_normaliser(reference.masked(capped(logits, problem.softcap), mask))
 
     parts = []
-    for block in row_blocks((batch * heads, count), 4 * max(1, length) * keys.element_size()):
-        here = mask if mask.shape[2] == 1 else mask[:, :, block]
-        parts.append(_recomputed(of_rows, problem.query[:, :, block], keys, here))
+    for block, seen, mask in _blocks(problem, (batch * heads, count), 4 * dtype.itemsize, False):
+        parts.append(_recomputed(of_rows, problem.query[:, :, block], problem.key[:, :, seen], mask))
     return _beside_sinks(torch.cat(parts, 2).reshape(batch * kv_heads, -1), problem)

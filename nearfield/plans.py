@@ -13,6 +13,7 @@ from nearfield import crossover
 from nearfield._compat import sdpa
 from nearfield.audit import CONFIDENCE
 from nearfield.auto import GPU_TIMES, Auto
+from nearfield.bands import Window, check_window
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import MemoryPolicy
 from nearfield.exact import Exact
@@ -20,6 +21,7 @@ from nearfield.kernels import backends
 from nearfield.pilot import Choice, expected_time, faster_budgets
 from nearfield.problem import DTYPES, Call, Problem, check, is_traced, isolate_non_finite
 from nearfield.sampling import Seeds
+from nearfield.windows import reversed_problem
 
 TIMED_ROWS, TIMED = 256, 3
 """Exact attention is timed on so many rows of one head, so many times; the shortest counts."""
@@ -37,6 +39,7 @@ def plan(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: Window | None = None,
     eps: float | None = None,
     unit: str = "output",
     crossover: int | None = None,
@@ -65,7 +68,7 @@ def plan(
             "plan looks at its inputs, which cannot be traced; call it before, outside of torch.compile and torch.func"
         )
     auto = Auto(eps, crossover, share, unit)
-    logits = attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux
+    logits = attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size
     problem, call = _prepared(query, key, value, *logits, generator, backend)
     method = _choice(auto, problem, call).method
     return _frozen(method, problem) if isinstance(method, Cells) else method
@@ -82,13 +85,16 @@ def _prepared(
     offset: int | None,
     softcap: float | None,
     s_aux: Tensor | None,
+    window_size: Window | None,
     generator: torch.Generator | None,
     backend: str,
 ) -> tuple[Problem, Call]:
-    problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, offset, softcap, s_aux)
+    problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size)
     backends.check_backend(backend, problem.query.device)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    if problem.window is not None and problem.window[1] < 0:
+        problem = reversed_problem(problem)  # as a call does
     return isolate_non_finite(problem, False), Call(Seeds(generator, problem.query.device), backend)
 
 
@@ -132,6 +138,7 @@ def explain(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: Window | None = None,
     method: Auto | None = None,
     generator: torch.Generator | None = None,
     backend: str = "auto",
@@ -151,10 +158,11 @@ def explain(
     auto = Auto() if method is None else method
     if not isinstance(auto, Auto):
         raise TypeError(f"method must be a nearfield.Auto or None, got {method!r}; other methods always do what they say")
-    logits = attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux
+    logits = attn_mask, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size
     problem, call = _prepared(query, key, value, *logits, generator, backend)
     choice = _choice(auto, problem, replace(call, diagnostics=True)) if auto.check else None
-    return _table(auto, problem, choice, _exact_seconds(problem.query, problem.key, problem.value, is_causal))
+    seconds = _exact_seconds(problem.query, problem.key, problem.value, problem.is_causal)
+    return _table(auto, problem, choice, seconds * problem.reach / max(1, problem.key.shape[2]), window_size)
 
 
 def explain_sizes(
@@ -209,8 +217,8 @@ def _wait(x: Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float) -> Explanation:
-    """`choice`: what the pilot found; None: it was not run."""
+def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float, window_size: Window | None = None) -> Explanation:
+    """`choice`: what the pilot found; None: it was not run. `window_size`: as it was given."""
     on_gpu, limit = backends.runs_triton(problem.query.device), auto.limit(problem)
     sizes, keys = auto.cells.sizes(problem), problem.key.shape[2]
     method, why = _decision(auto, problem, choice)
@@ -223,7 +231,7 @@ def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float) 
     plain = _bytes(problem)
     memory = plain if probes is None else int(plain * (1.0 + MemoryPolicy.of(problem).beyond))
     rows = {
-        "call": _call_line(problem),
+        "call": _call_line(problem, window_size),
         "crossover": _crossover_line(auto, problem, limit),
         "method": "exact attention or cells" if method is None else _short(method),
         "why": why,
@@ -258,6 +266,8 @@ def _decision(auto: Auto, problem: Problem, choice: Choice | None) -> tuple[Cell
     """What runs (None: the pilot will tell), and why."""
     if problem.has_general_mask:
         return Exact(), "a mask beyond key padding gets exact attention"
+    if problem.window is not None and auto.prefers_exact(problem):
+        return Exact(), "a window with bounds on both sides gets exact attention, which reads the keys inside alone"
     if problem.is_empty or auto.prefers_exact(problem):
         return Exact(), "exact attention is faster up to the crossover length, with few queries, or nobody has measured"
     if not auto.check:
@@ -274,9 +284,10 @@ def _decision(auto: Auto, problem: Problem, choice: Choice | None) -> tuple[Cell
     return Exact(), f"no budget that would be faster is within eps={auto.tolerance}: the best has {choice.best:.3g}"
 
 
-def _call_line(problem: Problem) -> str:
+def _call_line(problem: Problem, window_size: Window | None) -> str:
     batch, heads, queries, dim = problem.query.shape
     mask = "causal" if problem.is_causal else "no mask" if problem.attn_mask is None else "masked"
+    mask = mask if check_window(window_size) is None else f"window {window_size}"
     where = f"{crossover.dtype_name(problem.query.dtype)} on {crossover.device_name(problem.query.device)}"
     many = f"{batch * heads} heads" if batch * heads > 1 else "1 head"
     return f"{many} of {queries:,} queries and {problem.key.shape[2]:,} keys, dimension {dim}, {where}, {mask}"

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nearfield import _compat, causal
+from nearfield import _compat, bands, causal
+from nearfield.bands import Band, Window
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds
 
@@ -110,6 +111,23 @@ class Problem:
     """`[heads]`, float32 or float64: logits that count in the denominator alone"""
     least_keys: int = 0
     """`rows` have at least so many keys, the last ones hidden: those of the problem that this is a part of"""
+    window: Window | None = None
+    """(left, right): row i sees the keys from i + offset - left to i + offset + right, or to the last one where right is -1.
+    There is always a left bound, and `is_causal` is False: the window says it all"""
+
+    @property
+    def band(self) -> Band | None:
+        """Which keys a row sees by its place; None: all of them."""
+        if self.window is None:
+            return Band(None, self.offset) if self.is_causal else None
+        left, right = self.window
+        return Band(self.offset - left, self.offset + right if right >= 0 else None)
+
+    @property
+    def reach(self) -> int:
+        """How many keys a row sees at most."""
+        length = self.key.shape[2]
+        return length if self.window is None or self.window[1] < 0 else min(length, sum(self.window) + 1)
 
     @property
     def has_general_mask(self) -> bool:
@@ -171,6 +189,8 @@ class Problem:
     def visible(self) -> Tensor:
         """How many keys each row sees, `[batch * kv_heads, group * length]`. A general mask is not taken into account."""
         groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
+        if self.window is not None:
+            return self._visible_in_window
         if self.is_causal:
             queries = self.query.shape[2]
             visible = torch.arange(1 + self.offset, queries + 1 + self.offset, device=self.key.device)
@@ -186,6 +206,18 @@ class Problem:
         seen = torch.cat([counts.new_zeros(groups, 1, dtype=torch.long), counts.cumsum(1)], 1)
         return seen.gather(1, visible)
 
+    @property
+    def _visible_in_window(self) -> Tensor:
+        assert self.band is not None
+        groups, length = self.key.shape[0] * self.key.shape[1], self.key.shape[2]
+        start, stop = self.band.ends(self.query.shape[2], length, self.key.device)
+        if self.key_padding is None:
+            visible = (stop - start).expand(groups, -1)
+        else:
+            seen = torch.nn.functional.pad(self.key_padding.reshape(groups, length).cumsum(1), (1, 0))
+            visible = seen[:, stop] - seen[:, start]
+        return visible.repeat(1, self.group_size)
+
     @once
     def kept_keys(self) -> Tensor:
         """Which of the keys those of `rows` are, `[batch * kv_heads, length]`, where there is key padding."""
@@ -198,6 +230,11 @@ class Problem:
     @once
     def grouped(self) -> Rows:
         """The rows as they came: in the dtype of the inputs, the queries not yet multiplied by the scale."""
+        if self.window is not None:
+            raise ValueError(
+                f"window={self.window}: rows in a window do not see the first keys alone, so Problem.rows and Problem.grouped do "
+                "not describe them; a method that says any_window reads Problem.query, key, value and band"
+            )
         batch, kv_heads, length, dim = self.key.shape
         groups = batch * kv_heads
         queries = self.query.reshape(groups, self.visible.shape[1], dim)
@@ -245,10 +282,12 @@ def check(
     offset: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    window_size: Window | None = None,
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
-    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key)
+    window_size = bands.check_window(window_size)
+    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
@@ -277,16 +316,20 @@ def check(
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(query.dtype)
         padding = _as_key_padding(attn_mask, query, key)
-        if is_causal and padding is None:
+        if (is_causal or window_size is not None) and padding is None:
+            given, part, instead = "is_causal=True", "causal part", "is_causal=False"
+            if window_size is not None:
+                given, part, instead = f"window_size={window_size}", "window", "window_size=None"
             raise ValueError(
-                "is_causal=True can be combined only with a boolean key-padding attn_mask, broadcastable from "
+                f"{given} can be combined only with a boolean key-padding attn_mask, broadcastable from "
                 f"[batch, 1, 1, key_length]; got {attn_mask.dtype} of shape {tuple(attn_mask.shape)}. "
-                "Put the causal part into the mask and pass is_causal=False."
+                f"Put the {part} into the mask and pass {instead}."
             )
         if padding is not None:
             # A hidden key must not matter even if it holds NaN.
             hidden = padding.logical_not()[..., None]
             key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    window, is_causal, offset = bands.resolve(window_size, is_causal, offset, query.shape[2], key.shape[2])
     return Problem(
         query=query,
         key=key,
@@ -301,6 +344,7 @@ def check(
         offset=offset,
         softcap=softcap,
         sink=sink,
+        window=window,
     )
 
 
@@ -456,10 +500,10 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
             raise ValueError(f"check_finite=True: NaN or inf in {' and '.join(bad)}")
     batch, heads, length = finite["query"].shape
     bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
-    if problem.is_causal:
-        last = torch.arange(length, device=bad_key.device) + problem.offset
-        so_far = torch.nn.functional.pad(bad_key.cumsum(2).gt(0), (1, 0))
-        spoiled = so_far[:, :, (last + 1).clamp(0, bad_key.shape[2])]
+    if problem.band is not None:
+        start, stop = problem.band.ends(length, bad_key.shape[2], bad_key.device)
+        so_far = torch.nn.functional.pad(bad_key.cumsum(2), (1, 0))
+        spoiled = so_far[:, :, stop] > so_far[:, :, start]
     elif problem.has_general_mask:
         assert problem.attn_mask is not None
         allowed = problem.attn_mask if problem.attn_mask.dtype == torch.bool else problem.attn_mask > -torch.inf
@@ -510,6 +554,9 @@ class Method(Protocol):
     """whether `run` honours masks beyond key padding"""
     any_logits: bool = False
     """whether `run` honours `Problem.softcap` and `Problem.sink`"""
+    any_window: bool = False
+    """whether `run` honours `Problem.window`, which then has bounds on both sides; if not, `nearfield.windows` hands it rows that
+    see the same keys, without one"""
     gives_lse: bool = False
     """whether `run` returns an `lse` that can be differentiated, where `Call.return_lse` asks for it"""
     drops_pairs: bool = False

@@ -194,6 +194,7 @@ class Seeds:
         self._generator = generator
         self._device = device
         self._drawn: Tensor | None = None
+        self._part_of: tuple[Seeds, int] | None = None
 
     @staticmethod
     def given(seed: Tensor, device: torch.device) -> Seeds:
@@ -202,8 +203,18 @@ class Seeds:
         seeds._drawn = seed
         return seeds
 
+    def part(self, number: int) -> Seeds:
+        """The seeds of a part of the call that is served as a call of its own. They follow from the number of the whole."""
+        seeds = Seeds(self._generator, self._device)
+        seeds._part_of = self, number
+        return seeds
+
     def tensor(self) -> Tensor:
         """`base` as a tensor: a program that torch.compile traces draws its number when it runs."""
+        if self._drawn is None and self._part_of is not None:
+            whole, number = self._part_of
+            mixed = _mix(whole.tensor() ^ _mix(torch.tensor(number) * _GOLDEN + 1))
+            self._drawn = mixed & torch.iinfo(torch.int64).max
         if self._drawn is None:
             self.check_traceable()
             device = self._generator.device if self._generator is not None else "cpu"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nearfield.attention import attention
+from nearfield.bands import check_window
 from nearfield.packed import attend_packed, check_longest, edges_of
 from nearfield.problem import Gradient, Method
 
@@ -22,6 +23,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     causal: bool = False,
     *,
+    window_size: tuple[int, int] | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     method: Method | None = None,
@@ -39,6 +41,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: the longest sequence, checked where given; not needed.
         causal: the last query of a sequence sees all of its keys (aligned at the lower right, as in FlashAttention). Rows that
             see no key are zero.
+        window_size: (left, right), see `attention`; the last query of a sequence stands at its last key, as in FlashAttention.
         dropout_p, softmax_scale, softcap, s_aux, method, gradient, generator, backend, check_finite: as in `attention`, where
             the scale is called `scale`.
 
@@ -52,6 +55,7 @@ def attention_varlen(
         >>> nearfield.attention_varlen(q, k, v, edges, edges, 100, 100, causal=True, method=nearfield.Cells()).shape
         torch.Size([300, 4, 64])
     """
+    window_size = check_window(window_size)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -81,9 +85,10 @@ def attention_varlen(
             generator=generator,
             backend=backend,
             check_finite=check_finite,
-            offset=key.shape[2] - query.shape[2] if causal else None,
+            offset=key.shape[2] - query.shape[2] if causal or window_size is not None else None,
             softcap=softcap,
             s_aux=s_aux,
+            window_size=window_size,
         )
 
     return attend_packed(attend, q, k, v, edges, key_edges)

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("nn", "hf", "varlen"),
     ("attention", "plans"),
     ("auto", "paper"),
-    ("knn", "pilot"),
+    ("knn", "pilot", "windows"),
     ("cells", "exact", "audit"),
     ("problem", "kernels", "crossover"),
     (
@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "checks",
         "chunks",
         "causal",
+        "bands",
         "merge",
         "packed",
         "synthetic",

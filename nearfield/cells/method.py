@@ -49,7 +49,8 @@ class Cells:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
         probes: cells opened per row, or per block of rows; None: by the number of keys.
         samples: far keys drawn per row: 0, or at least 2.
-        window: causal only: how many of the latest keys are always near, rounded up to whole segments beyond a row's own.
+        window: causal only: how many of the latest keys are always near, rounded up to whole segments beyond a row's own. All
+            others go on to count, through cells; `window_size` of `attention` hides them.
         sinks: how many of the first keys are near for every row.
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
@@ -80,6 +81,7 @@ class Cells:
 
     any_mask = False
     any_logits = True
+    any_window = False
     gives_lse = True
     drops_pairs = False  # far keys are dropped together, cell by cell
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nearfield._compat import sdpa
 from nearfield.attention import attention
 from nearfield.chunks import BLOCK_BYTES
-from nearfield.exact import Exact
+from nearfield.exact import Exact, window_rows
 from nearfield.hf.masks import LazyMask, Pattern
 from nearfield.kernels.dense import dense_attention
 from nearfield.knn.store import can_search
@@ -24,9 +24,6 @@ _log = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.5
 """A method serves the last rows of a sequence if there are at least this many of them per key."""
-
-LEAST_WINDOW_ROWS = 256
-"""Rows per block in a sliding window, at least."""
 
 
 @dataclass(frozen=True)
@@ -297,8 +294,7 @@ def _blocks(call: LayerCall, mask: Mask) -> Iterator[slice]:
         per_row = max(per_row, 16 * call.query.shape[0] * call.query.shape[1])
     step = max(1, BLOCK_BYTES // max(1, per_row * mask.keys))
     if mask.reach is not None and mask.reach < mask.keys:
-        # As many rows as each sees keys: then half of the block lies within the window.
-        wanted = max(LEAST_WINDOW_ROWS, mask.reach)
+        wanted = window_rows(mask.reach, call.query.is_cuda)
         step = min(wanted, max(1, BLOCK_BYTES // (per_row * (wanted + mask.reach))))
     if call.rows <= step:
         yield slice(0, call.rows)

@@ -107,6 +107,7 @@ class TopK:
 
     any_mask = False
     any_logits = True
+    any_window = False
     gives_lse = True
     drops_pairs = True
 

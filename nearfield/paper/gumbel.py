@@ -74,6 +74,7 @@ class LazyGumbel:
 
     any_mask = False
     any_logits = False
+    any_window = False
     gives_lse = False
     drops_pairs = True
 

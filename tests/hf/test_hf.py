@@ -21,7 +21,7 @@ from hf_models import model, pair, tokens
 from transformers import masking_utils
 
 import nearfield
-from nearfield import hf
+from nearfield import exact, hf
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.hf import calls, masks
 from nearfield.hf.masks import LazyMask, make_mask
@@ -470,7 +470,7 @@ def test_any_mask(
     q = torch.randn(2, 4, queries, 8, generator=generator)
     k, v = torch.randn(2, 2, 2, length, 8, generator=generator)
     monkeypatch.setattr(calls, "BLOCK_BYTES", 4 * 2 * 2 * length * 5)
-    monkeypatch.setattr(calls, "LEAST_WINDOW_ROWS", 4)
+    monkeypatch.setattr(exact, "WINDOW_ROWS", {False: 4, True: 4})
     for method in (nearfield.Exact(), NEAR):
         out = calls.serve(calls.LayerCall(q, k, v, method), mask, True)
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Ways to break causal offsets, soft caps, sinks and packed sequences."""
+"""Ways to break causal offsets, soft caps, sinks, packed sequences and windows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ LOGITS = "test_logits.py::test_methods_that_read_all_keys_are_exact"
 NORMALISER = "test_the_normaliser_has_a_gradient"
 COMPILED = "test_compiled_with_a_cap_and_sinks"
 ENGINE = "test_the_engine_is_the_specification"
+WINDOWS = "test_windows.py::test_methods_that_read_all_keys_are_exact"
+WITH_SINKS = "test_with_padding_caps_and_sinks"
 
 MUTANTS = (
     Mutant(
@@ -20,9 +22,9 @@ MUTANTS = (
     ),
     Mutant(
         "offset: exact attention counts from the first key",
-        "exact:_sdpa",
-        "device=key.device)[:, None] + offset)[None, None]",
-        "device=key.device)[:, None])[None, None]",
+        "Band.sees",
+        "return key <= row + self.last",
+        "return key <= row",
         (READ_ALL,),
     ),
     Mutant(
@@ -42,8 +44,8 @@ MUTANTS = (
     Mutant(
         "offset: NaN spreads as if there were none",
         "isolate_non_finite",
-        "device=bad_key.device) + problem.offset",
-        "device=bad_key.device)",
+        "start, stop = problem.band.ends(",
+        "start, stop = replace(problem, offset=0).band.ends(",
         ("test_a_nan_reaches_the_rows_that_see_it",),
     ),
     Mutant(
@@ -150,8 +152,8 @@ MUTANTS = (
     Mutant(
         "packed: causal sequences aligned at their first key",
         "attention_varlen",
-        "offset=key.shape[2] - query.shape[2] if causal else None",
-        "offset=0 if causal else None",
+        "offset=key.shape[2] - query.shape[2] if causal or",
+        "offset=0 if causal or",
         ("test_each_sequence_is_as_if_it_were_alone",),
     ),
     Mutant(
@@ -167,5 +169,132 @@ MUTANTS = (
         "if lengths is None:",
         "if True:",
         ("test_varlen.py::test_rows_between_sequences_are_not_seen",),
+    ),
+    Mutant(
+        "window: one key fewer on the left",
+        "Band.sees",
+        "after = key >= row + self.first",
+        "after = key > row + self.first",
+        (WINDOWS,),
+    ),
+    Mutant(
+        "window: blocks of rows begin too late",
+        "Band.keys_of",
+        "max(0, min(rows.start + self.first, length - 1))",
+        "max(0, min(rows.start + self.first + 1, length - 1))",
+        (WINDOWS,),
+    ),
+    Mutant(
+        "window: a causal mask does not cut it",
+        "bands:resolve",
+        "if is_causal:\n        right = 0",
+        "if False:\n        right = 0",
+        (WINDOWS,),
+    ),
+    Mutant(
+        "window: a right bound alone forgets the offset",
+        "bands:resolve",
+        "(None, True, offset + right)",
+        "(None, True, right)",
+        ("test_a_window_that_hides_nothing_is_none",),
+    ),
+    Mutant(
+        "window: a left bound that hides one key is none",
+        "bands:resolve",
+        "if left >= queries - 1 + offset:",
+        "if left >= queries - 2 + offset:",
+        (WINDOWS, "test_a_left_bound_may_hide_one_key"),
+    ),
+    Mutant(
+        "window: rows in reverse order are off by one",
+        "reversed_problem",
+        "problem.offset + problem.window[0]",
+        "problem.offset + problem.window[0] - 1",
+        (WINDOWS,),
+    ),
+    Mutant(
+        "window: the core takes a key of the right edge",
+        "_run_blocks",
+        "first + size, left + right - size)",
+        "first + size, left + right - size + 1)",
+        (WINDOWS,),
+    ),
+    Mutant("window: the left edge is not in reverse order", "_run_blocks", "before = _turned(", "before = (", (WINDOWS,)),
+    Mutant(
+        "window: the normaliser of the left edge in reverse order",
+        "_run_blocks",
+        "[middle.lse, lses[0].flip(2), lses[1]]",
+        "[middle.lse, lses[0], lses[1]]",
+        (WINDOWS,),
+    ),
+    Mutant(
+        "window: the sink counts in every part",
+        "windows:run",
+        "whole = replace(problem, sink=None, poison=None,",
+        "whole = replace(problem, poison=None,",
+        (WITH_SINKS,),
+    ),
+    Mutant(
+        "window: the sink takes no share",
+        "windows:run",
+        "output = output * share[..., None]",
+        "output = output * 1.0",
+        (WITH_SINKS,),
+    ),
+    Mutant(
+        "window: padding of the first block for all",
+        "windows:_in_blocks",
+        "keys_of(problem.key_padding, 2)",
+        "keys_of(problem.key_padding, 2).roll(1, 0)",
+        (WITH_SINKS,),
+    ),
+    Mutant(
+        "window: normalisers of exact attention without one",
+        "exact:_lse",
+        "if problem.has_general_mask or problem.window is not None:",
+        "if problem.has_general_mask:",
+        (WINDOWS,),
+    ),
+    Mutant(
+        "window: audits see all keys",
+        "_exact_masked_rows",
+        "if problem.band is not None:",
+        "if False:",
+        ("test_audits_know_windows",),
+    ),
+    Mutant(
+        "window: parts of a call draw the same numbers",
+        "Seeds.part",
+        "seeds._part_of = self, number",
+        "seeds._part_of = self, 0",
+        ("test_parts_of_a_call_draw_their_own_numbers",),
+    ),
+    Mutant(
+        "window: the default trusts a pilot of parts",
+        "Auto.prefers_exact",
+        "return self.check or problem.reach",
+        "return problem.reach",
+        ("test_the_default_is_exact_in_windows",),
+    ),
+    Mutant(
+        "window: exact attention makes the mask of all rows",
+        "exact:_blocks",
+        "if problem.window is not None:",
+        "if False:",
+        ("test_no_table_of_all_pairs",),
+    ),
+    Mutant(
+        "window: a call without bounds is not plain",
+        "check_window",
+        "return None if pair == (-1, -1) else",
+        "return",
+        ("test_windows_that_are_refused",),
+    ),
+    Mutant(
+        "window: packed sequences stand at their first key",
+        "attention_varlen",
+        "if causal or window_size is not None else None",
+        "if causal else None",
+        ("test_windows_of_packed_sequences",),
     ),
 )

@@ -195,6 +195,7 @@ class _Probe:
 
     any_mask = False
     any_logits = False
+    any_window = False
     gives_lse = False
     drops_pairs = False
 
@@ -263,6 +264,7 @@ class _Noise:
 
     any_mask = False
     any_logits = False
+    any_window = False
     gives_lse = False
     drops_pairs = False
 

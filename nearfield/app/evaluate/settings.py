@@ -31,6 +31,7 @@ class PastTopK:
 
     any_mask = False
     any_logits = False
+    any_window = False
     gives_lse = False
     drops_pairs = False
 
