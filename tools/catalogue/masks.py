@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "sinks: no gradient in cells",
         "_SunkCells.backward",
-        "-(sinks - lse).exp() * delta",
+        "-sink_weight(lse, sinks) * delta",
         "0.0 * (sinks - lse).exp() * delta",
         (LOGITS,),
     ),
@@ -104,7 +104,7 @@ MUTANTS = (
         "queries @ keys.mT",
         (NORMALISER,),
     ),
-    Mutant("sinks: the wrong sign in TopK", "_weighted_backward", "= -(sinks[:, block]", "= (sinks[:, block]", (LOGITS,)),
+    Mutant("sinks: the wrong sign in TopK", "_weighted_backward", "= -sink_weight(", "= sink_weight(", (LOGITS,)),
     Mutant(
         "sinks: the audit forgets them",
         "_exact_masked_rows",
