@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
 # versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma mutants same docs clean
+.PHONY: help install demo plan test test-kernels test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma mutants same docs clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -39,6 +39,9 @@ plan: $(STAMP) ## the sizes that the theorems of the paper ask for
 
 test: $(STAMP) ## all tests but those marked slow
 	$(PYTEST) -m "not slow"
+
+test-kernels: $(STAMP) ## whether the kernels compile for a card with little memory, in a minute and without a card
+	$(BIN)/python -m pytest -q tests/cells/triton/test_triton_compiles.py -k least_memory
 
 test-fast: $(STAMP) ## the library alone, for the inner loop, without tests of more than two seconds and with fewer random examples
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -m "not slow and not long" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \

@@ -71,9 +71,9 @@ def test_kernels_compile_and_fit(name: str, dtype: str, dim: int, tmp_path: Path
     assert_all_fit(compiled(tmp_path, name, "--dims", str(dim), "--dtypes", dtype), name)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_kernels_compile_and_fit_where_there_is_least_memory(tmp_path: Path) -> None:
-    """One dtype and dimension of `test_kernels_compile_and_fit` in one version, so that every run has some of it."""
+    """One dtype and dimension of `test_kernels_compile_and_fit` in one version; `make test-kernels` runs it alone."""
     assert_all_fit(compiled(tmp_path, "8.6", "--dims", "64", "--dtypes", "bfloat16", "--quick"), "8.6")
 
 
