@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from nearfield import _compat, crossover, windows
@@ -21,9 +22,14 @@ EPS = 0.1
 LONG = 16_384
 """From so many keys on, exact attention where nobody has measured cells is worth a word."""
 
-GPU_TIMES = {False: 8, True: 2}
-"""On a GPU, a pilot waits for the card and starts many small kernels, which take milliseconds. From so many times the crossover
-length on, without a mask and causal, that is at most a fifth of the time of exact attention (on an H200)."""
+LOOK_TIMES = {("cpu", False): 2, ("cpu", True): 1, ("cuda", False): 8, ("cuda", True): 2}
+"""From so many times the crossover length on, causal or not, a pilot is worth its time: exact attention takes about five times as
+long as the pilot, or more. On a GPU it waits for the card and starts many small kernels, which take milliseconds."""
+
+
+def look_times(device: torch.device, is_causal: bool) -> int:
+    return LOOK_TIMES[device.type if device.type == "cuda" else "cpu", is_causal]
+
 
 _log = logging.getLogger("nearfield")
 
@@ -57,7 +63,8 @@ class Auto:
     Args:
         eps: the tolerance, between 0 and 1; None: 0.1.
         crossover: the number of keys from which on cells may be used, in place of the measured one. On a GPU it is meant for
-            eight heads; with fewer heads it takes more keys, and with `check` eight times as many (causal: twice).
+            eight heads; with fewer heads it takes more keys. With `check` it takes twice as many on a CPU without a mask; on a
+            GPU eight times as many, causal twice.
         share: that of its cells, see `Cells`.
         unit: of eps, `"output"` or `"values"`.
         per_head: every head is within eps by itself, at a confidence of 95% for all of them; those that are not get exact
@@ -182,8 +189,8 @@ def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | 
     length, queries = key.shape[2], query.shape[2]
     if limit is None:
         limit = crossover.length(query.device, query.dtype, is_causal)
-    if checked and query.is_cuda:
-        limit = GPU_TIMES[is_causal] * limit
+    if checked:
+        limit = look_times(query.device, is_causal) * limit
     # Cells group all keys before the first query is answered. Few queries do not repay that.
     if length < limit or queries < limit / 4:
         return True

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearfield import crossover
 from nearfield._compat import sdpa
 from nearfield.audit import CONFIDENCE
-from nearfield.auto import GPU_TIMES, Auto
+from nearfield.auto import Auto, look_times
 from nearfield.bands import Window, check_window
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import MemoryPolicy
@@ -294,7 +294,8 @@ def _call_line(problem: Problem, window_size: Window | None) -> str:
 
 
 def _crossover_line(auto: Auto, problem: Problem, limit: float) -> str:
-    times = f", {GPU_TIMES[problem.is_causal]} times that with a pilot" if problem.query.is_cuda and auto.check else ""
+    factor = look_times(problem.query.device, problem.is_causal)
+    times = f"; with a pilot {factor} times that" if auto.check and factor > 1 else ""
     if auto.crossover is not None:
         return f"{auto.crossover:,} keys, as given{times}"
     where = f"{crossover.dtype_name(problem.query.dtype)} on {crossover.device_name(problem.query.device)}"

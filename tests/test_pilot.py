@@ -36,7 +36,7 @@ def test_a_call_that_nobody_configured_is_close_to_sdpa(name: str) -> None:
 
 @pytest.mark.long
 def test_the_default_keeps_cells_where_they_are_good() -> None:
-    q, k, v = make("clustered", 1, 1, 16384, 64)
+    q, k, v = make("clustered", 1, 1, 32768, 32)
     est = nf.estimate(q, k, v)
     assert isinstance(est.info["chosen"], nf.Cells)
     assert 0 < off(est.output, F.scaled_dot_product_attention(q, k, v)) <= 0.1
