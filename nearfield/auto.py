@@ -68,7 +68,7 @@ class Auto:
         share: that of its cells, see `Cells`.
         unit: of eps, `"output"` or `"values"`.
         per_head: every head is within eps by itself, at a confidence of 95% for all of them; those that are not get exact
-            attention. Heads that share keys do so together. 128 rows of each head are looked at.
+            attention. Heads that share keys do so together. At least 128 rows of each head are looked at.
         check: False: no pilot and no promise. `Cells()` beyond the crossover length, whatever their error.
 
     Example:

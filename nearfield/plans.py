@@ -222,8 +222,8 @@ def _table(auto: Auto, problem: Problem, choice: Choice | None, seconds: float, 
     on_gpu, limit = backends.runs_triton(problem.query.device), auto.limit(problem)
     sizes, keys = auto.cells.sizes(problem), problem.key.shape[2]
     method, why = _decision(auto, problem, choice)
-    budgets = _budgets(auto, problem) if choice is None or choice.steps else []
-    budgets = [] if isinstance(method, Exact) and choice is None else budgets
+    tried = choice is not None and bool(choice.steps)
+    budgets = [] if isinstance(method, Exact) and not tried else _budgets(auto, problem)
     probes = None
     if not isinstance(method, Exact):
         probes = method.sizes(problem).probes if method is not None else budgets[0]

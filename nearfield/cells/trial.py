@@ -204,7 +204,7 @@ def _sums(prepared: Prepared, rows: _Rows, cells: _Columns | None, of_cell: Tens
     level = torch.zeros_like(logits, dtype=torch.uint8)
     if cells is not None:
         padded = torch.cat([of_cell[0].T, of_cell.new_zeros(1, rows.place.shape[1])])
-        home = cells.homes(most)
+        home = cells.homes(prepared.given.cell_of[entry, :, :most])
         if cells.segment:
             level = padded.gather(0, home.masked_fill(position >= rows.closed, len(padded) - 1))
         else:
@@ -302,8 +302,6 @@ class _Columns:
     """`[entries, rows, cells]`: not empty, and seen by the row"""
     cross: Tensor
     """`[entries, rows, value_dim, dim]`: the covariance of the cells that a row sees"""
-    cell_of: Tensor
-    """`[entries, span_levels, keys]`"""
     segments: Tensor
     """`[entries, rows]`: how many closed segments each row sees"""
     segment: int
@@ -315,12 +313,12 @@ class _Columns:
         first = (queries @ self.centroid.mT).masked_fill_(~seen, -torch.inf)
         return first, (squares(queries) @ self.variance.mT).clamp_(max=MOST_SPREAD)
 
-    def homes(self, keys: int) -> Tensor:
+    def homes(self, cell_of: Tensor) -> Tensor:
         """`[keys, rows]`, of the one entry: the cell through which a row sees each key of those in segments that it sees closed.
 
-        Without segments all rows see a key through the same cell: `[keys, 1]`.
+        `cell_of` `[span_levels, keys]`. Without segments all rows see a key through the same cell: `[keys, 1]`.
         """
-        cell_of = self.cell_of[0, :, :keys].T.long()
+        keys, cell_of = cell_of.shape[1], cell_of.T.long()
         home = cell_of[:, :1]
         if self.segment:
             # A row sees a key through the longest of its spans that reaches the key.
@@ -352,8 +350,7 @@ def _columns(prepared: Prepared, entries: Tensor, closed: Tensor) -> _Columns | 
         centroid, variance, value = (x[entries].float() for x in (tables.centroid, tables.variance, tables.value))
         cross = tables.cross[entries[:, None], segments].float()
     seen = sees_span[..., _span_of_cell(tuple(edges), closed.device)] & (size > 0)[:, None]
-    cell_of = prepared.given.cell_of[entries]
-    return _Columns(size, centroid, variance, value, seen, cross, cell_of, segments, sizes.segment)
+    return _Columns(size, centroid, variance, value, seen, cross, segments, sizes.segment)
 
 
 @lru_cache(maxsize=64)

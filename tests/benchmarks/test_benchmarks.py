@@ -73,6 +73,15 @@ def test_the_benchmark_of_a_decoding_step_runs(load: Callable[[str], Any]) -> No
         assert row["error"] < (1e-5 if row["method"] in ("exact", "Cells()") else 3)
 
 
+def test_the_benchmark_of_the_default_on_a_gpu_runs_without_one(load: Callable[[str], Any]) -> None:
+    bench = load("bench_default_gpu")
+    query, key, value = make("clustered", 1, 1, 512, 16)
+    found = bench.measure(bench.Case("clustered", (query, key, value), False), quick=True)
+    assert "Cells" in found["always_ran"]
+    assert 0 < found["pooled_errors"]["always"] == found["pooled_errors"]["cells"] <= 0.1
+    assert found["ms"].keys() == {"sdpa", "default", "always", "cells"}
+
+
 def test_the_benchmark_of_top_k_on_a_gpu_runs_without_one(load: Callable[[str], Any]) -> None:
     """With all keys near there is nothing to miss; the error of SDPA is that of rounding."""
     bench = load("bench_topk_gpu")
