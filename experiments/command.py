@@ -46,6 +46,13 @@ def main(arguments: list[str] | None = None) -> None:
         help="begin nothing after so many seconds; the same command goes on with the others (indices, shakespeare)",
     )
     parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="models trained at a time, each in a process of its own; the time of a step is not taken then (shakespeare)",
+    )
+    parser.add_argument(
         "--text", type=Path, metavar="FILE", help="what language models are trained on (default: tiny Shakespeare)"
     )
     parser.add_argument(
@@ -65,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.quick:
         torch.set_num_threads(1)  # more are no faster at small sizes, and much slower where cores are busy
     limits = (asked.time_limit, asked.memory_limit, asked.total_limit)
-    settings = Settings(asked.quick, asked.seed, asked.device, *limits, asked.out, asked.text, asked.model)
+    settings = Settings(asked.quick, asked.seed, asked.device, *limits, asked.out, asked.text, asked.model, asked.jobs)
     console = Console()
     try:
         if asked.name == "report":
@@ -94,6 +101,13 @@ def _positive(text: str) -> float:
     if not 0 < found < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return found
+
+
+def _count(text: str) -> int:
+    """For argparse, which tells why."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
 
 
 def _about() -> str:

@@ -82,3 +82,5 @@ class Experiment:
     """whether saved rows of a unit that is not planned this time are still told and drawn; others are dropped"""
     devices: Sequence[str] = ("cpu",)
     """where it can run; the first is where it has the sizes of the paper, and whose verdicts count"""
+    side_by_side: bool = False
+    """whether units need nothing of each other, and say something where they share the machine (`Settings.jobs`)"""

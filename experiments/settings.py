@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,19 @@ class Settings:
     """what to train on; None: tiny Shakespeare"""
     model: Path | None = None
     """folder or .gguf of a causal language model to fine-tune as well (gpt2-xl)"""
+    jobs: int = 1
+    """units at a time, each in a process of its own; what they share makes times meaningless, and none are kept (shakespeare)"""
+    began: float = field(default_factory=time.perf_counter, compare=False, repr=False)
+    """when the run of an experiment began: its processes share the clock"""
 
     @property
     def folder(self) -> Path:
         """Where results go. Small ones keep away from the full ones, and those of a GPU from those of a CPU."""
         usual = QUICK_RESULTS if self.quick else RESULTS
         return place(self.out or usual, self.device)
+
+    def is_late(self) -> bool:
+        return time.perf_counter() - self.began > self.total_limit
 
     def identity(self) -> dict[str, Any]:
         """What has to agree for saved results to be those of this run. Limits may change: what they stopped is tried again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -60,13 +59,9 @@ def plan(settings: Settings) -> list[Unit]:
 
     In every group lengths from short to long; each knows how the shorter ones of its series went.
     """
-    began = time.perf_counter()
-
-    def is_over() -> bool:
-        return time.perf_counter() - began > settings.total_limit
 
     def units(groups: list[list[Series]], lengths: tuple[int, ...]) -> list[Unit]:
-        return [unit(settings, series, n, is_over) for group in groups for n in lengths for series in group]
+        return [unit(settings, series, n, settings.is_late) for group in groups for n in lengths for series in group]
 
     if settings.quick:
         methods = methods_on(settings.device)

@@ -6,4 +6,4 @@ from experiments.shakespeare.plan import plan
 from experiments.shakespeare.tell import tell
 
 TITLE = "A model of characters, trained with kNN attention"
-EXPERIMENT = Experiment("shakespeare", TITLE, plan, draw, tell, devices=("cuda", "cpu"))
+EXPERIMENT = Experiment("shakespeare", TITLE, plan, draw, tell, devices=("cuda", "cpu"), side_by_side=True)

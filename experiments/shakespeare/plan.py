@@ -22,7 +22,6 @@ from experiments.shakespeare.train import BETAS, DECAY, EAGER_STEPS, LARGEST_GRA
 
 def plan(settings: Settings) -> list[Unit]:
     """Seed after seed, all methods of the first before those of the next: a run that is cut ends with whole seeds."""
-    began = time.perf_counter()
     runs = QUICK if settings.quick else ON_CPU if torch.device(settings.device).type == "cpu" else ON_GPU
     corpus = load_corpus(settings)
     text = numbered(corpus, max(sizes.context for sizes in runs), settings.device)
@@ -31,9 +30,9 @@ def plan(settings: Settings) -> list[Unit]:
         seed = settings.seed + number
 
         def measured(done: Done) -> Rows:
-            if time.perf_counter() - began > settings.total_limit:
+            if settings.is_late():
                 return [{"kind": "left", "context": sizes.context, "method": name, "seed": seed, "limit": settings.total_limit}]
-            return measure(corpus, text, sizes, name, seed)
+            return measure(corpus, text, sizes, name, seed, timed=settings.jobs == 1)
 
         return Unit(
             # The first seed is not named: there was a time when it was the only one.
@@ -65,8 +64,8 @@ def others(sizes: Sizes, name: str) -> tuple[str, ...]:
     return tuple(other for other in (sizes.methods if name == "exact" else ("exact",)) if other != name)
 
 
-def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> Rows:
-    """Rows of kind "evaluation", and one of kind "end"."""
+def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int, timed: bool = True) -> Rows:
+    """Rows of kind "evaluation", and one of kind "end"; the time of a step is taken where nothing else runs."""
     device = text.train.device
     about: Row = {"context": sizes.context, "method": name, "seed": seed}
     chosen = method(name, sizes.context)
@@ -87,8 +86,8 @@ def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int) -> R
         near = keys(model, judged, chosen)
         model.train()
         # The graph first: it owns the memory of the gradients until a step without it makes others.
-        graph_seconds = trainer.seconds(trainer.graph.replay) if trainer.graph is not None else None
-        seconds = trainer.seconds(trainer.update)
+        graph_seconds = trainer.seconds(trainer.graph.replay) if timed and trainer.graph is not None else None
+        seconds = trainer.seconds(trainer.update) if timed else None
     done = rows[-1]["iteration"]
     end: Row = {
         "kind": "end",

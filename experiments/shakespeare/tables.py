@@ -41,7 +41,7 @@ def line(rows: Rows, context: int, name: str) -> list[str]:
     bests = [best(each) for each in found]
     stopped = [row["iterations"] for row in last if row["stopped"]]
     fewer = len(last) < len(shared(rows, context, "exact"))
-    graph = graph_seconds(last)
+    step, graph = step_seconds(last), graph_seconds(last)
     return [
         NAMES[name] + (f", stopped at {span(stopped)}" if stopped else "") + (f", {counted(len(last))}" if fewer else ""),
         numbers([row["keys"] for row in last]),
@@ -49,19 +49,23 @@ def line(rows: Rows, context: int, name: str) -> list[str]:
         f"{numbers([row['validation'] for row in bests])} ({span([row['iteration'] for row in bests])})",
         numbers([finite(row["swapped"]["exact"]) for row in last]) if name != "exact" else "–",
         *(percents([each[-1][what] for each in found]) for what in ("mean", "max")),
-        seconds(step_seconds(last)),
-        seconds(graph) if graph is not None else "–",
+        *(seconds(took) if took is not None else "–" for took in (step, graph)),
     ]
 
 
-def step_seconds(last: Rows) -> float:
-    """The least of all seeds: what is computed takes as long with every seed, and a busy machine only adds to it."""
-    return min(row["seconds"] for row in last)
+def step_seconds(last: Rows) -> float | None:
+    """The least of all seeds: what is computed takes as long with every seed, and a busy machine only adds to it. None where
+    models were trained side by side."""
+    return least_of(last, "seconds")
 
 
 def graph_seconds(last: Rows) -> float | None:
     """Of a step that is captured as a graph, where there is one."""
-    return min((row["graph_seconds"] for row in last if row["graph_seconds"] is not None), default=None)
+    return least_of(last, "graph_seconds")
+
+
+def least_of(last: Rows, what: str) -> float | None:
+    return min((row[what] for row in last if row[what] is not None), default=None)
 
 
 def samples(rows: Rows, context: int) -> Table:

@@ -336,7 +336,8 @@ def test_a_run_ends_in_time_names_what_is_left_and_goes_on(tmp_path: Path, monke
     one = replace(SMALL, iterations=2, interval=1, methods=("exact", "topk-5", "topk"), seeds=2)
     module, clock, begun = import_module("experiments.shakespeare.plan"), [0.0], list[tuple[str, int]]()
 
-    def counted(corpus: Corpus, text: Any, sizes: Sizes, name: str, seed: int) -> Rows:
+    def counted(corpus: Corpus, text: Any, sizes: Sizes, name: str, seed: int, timed: bool) -> Rows:
+        assert timed
         clock[0] += 10.0
         begun.append((name, seed))
         return measure(corpus, text, sizes, name, seed)
@@ -522,13 +523,16 @@ def test_the_verdict_on_cost_is_about_top_k_and_has_a_margin(five: float, root: 
     """Cells may be as fast as they like."""
     taken = {"exact": 1.0, "topk-5": five, "topk": root, "cells": 0.1}
     about = {"kind": "end", "context": 64, "asked": 30, "parameters": 1000}
-    rows = [{**about, "method": name, "seconds": x, "graph_seconds": None} for name, x in taken.items()]
+    rows = [{**about, "method": name, "seed": 0, "seconds": x, "graph_seconds": None} for name, x in taken.items()]
     assert cost(rows).verdict == verdict
     assert "graph" not in cost(rows).evidence
     rows[0]["graph_seconds"] = 0.02
     assert "CUDA graph" in cost(rows).evidence
     assert "20 ms with exact at context 64" in cost(rows).evidence
     assert cost([rows[0], rows[-1]]).verdict == "untested"
+    side_by_side = [{**row, "seed": 1, "seconds": None, "graph_seconds": None} for row in rows]
+    assert cost(side_by_side).verdict == "untested"
+    assert cost([*rows, *side_by_side]).verdict == verdict, "times of models trained alone are used"
 
 
 def test_training_that_diverges_is_told_and_drawn(tmp_path: Path) -> None:
@@ -579,3 +583,33 @@ def test_the_section_names_the_text_and_shows_samples() -> None:
 def test_cells_of_several_lines_are_shown_as_they_are() -> None:
     assert entry("`a` < b") == "<code>a</code> &lt; b"
     assert entry("`a`\n< b").endswith(">`a`\n&lt; b</pre>")
+
+
+@pytest.mark.long
+def test_models_trained_side_by_side_are_those_trained_in_turn_but_for_times(tmp_path: Path) -> None:
+    text = tmp_path / "counting.txt"
+    text.write_text(COUNTING.text)
+    settings = Settings(quick=True, out=tmp_path, text=text)
+    todo = plan(settings)[:2]
+    together = {
+        unit.key: rows for unit, rows, _ in runner.side_by_side(EXPERIMENT, replace(settings, jobs=2), todo, lambda text: None)
+    }
+    assert together.keys() == {unit.key for unit in todo}
+    for unit in todo:
+        (*expected, last), (*found, end) = unit.measure({}), together[unit.key]
+        assert last["seconds"] > 0
+        assert end["seconds"] is None
+        assert plain(found) == plain(expected)
+        assert plain({**end, "seconds": 0}) == plain({**last, "seconds": 0})
+
+
+def test_a_process_that_comes_too_late_leaves_its_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module, threads = import_module("experiments.shakespeare.plan"), torch.get_num_threads()
+    monkeypatch.setattr(module, "load_corpus", lambda settings: COUNTING)
+    late = Settings(quick=True, out=tmp_path, jobs=2, total_limit=100.0)
+    first = plan(late)[0].key
+    try:
+        rows, _ = runner.alone(plan, replace(late, began=late.began - 101.0), first)
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["kind"] for row in rows] == ["left"]
