@@ -599,8 +599,9 @@ def test_models_trained_side_by_side_are_those_trained_in_turn_but_for_times(tmp
         (*expected, last), (*found, end) = unit.measure({}), together[unit.key]
         assert last["seconds"] > 0
         assert end["seconds"] is None
+        assert end["limit"] == 2 * last["limit"], "those beside it take their share"
         assert plain(found) == plain(expected)
-        assert plain({**end, "seconds": 0}) == plain({**last, "seconds": 0})
+        assert plain({**end, "seconds": 0, "limit": 0}) == plain({**last, "seconds": 0, "limit": 0})
 
 
 def test_a_process_that_comes_too_late_leaves_its_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
