@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from nearfield import _compat, crossover, windows
 from nearfield.cells.method import Cells, check_share, is_captured
+from nearfield.cells.trial import Prepared
 from nearfield.checks import check_fraction, check_positive
 from nearfield.exact import Exact
-from nearfield.pilot import UNITS, Choice, fingerprint, run_choice, run_pilot
+from nearfield.pilot import UNITS, Ahead, Choice, fingerprint, run_pilot
 from nearfield.problem import Call, Method, Problem, is_traced
 from nearfield.results import Outcome
 
@@ -118,7 +120,8 @@ class Auto:
                 "cannot be looked at; make a method before, plan = nearfield.plan(q, k, v), and pass method=plan",
             )
             return _run_chosen(Exact(), problem, call)
-        choice = self.choose(problem, call)
+        ahead = Ahead(problem, call)
+        choice = self.choose(problem, call, ahead.begin)
         if isinstance(choice.method, Exact) and choice.steps:
             tell(
                 "pilot",
@@ -126,17 +129,17 @@ class Auto:
                 f"at best, and eps is {self.tolerance}; nearfield.explain(q, k, v) says more, and "
                 "method=nearfield.Auto(eps=...) allows more",
             )
-        # Each call looks at its own error.
-        outcome = run_choice(choice, problem, replace(call, signature=None))
+        outcome = ahead.outcome(choice)
         if not call.diagnostics:
             return outcome
         info = {"chosen": choice.method, "steps": choice.steps, "audit": choice.audit}
         return replace(outcome, info={**outcome.info, **info})
 
-    def choose(self, problem: Problem, call: Call) -> Choice:
-        """What the pilot of a call finds."""
+    def choose(self, problem: Problem, call: Call, meanwhile: Callable[[Prepared], None] = lambda prepared: None) -> Choice:
+        """What the pilot of a call finds. `meanwhile`: see `run_pilot`."""
         generator = call.seeds.repeated(-2, seed=fingerprint(problem))
-        return run_pilot(self.cells, problem, call, self.tolerance, self.unit, self.limit(problem), generator, self.per_head)
+        promise = self.tolerance, self.unit, self.limit(problem)
+        return run_pilot(self.cells, problem, call, *promise, generator, self.per_head, meanwhile)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         if problem.window is not None:

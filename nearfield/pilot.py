@@ -3,14 +3,20 @@
 Keys are grouped once. Random rows are computed exactly and with several budgets, all from the same scores (`cells.trial`). The
 smallest budget whose error is within the tolerance is used for all rows, with the same cells. If there is none among those that
 would be faster than exact attention, the call is exact attention.
+
+A pilot is many small operations, which a host takes longer to start than a GPU to do, and then it waits for their result. So on a
+GPU the run that calls like this one have chosen lately begins before (`Ahead`). If the pilot then chooses the same, its time is
+hidden; if not, what was begun is dropped: the result is the same, only later.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +55,14 @@ MOST_ENTRIES = 32768
 AT_CROSSOVER = 0.7
 """About the time of cells at the crossover length, exact attention being 1. That is the first power of two at which they are
 faster by 1.05, so it lies between a half and 0.95."""
+
+
+STREAK = 4
+"""After so many calls in a row that chose the same, the next one is likely to. A wrong guess takes a run, and a right one saves
+the few milliseconds of a pilot."""
+
+MOST_KNOWN = 128
+"""Kinds of calls whose choices are remembered."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +138,20 @@ def fingerprint(problem: Problem) -> int:
 
 @torch.no_grad()
 def run_pilot(
-    cells: Cells, problem: Problem, call: Call, eps: float, unit: str, limit: float, generator: torch.Generator, per_head: bool
+    cells: Cells,
+    problem: Problem,
+    call: Call,
+    eps: float,
+    unit: str,
+    limit: float,
+    generator: torch.Generator,
+    per_head: bool,
+    meanwhile: Callable[[Prepared], None] = lambda prepared: None,
 ) -> Choice:
-    """The smallest budget that is within eps on random rows, or exact attention."""
+    """The smallest budget that is within eps on random rows, or exact attention.
+
+    `meanwhile`: is called when keys are grouped. What it starts on a GPU runs while the host prepares to look at rows.
+    """
     sizes = cells.sizes(problem)
     on_gpu = backends.runs_triton(problem.key.device)
     budgets = faster_budgets(sizes, problem.key.shape[2], limit, on_gpu)
@@ -139,6 +164,7 @@ def run_pilot(
     problem = replace(problem)
     with full_precision(problem.query):
         prepared = cells.prepare(problem, call)
+        meanwhile(prepared)
         numbers = draw_rows(problem, generator, per_head, len(budgets))
         by_budget: list[list[Audit]] = []
         with_values = unit == "values" or call.diagnostics
@@ -258,3 +284,74 @@ def _of_heads(problem: Problem, kv_heads: list[int]) -> Problem:
         least_keys=problem.grouped.keys.shape[1],
         sink=None if problem.sink is None else problem.sink.index_select(0, all_own),
     )
+
+
+class Likely(NamedTuple):
+    """What runs: see `Choice`."""
+
+    method: Cells | Exact
+    exact_heads: tuple[int, ...]
+
+
+_SEEN: OrderedDict[Hashable, tuple[Likely, int]] = OrderedDict()
+"""The last choice of calls with the same `Call.signature`, and how often in a row it was made."""
+_LOCK = threading.Lock()
+
+
+def likely(signature: Hashable) -> Likely | None:
+    """What calls like this one have chosen the last times; None where they differ, or are too few."""
+    with _LOCK:
+        seen = _SEEN.get(signature) if signature is not None else None
+    return seen[0] if seen is not None and seen[1] >= STREAK else None
+
+
+def remember(signature: Hashable, choice: Choice) -> None:
+    if signature is None:
+        return
+    made = Likely(choice.method, choice.exact_heads)
+    with _LOCK:
+        before, times = _SEEN.pop(signature, (None, 0))
+        _SEEN[signature] = made, times + 1 if before == made else 1
+        while len(_SEEN) > MOST_KNOWN:
+            _SEEN.popitem(last=False)
+
+
+def forget() -> None:
+    with _LOCK:
+        _SEEN.clear()
+
+
+@dataclass
+class Ahead:
+    """A call that is run while its pilot looks: what is likely, if anything is, and what came of it."""
+
+    problem: Problem
+    call: Call
+    own: Call = field(init=False)
+    likely: Likely | None = field(init=False)
+    grads: bool = field(init=False)
+    begun: Outcome | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        # A run that draws would change what the next one draws. Diagnostics wait for the GPU.
+        plain = not self.problem.dropout_p and not self.call.diagnostics
+        self.likely = likely(self.call.signature) if plain else None
+        self.grads = torch.is_grad_enabled()
+        self.own = replace(self.call, signature=None)  # Each call looks at its own error.
+
+    def begin(self, prepared: Prepared) -> None:
+        """Start what is likely, with the cells that the pilot has made. The pilot has turned gradients off."""
+        if self.likely is None:
+            return
+        method, exact_heads = self.likely
+        with torch.set_grad_enabled(self.grads):
+            self.begun = run_choice(Choice(method, [], None, prepared, exact_heads), self.problem, self.own)
+
+    def outcome(self, choice: Choice) -> Outcome:
+        """What the pilot chose, which may have been begun."""
+        remember(self.call.signature, choice)
+        begun, self.begun = self.begun, None
+        if begun is not None and self.likely == (choice.method, choice.exact_heads):
+            return begun
+        del begun  # its memory is needed
+        return run_choice(choice, self.problem, self.own)

@@ -242,7 +242,9 @@ def test_a_crossover_that_was_measured_again_counts(
 def test_a_tolerance_is_checked_in_every_call(remembered: list[Any]) -> None:
     method = nf.Auto(eps=0.5, crossover=16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("nearfield.auto.run_choice", lambda choice, problem, call: nf.Outcome(problem.value * call_is_bare(call)))
+        patched.setattr(
+            "nearfield.pilot.run_choice", lambda choice, problem, call: nf.Outcome(problem.value * call_is_bare(call))
+        )
         for _ in range(3):
             inputs = plain()
             assert torch.equal(nf.attention(*inputs, method=method, backend="triton"), inputs[2])
