@@ -28,7 +28,7 @@ from nearfield.exact import Exact, zeros
 from nearfield.kernels.dense import sink_share
 from nearfield.merge import merge
 from nearfield.problem import Call, Method, Problem
-from nearfield.results import Outcome
+from nearfield.results import Outcome, mean_info
 
 LEAST = 256
 """Windows of fewer keys are exact attention, whatever the method: there is little to leave out."""
@@ -144,14 +144,8 @@ def run(method: Method, problem: Problem, call: Call) -> Outcome:
 def _info(parts: list[_Part], outcomes: list[Outcome]) -> dict[str, Any]:
     """Means over all rows, and what each part says of itself."""
     counts = [part.rows.stop - part.rows.start for part in parts]
-    info: dict[str, Any] = {}
-    for name in ("keys_per_query", "keys_used", "promise_met"):
-        if any(name in x.info for x in outcomes):
-            # Parts that are exact attention use all keys that they look at, and keep any promise.
-            found = [x.info.get(name, 1.0 if name == "promise_met" else x.info["keys_per_query"]) for x in outcomes]
-            info[name] = sum(n * x for n, x in zip(counts, found, strict=True)) / sum(counts)
     own = [{"rows": n, "served": part.served, **x.info} for n, part, x in zip(counts, parts, outcomes, strict=True)]
-    return {**info, "parts": own}
+    return {**mean_info(own), "parts": own}
 
 
 def _run_part(method: Method, problem: Problem, part: _Part, call: Call) -> Outcome:
