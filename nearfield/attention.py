@@ -424,7 +424,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     if problem.has_general_mask and call.gradient is not None:
         assert problem.attn_mask is not None
         raise general_mask_error(f"gradient={call.gradient!r}", problem.attn_mask, "With any other mask use gradient=None.")
-    check_logits(method, call.gradient, problem.softcap, problem.sink is not None)
+    check_logits(method, call.gradient, problem.softcap, "" if problem.sink is None else "s_aux")
     if call.gradient is not None:
         check_dropped_gradient(method, call.gradient, problem.dropout_p)
     if problem.has_general_mask and not method.any_mask:

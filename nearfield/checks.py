@@ -132,11 +132,11 @@ def check_dropped_gradient(method: object, gradient: Any, dropout_p: float) -> N
         )
 
 
-def check_logits(method: object, gradient: object, softcap: float, has_sink: bool) -> None:
-    """Raise where a cap or a sink is asked for that the method, or the gradient, would ignore."""
-    if not softcap and not has_sink:
+def check_logits(method: object, gradient: object, softcap: float, sink: str) -> None:
+    """Raise where a cap or a sink is asked for that the method, or the gradient, would ignore. `sink`: what asks for one."""
+    if not softcap and not sink:
         return
-    asked = f"softcap={softcap:g}" if softcap else "s_aux"
+    asked = f"softcap={softcap:g}" if softcap else sink
     if gradient is not None:
         raise ValueError(f"gradient={gradient!r} knows plain logits only, got {asked}; use gradient=None")
     if not getattr(method, "any_logits", False):
