@@ -146,8 +146,9 @@ def attention(
             that side. With `is_causal`, none after p. FlashAttention lets the last row stand at the last key, which is the offset
             Lk - Lq. `Exact` and `Auto` read the window in O(Lq (left + right)). `Cells` and `TopK` serve the keys that a block of
             rows has in common, and exact attention those at the edges of their windows (all keys of windows of fewer than 256);
-            memory is that of about ten copies of keys and values. `LazyGumbel` and `gradient=` take windows with a bound on one
-            side only. `Cells(window=...)` is another thing: the latest keys exactly, and the rest by cells.
+            memory is that of about ten copies of keys and values. `LazyGumbel` and `gradients.RandomWalk` draw from the full
+            softmax over the keys of a window with bounds on both sides, in O(Lq (left + right)) too. `Cells(window=...)` is
+            another thing: the latest keys exactly, and the rest by cells.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
@@ -431,25 +432,31 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         assert problem.attn_mask is not None
         raise general_mask_error(type(method).__name__, problem.attn_mask, "Exact() takes any mask.")
     if problem.window is not None:
-        _check_window(problem.window, method, call)
+        _check_window(problem.window, method, call, problem.dropout_p)
         if problem.window[1] < 0:
             return windows.reversed_outcome(_run(windows.reversed_problem(problem), method, call))
     if problem.is_empty:
         return zeros(problem)
     with full_precision(problem.query):
-        if problem.window is not None and not getattr(method, "any_window", False):
-            return windows.run(method, problem, call)
         if call.gradient is None:
-            return _checked(method.run(problem, call), problem, method)
-        rows = problem.rows  # Made here, outside of no_grad: gradients have to reach the inputs.
+            return _forward(problem, method, call)
+        # Made here, outside of no_grad: gradients have to reach the inputs.
+        layout = problem if problem.window is None else windows.in_blocks(problem)
+        rows = layout.rows
         with torch.no_grad():
-            outcome = _checked(method.run(problem, call), problem, method)
+            outcome = _forward(problem, method, call)
         dropout = pair_dropout(problem.dropout_p, call.seeds)
-        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds, dropout)
-        return replace(outcome, output=problem.by_head(output))
+        output = with_gradient(layout.by_row(outcome.output), rows, call.gradient, call.seeds, dropout)
+        return replace(outcome, output=layout.by_head(output))
 
 
-def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
+def _forward(problem: Problem, method: Method, call: Call) -> Outcome:
+    if problem.window is not None and not getattr(method, "any_window", False):
+        return windows.run(method, problem, call)
+    return _checked(method.run(problem, call), problem, method)
+
+
+def _check_window(window: tuple[int, int], method: Method, call: Call, dropout_p: float) -> None:
     """Raise where the method, or the gradient, cannot honour a window."""
     for who in (method, call.gradient):
         if isinstance(getattr(who, "index", None), BuiltIndex):
@@ -459,13 +466,18 @@ def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
             )
     if window[1] < 0:
         return
-    if call.gradient is not None:
+    both = f"window_size={window}, with bounds on both sides"
+    if call.gradient is not None and not getattr(call.gradient, "any_window", False):
         raise ValueError(
-            f"gradient={call.gradient!r} knows rows that see the first keys alone, got window_size={window} with bounds on both "
-            "sides; use gradient=None"
+            f"gradient={call.gradient!r} knows rows that see the first keys alone, got {both}; use gradients.RandomWalk(...), or "
+            "gradient=None"
         )
-    if not getattr(method, "any_window", False):
-        windows.check_serves(method, window)
+    if call.gradient is not None and dropout_p:
+        raise ValueError(
+            f"gradient={call.gradient!r} is not told which pairs are dropped in {both}, got dropout_p={dropout_p}; "
+            "use gradient=None, or leave out dropout_p"
+        )
+    windows.check_serves(method, window)
 
 
 def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:

@@ -55,6 +55,9 @@ class Rows:
     """`[batch, length, value_dim]`"""
     visible: Tensor
     """`[batch, rows]`, int64"""
+    first: Tensor | None = None
+    """`[batch, rows]`, int64: in a window with bounds on both sides a row sees `visible` keys from this one on; None: from the
+    first one on, as in all rows but those of `windows.in_blocks`"""
 
     @property
     def count(self) -> int:
@@ -77,7 +80,8 @@ class Rows:
 
     def at(self, block: slice) -> Rows:
         """A range of rows, with the same keys."""
-        return replace(self, queries=self.queries[:, block], visible=self.visible[:, block])
+        first = None if self.first is None else self.first[:, block]
+        return replace(self, queries=self.queries[:, block], visible=self.visible[:, block], first=first)
 
     def detach(self) -> Rows:
         return replace(self, queries=self.queries.detach(), keys=self.keys.detach(), values=self.values.detach())
@@ -172,6 +176,10 @@ class Problem:
     @property
     def _may_sync(self) -> bool:
         return self.sync and not is_traced()
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """From `[batch, heads, length, ...]` to the layout of `Rows`, `[batch * kv_heads, group * length, ...]`."""
+        return x.reshape(*self.visible.shape, *x.shape[3:])
 
     def by_head(self, rows: Tensor) -> Tensor:
         """From the layout of `Rows`, `[batch * kv_heads, group * length, ...]`, to `[batch, heads, length, ...]`."""

@@ -729,8 +729,8 @@ MUTANTS = (
     Mutant(
         "gradient= cut off by no_grad",
         "_run",
-        "rows = problem.rows  #",
-        "rows = problem.rows.detach()  #",
+        "rows = layout.rows",
+        "rows = layout.rows.detach()",
         ("test_random_walks_with_grouped_queries_and_padding",),
     ),
     Mutant(
