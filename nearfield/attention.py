@@ -159,9 +159,9 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
-    check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
-    check_flag("check_finite", check_finite)
-    check_flag("return_lse", return_lse)
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
+    check_finite = check_flag("check_finite", check_finite)
+    return_lse = check_flag("return_lse", return_lse)
     window_size = bands.check_window(window_size)
     if is_jagged(query):
         arguments: dict[str, Any] = {
@@ -262,9 +262,9 @@ def estimate(
         >>> est.audit.rows, round(est.audit.quantile, 2), est.audit.confidence
         (59, 0.95, 0.95)
     """
-    check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
-    check_flag("check_finite", check_finite)
-    check_flag("per_head", per_head)
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
+    check_finite = check_flag("check_finite", check_finite)
+    per_head = check_flag("per_head", per_head)
     if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")
     if audit and dropout_p:

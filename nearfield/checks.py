@@ -27,10 +27,14 @@ FLAGS = (bool, torch.SymBool)
 """What may say yes or no; the second is a comparison of sizes that torch.compile does not know."""
 
 
-def check_flag(name: str, value: object) -> None:
-    """True or False, as in torch: nothing else says yes or no."""
-    if not isinstance(value, FLAGS):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+def check_flag(name: str, value: object) -> bool:
+    """What says yes or no as a bool: True, False, 1, 0, and a boolean tensor of one entry. It waits for a GPU for the latter."""
+    if isinstance(value, FLAGS):
+        return value  # type: ignore[return-value]
+    is_one = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.numel() == 1
+    if is_one or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_dropout(name: str, value: object) -> None:
@@ -62,14 +66,16 @@ def check_offset(value: object) -> None:
 
 def check_scalars(
     dropout_p: object, is_causal: object, scale: object, enable_gqa: object, offset: object, softcap: object
-) -> None:
-    """The arguments of a call that are no tensors: each by itself, and before anything asks whether they are set."""
-    check_flag("is_causal", is_causal)
-    check_flag("enable_gqa", enable_gqa)
+) -> tuple[bool, bool]:
+    """The arguments of a call that are no tensors: each by itself, and before anything asks whether they are set.
+
+    Returns `is_causal` and `enable_gqa` as bools.
+    """
     check_dropout("dropout_p", dropout_p)
     check_scale("scale", scale)
     check_offset(offset)
     check_softcap(softcap)
+    return check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
 
 
 def check_generator(value: object) -> None:

@@ -111,8 +111,8 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         if num_kv_heads is not None and num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
         check_dropout("dropout", dropout)
-        for name, value in (("bias", bias), ("batch_first", batch_first), ("sink_logits", sink_logits)):
-            check_flag(name, value)
+        bias, batch_first = check_flag("bias", bias), check_flag("batch_first", batch_first)
+        sink_logits = check_flag("sink_logits", sink_logits)
         cap, window_size = check_softcap(softcap), check_window(window_size)
         if not batch_first:
             raise ValueError("batch_first must be True, got False; transpose inputs and outputs to [batch, length, dim]")
@@ -198,7 +198,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         Returns:
             `[batch, L, embed_dim]` or `[L, embed_dim]`; and None, where torch returns weights.
         """
-        check_flag("is_causal", is_causal)
+        is_causal = check_flag("is_causal", is_causal)
         check_offset(offset)
         check_generator(generator)
         if need_weights:

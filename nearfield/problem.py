@@ -295,7 +295,7 @@ def check(
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
-    check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
     window_size = bands.check_window(window_size)
     attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
     if attn_mask is not None and not isinstance(attn_mask, Tensor):

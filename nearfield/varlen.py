@@ -123,9 +123,9 @@ def attention_varlen(
         >>> nearfield.attention_varlen(q, k, v, edges, edges, 100, 100, causal=True, method=nearfield.Cells()).shape
         torch.Size([300, 4, 64])
     """
-    check_flag("causal", causal)
-    check_flag("check_finite", check_finite)
-    check_flag("return_lse", return_lse)
+    causal = check_flag("causal", causal)
+    check_finite = check_flag("check_finite", check_finite)
+    return_lse = check_flag("return_lse", return_lse)
     check_dropout("dropout_p", dropout_p)
     check_scale("softmax_scale", softmax_scale)
     check_softcap(softcap)

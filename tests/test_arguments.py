@@ -99,3 +99,16 @@ def test_every_function_has_an_argument_of_each_kind_here() -> None:
 def test_false_is_no_dropout(call: Any) -> None:
     """As `self.training and 0.1` is."""
     call(Q, K, V, None, False, method=nf.Exact())
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.Cells(cell_size=4, probes=1, segment=4), nf.LazyGumbel(draws=3)], ids=repr)
+@pytest.mark.parametrize("flag", [1, 0, torch.tensor(True), torch.tensor([False])], ids=str)
+def test_what_else_says_yes_or_no(flag: Any, method: nf.Method) -> None:
+    """For every method alike, and not just where SDPA is called straight away."""
+    plain = bool(flag)
+    for call in (nf.attention, nf.estimate):
+        got, want = (call(Q, K, V, is_causal=x, method=method, generator=torch.Generator().manual_seed(0)) for x in (flag, plain))
+        got, want = (x.output if isinstance(x, nf.Estimate) else x for x in (got, want))
+        assert torch.equal(got, want)
+    packed = (nf.attention_varlen(*PACKED.values(), causal=x, method=nf.Exact()) for x in (flag, plain))
+    assert torch.equal(*packed)

@@ -176,14 +176,14 @@ MUTANTS = (
     Mutant(
         "arguments: anything says yes",
         "check_flag",
-        "if not isinstance(value, FLAGS):",
-        "if value is None:",
+        "if isinstance(value, FLAGS):",
+        "if value is not None:",
         ("test_a_wrong_type_is_named",),
     ),
     Mutant(
         "arguments: asked whether they are set before they are checked",
         "attention:attention",
-        "    check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)\n",
+        "    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)\n",
         "",
         ("test_a_wrong_type_is_named",),
     ),
