@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -14,15 +14,24 @@ from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster, tell_if_unmeasured
 from nearfield.cells.method import Cells
-from nearfield.checks import check_dropped_gradient, check_gradient, check_method, general_mask_error
+from nearfield.checks import (
+    check_dropped_gradient,
+    check_flag,
+    check_generator,
+    check_gradient,
+    check_logits,
+    check_method,
+    check_scalars,
+    general_mask_error,
+)
 from nearfield.exact import fuses_groups, zeros
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import BuiltIndex
-from nearfield.packed import attend_packed, jagged
+from nearfield.packed import Packed, is_jagged, jagged
 from nearfield.paper.gradients import with_gradient
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
-from nearfield.results import Estimate, Outcome
+from nearfield.results import Estimate, Outcome, mean_info
 from nearfield.sampling import Seeds, pair_dropout
 
 
@@ -125,7 +134,7 @@ def attention(
         return_lse: return the log of the softmax normaliser as well, with its gradient, so that results over disjoint keys can be
             merged (`merge`) and trained through. `Exact`, `Auto`, `Cells` and `TopK` give it; the latter two that of their
             estimate. It is not changed by dropout, and it includes `s_aux`: of parts to merge, only one may have it. Not with
-            `gradient=`, nor for nested tensors. With `Exact` the logits are computed a second time.
+            `gradient=`. With `Exact` the logits are computed a second time.
         offset: with `is_causal`: row i sees keys 0..i + offset; with `window_size`: row i stands at key i + offset; None: 0. The
             last Lq rows of a sequence of Lk tokens have the offset Lk - Lq, which is `causal_lower_right`. Queries that are not
             there cost nothing.
@@ -137,8 +146,9 @@ def attention(
             that side. With `is_causal`, none after p. FlashAttention lets the last row stand at the last key, which is the offset
             Lk - Lq. `Exact` and `Auto` read the window in O(Lq (left + right)). `Cells` and `TopK` serve the keys that a block of
             rows has in common, and exact attention those at the edges of their windows (all keys of windows of fewer than 256);
-            memory is that of about ten copies of keys and values. `LazyGumbel` and `gradient=` take windows with a bound on one
-            side only. `Cells(window=...)` is another thing: the latest keys exactly, and the rest by cells.
+            memory is that of about ten copies of keys and values. `LazyGumbel` and `gradients.RandomWalk` draw from the full
+            softmax over the keys of a window with bounds on both sides, in O(Lq (left + right)) too. `Cells(window=...)` is
+            another thing: the latest keys exactly, and the rest by cells.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
@@ -149,22 +159,32 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
+    check_finite = check_flag("check_finite", check_finite)
+    return_lse = check_flag("return_lse", return_lse)
     window_size = bands.check_window(window_size)
-    if isinstance(query, Tensor) and query.is_nested and query.layout == torch.jagged:
-        if return_lse:
-            raise ValueError(
-                "return_lse=True is not for nested tensors; call attention for each sequence, or with padding and attn_mask"
-            )
-        given = dropout_p, is_causal, scale, enable_gqa
-        more: dict[str, Any] = {
+    if is_jagged(query):
+        arguments: dict[str, Any] = {
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
             "method": method,
             "gradient": gradient,
             "generator": generator,
             "backend": backend,
             "check_finite": check_finite,
+            "return_lse": return_lse,
+            "offset": offset,
+            "softcap": softcap,
+            "s_aux": s_aux,
+            "window_size": window_size,
         }
-        more |= {"offset": offset, "softcap": softcap, "s_aux": s_aux, "window_size": window_size}
-        return _jagged_attention(query, key, value, attn_mask, given, more)
+        packed = _unpacked(query, key, value, attn_mask)
+        found: list[Any] = [attention(*rows, **arguments) for rows in packed.calls]
+        if not return_lse:
+            return packed.nested(found)
+        return packed.nested([output for output, _ in found]), packed.nested([lse for _, lse in found])
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
         attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
@@ -196,24 +216,13 @@ def attention(
     return output, _spoil(problem, outcome.lse)
 
 
-def _jagged_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, given: tuple[Any, ...], more: dict[str, Any]
-) -> Tensor:
-    """Attention of jagged nested tensors, each sequence to itself: see `packed.attend_packed`. `given`, `more`: the arguments."""
+def _unpacked(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Packed:
+    """Jagged nested tensors as calls of which each has one length."""
     if attn_mask is not None:
         raise ValueError("nested tensors have no padding to mask, got attn_mask; leave it out, or pass padded tensors")
     if is_traced():
         raise RuntimeError("nested tensors cannot be traced by torch.compile or torch.func; pass padded tensors and attn_mask")
-    rows, (edges, key_edges, _) = jagged(query, key, value)
-    by_length: Any = query.transpose(1, 2)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, None, *given, **more)
-
-    output = attend_packed(attend, *rows, edges, key_edges)
-    # The very offsets of the query, where it has no holes: only then can the two be added.
-    offsets = by_length.offsets() if by_length.lengths() is None else torch.tensor(edges, device=query.device)
-    return torch.nested.nested_tensor_from_jagged(output, offsets).transpose(1, 2)
+    return jagged(query, key, value)
 
 
 def estimate(
@@ -245,13 +254,17 @@ def estimate(
             0.05^(1/s) of all rows with 95% confidence, for any data and any method: 59 rows speak for 95% of them, 299 for 99%.
         per_head: audit so many rows of each head, so that `est.audit.heads` says the same of every head by itself.
 
-    The other arguments are those of `attention`.
+    The other arguments are those of `attention`. For jagged nested tensors, `output`, `lse` and `stderr` are jagged as well, rows
+    are audited among those of all sequences, and `info["parts"]` says of the sequences of each length how they were served.
 
     Example:
         >>> est = nearfield.estimate(q, k, v, method=nearfield.TopK(k=16, tail=16), audit=59)
         >>> est.audit.rows, round(est.audit.quantile, 2), est.audit.confidence
         (59, 0.95, 0.95)
     """
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
+    check_finite = check_flag("check_finite", check_finite)
+    per_head = check_flag("per_head", per_head)
     if isinstance(audit, bool) or not isinstance(audit, int) or audit < 0:
         raise ValueError(f"audit must be a non-negative integer, got {audit!r}")
     if audit and dropout_p:
@@ -259,27 +272,60 @@ def estimate(
     if per_head and not audit:
         raise ValueError(f"per_head={per_head!r} needs an audit: pass audit=59, say, to recompute 59 rows of each head")
     method = Auto() if method is None else method
-    problem = check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size)
+    given = dropout_p, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size
+    how = method, gradient, generator, backend, check_finite
+    if not is_jagged(query):
+        one = _computed((query, key, value), attn_mask, given, how)
+        looked = run_audit([(one.problem, one.output)], audit, one.call.seeds.generator(-1), per_head) if audit else None
+        info = {"method": repr(method), "backend": backends.without_triton(backend, query.device), **one.info}
+        return Estimate(one.output, one.lse, one.stderr, looked or one.info.get("audit"), info)
+    packed = _unpacked(query, key, value, attn_mask)
+    found = [_computed(rows, None, given, how) for rows in packed.calls]
+    audited = [(x.problem, x.output) for x in found]
+    stderrs = [x.stderr for x in found if x.stderr is not None]
+    parts = [{"shape": tuple(x.output.shape[:3]), "rows": x.output.shape[:3].numel(), **x.info} for x in found]
+    return Estimate(
+        output=packed.nested([x.output for x in found]),
+        lse=packed.nested([x.lse for x in found]),
+        stderr=packed.nested(stderrs) if len(stderrs) == len(found) else None,
+        # The looks of a method at its own calls are no sample of all rows.
+        audit=run_audit(audited, audit, found[0].call.seeds.generator(-1), per_head) if audit else None,
+        info={
+            "method": repr(method),
+            "backend": backends.without_triton(backend, query.device),
+            **mean_info([part for part in parts if part["rows"]]),
+            "parts": parts,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What one call computed, with all that is known about it."""
+
+    problem: Problem
+    call: Call
+    output: Tensor
+    lse: Tensor
+    stderr: Tensor | None
+    info: dict[str, Any]
+
+
+def _computed(
+    inputs: tuple[Tensor, Tensor, Tensor], attn_mask: Tensor | None, given: tuple[Any, ...], how: tuple[Any, ...]
+) -> _Computed:
+    """`given`: the arguments of `check` after the mask. `how`: method, gradient, generator, backend and check_finite."""
+    method, gradient, generator, backend, check_finite = how
+    problem = check(*inputs, attn_mask, *given)
     call = _call(problem, generator, backend, gradient, diagnostics=True)
     problem = _screened(problem, method, call, check_finite)
     outcome = _run(problem, method, call)
     output = _finish(problem, outcome.output)
     if outcome.lse is None:
         raise ValueError(f"{method!r}.run must return an Outcome with lse where call.diagnostics is set, got None")
-    return Estimate(
-        output=output,
-        lse=_spoil(problem, outcome.lse.detach()),
-        stderr=None if outcome.stderr is None else _spoil(problem, outcome.stderr),
-        audit=run_audit(problem, output, audit, call.seeds.generator(-1), per_head=per_head)
-        if audit
-        else outcome.info.get("audit"),
-        info={
-            "method": repr(method),
-            "backend": backends.without_triton(backend, query.device),
-            **_keys_used(outcome),
-            **outcome.info,
-        },
-    )
+    stderr = None if outcome.stderr is None else _spoil(problem, outcome.stderr)
+    info = {**_keys_used(outcome), **outcome.info}
+    return _Computed(problem, call, output, _spoil(problem, outcome.lse.detach()), stderr, info)
 
 
 def _keys_used(outcome: Outcome) -> dict[str, float]:
@@ -314,7 +360,6 @@ def _sdpa_if_faster(
         return None
     if not (scale is None or (type(scale) is float and 0.0 < scale < math.inf)):
         return None
-    is_causal = bool(is_causal)
     if query.is_cuda:
         if query.device != key.device or query.device != value.device or torch.is_autocast_enabled("cuda"):
             return None
@@ -350,8 +395,7 @@ def _call(
 ) -> Call:
     """How to compute, from arguments that are checked here."""
     backends.check_backend(backend, problem.query.device)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    check_generator(generator)
     if gradient is not None:
         check_gradient("gradient", gradient)
     if gradient is not None and torch.compiler.is_compiling():
@@ -381,33 +425,38 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
     if problem.has_general_mask and call.gradient is not None:
         assert problem.attn_mask is not None
         raise general_mask_error(f"gradient={call.gradient!r}", problem.attn_mask, "With any other mask use gradient=None.")
-    if not problem.has_plain_logits:
-        _check_logits(problem, method, call)
+    check_logits(method, call.gradient, problem.softcap, "" if problem.sink is None else "s_aux")
     if call.gradient is not None:
         check_dropped_gradient(method, call.gradient, problem.dropout_p)
     if problem.has_general_mask and not method.any_mask:
         assert problem.attn_mask is not None
         raise general_mask_error(type(method).__name__, problem.attn_mask, "Exact() takes any mask.")
     if problem.window is not None:
-        _check_window(problem.window, method, call)
+        _check_window(problem.window, method, call, problem.dropout_p)
         if problem.window[1] < 0:
             return windows.reversed_outcome(_run(windows.reversed_problem(problem), method, call))
     if problem.is_empty:
         return zeros(problem)
     with full_precision(problem.query):
-        if problem.window is not None and not getattr(method, "any_window", False):
-            return windows.run(method, problem, call)
         if call.gradient is None:
-            return _checked(method.run(problem, call), problem, method)
-        rows = problem.rows  # Made here, outside of no_grad: gradients have to reach the inputs.
+            return _forward(problem, method, call)
+        # Made here, outside of no_grad: gradients have to reach the inputs.
+        layout = problem if problem.window is None else windows.in_blocks(problem)
+        rows = layout.rows
         with torch.no_grad():
-            outcome = _checked(method.run(problem, call), problem, method)
+            outcome = _forward(problem, method, call)
         dropout = pair_dropout(problem.dropout_p, call.seeds)
-        output = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, call.gradient, call.seeds, dropout)
-        return replace(outcome, output=problem.by_head(output))
+        output = with_gradient(layout.by_row(outcome.output), rows, call.gradient, call.seeds, dropout)
+        return replace(outcome, output=layout.by_head(output))
 
 
-def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
+def _forward(problem: Problem, method: Method, call: Call) -> Outcome:
+    if problem.window is not None and not getattr(method, "any_window", False):
+        return windows.run(method, problem, call)
+    return _checked(method.run(problem, call), problem, method)
+
+
+def _check_window(window: tuple[int, int], method: Method, call: Call, dropout_p: float) -> None:
     """Raise where the method, or the gradient, cannot honour a window."""
     for who in (method, call.gradient):
         if isinstance(getattr(who, "index", None), BuiltIndex):
@@ -417,24 +466,18 @@ def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
             )
     if window[1] < 0:
         return
-    if call.gradient is not None:
+    both = f"window_size={window}, with bounds on both sides"
+    if call.gradient is not None and not getattr(call.gradient, "any_window", False):
         raise ValueError(
-            f"gradient={call.gradient!r} knows rows that see the first keys alone, got window_size={window} with bounds on both "
-            "sides; use gradient=None"
+            f"gradient={call.gradient!r} knows rows that see the first keys alone, got {both}; use gradients.RandomWalk(...), or "
+            "gradient=None"
         )
-    if not getattr(method, "any_window", False):
-        windows.check_serves(method, window)
-
-
-def _check_logits(problem: Problem, method: Method, call: Call) -> None:
-    """Raise where a cap or a sink is asked for that the method, or the gradient, would ignore."""
-    asked = f"softcap={problem.softcap:g}" if problem.softcap else "s_aux"
-    if call.gradient is not None:
-        raise ValueError(f"gradient={call.gradient!r} knows plain logits only, got {asked}; use gradient=None")
-    if not getattr(method, "any_logits", False):
+    if call.gradient is not None and dropout_p:
         raise ValueError(
-            f"{type(method).__name__} knows plain logits only, got {asked}; use Exact(), TopK(...), Cells(...) or Auto()"
+            f"gradient={call.gradient!r} is not told which pairs are dropped in {both}, got dropout_p={dropout_p}; "
+            "use gradient=None, or leave out dropout_p"
         )
+    windows.check_serves(method, window)
 
 
 def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,48 +26,61 @@ MOST_ROWS = 1024
 
 
 @torch.no_grad()
-def run_audit(problem: Problem, output: Tensor, size: int, generator: torch.Generator, per_head: bool = False) -> Audit:
-    """Compare `size` random rows of `output` with exact attention.
+def run_audit(parts: Sequence[tuple[Problem, Tensor]], size: int, generator: torch.Generator, per_head: bool = False) -> Audit:
+    """Compare `size` random rows of an output with exact attention. It may come in parts, each with the problem it solves.
 
     If more than a fraction 1 - q of the rows had an error above the largest audited one, s rows drawn at random would all
-    miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse.
+    miss them with probability at most q^s. So with confidence 1 - q^s a fraction q of the rows is no worse. The rows of all parts
+    are drawn together, each with the same probability.
 
     `per_head`: as many rows of each head, over all batch entries. They speak for their head, and together for all rows: with bad
     fractions f_h, all are missed with probability prod_h (1 - f_h)^s, at most (1 - mean f_h)^(s heads).
     """
-    batch, heads, length, _ = problem.query.shape
-    total = batch * heads * length
+    shapes = [problem.query.shape[:3] for problem, _ in parts]
+    ends = list(accumulate(shape.numel() for shape in shapes))
     if per_head:
-        chosen = _rows_of_heads(problem, size, generator)
+        chosen = _rows_of_heads(shapes, size, generator)
     else:
-        chosen = torch.randperm(total, generator=generator, device=generator.device)[:size].sort().values
-    size = len(chosen)
-    exact = problem.value.new_zeros(size, problem.value.shape[3], dtype=problem.compute_dtype)
-    with full_precision(problem.query):
-        for part in torch.arange(size, device=chosen.device).split(_rows_at_a_time(problem)) if size else ():
-            exact[part] = _exact_rows(problem, chosen[part])
-    got = output.detach().reshape(total, problem.value.shape[3])[chosen].to(problem.compute_dtype)
-    error, whole = torch.linalg.vector_norm(got - exact, dim=-1), torch.linalg.vector_norm(exact, dim=-1)
-    unit = value_norm_of_rows(problem, chosen)
-    everything = size == total
+        chosen = torch.randperm(ends[-1], generator=generator, device=generator.device)[:size].sort().values
+    norms, heads = [], []
+    for (problem, output), (_, count, length), first, last in zip(parts, shapes, [0, *ends], ends, strict=False):
+        here = chosen[(chosen >= first) & (chosen < last)] - first
+        norms.append(_norms(problem, output, here))
+        heads.append(here // max(1, length) % max(1, count))
+    error, whole, unit = (torch.cat(x) for x in zip(*norms, strict=True))
+    everything = len(chosen) == ends[-1]
     found = summary(error, whole, unit, everything=everything)
     if not per_head:
         return found
-    head = (chosen // length % heads).to(got.device)
-    own = (head == number for number in range(heads))
+    head = torch.cat(heads).to(error.device)
+    own = (head == number for number in range(shapes[0][1]))
     # As many rows are drawn of each head, so all of one are there where all of all are.
     each = [(error[mine], whole[mine], unit[mine]) for mine in own]
     return replace(found, heads=tuple(summary(*norms, everything=everything) for norms in each))
 
 
-def _rows_of_heads(problem: Problem, size: int, generator: torch.Generator) -> Tensor:
-    """`size` random rows of each head, numbered over batch, heads and positions, in ascending order."""
-    batch, heads, length, _ = problem.query.shape
-    found = []
-    for head in range(heads):
-        rows = torch.randperm(batch * length, generator=generator, device=generator.device)[:size]
-        found.append((rows // max(1, length) * heads + head) * length + rows % max(1, length))
-    return torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.long, device=generator.device)
+def _rows_of_heads(shapes: Sequence[torch.Size], size: int, generator: torch.Generator) -> Tensor:
+    """`size` random rows of each head, numbered over parts, batch, heads and positions, in ascending order."""
+    device, first, by_head = generator.device, 0, []
+    for shape in shapes:
+        numbers = torch.arange(first, first + shape.numel(), device=device).view(shape)
+        by_head.append(numbers.transpose(0, 1).flatten(1))
+        first += shape.numel()
+    rows = torch.cat(by_head, 1)
+    found = [own[torch.randperm(len(own), generator=generator, device=device)[:size]] for own in rows]
+    return torch.cat(found).sort().values if found else rows.flatten()
+
+
+def _norms(problem: Problem, output: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the errors of some rows, of what they should be, and of the values of their head: `[rows]` each."""
+    size = len(chosen)
+    exact = problem.value.new_zeros(size, problem.value.shape[3], dtype=problem.compute_dtype)
+    with full_precision(problem.query):
+        for part in torch.arange(size, device=chosen.device).split(_rows_at_a_time(problem)) if size else ():
+            exact[part] = _exact_rows(problem, chosen[part])
+    got = output.detach().reshape(problem.query.shape[:3].numel(), -1)[chosen] if exact.numel() else exact
+    error, whole = torch.linalg.vector_norm(got.to(exact.dtype) - exact, dim=-1), torch.linalg.vector_norm(exact, dim=-1)
+    return error, whole, value_norm_of_rows(problem, chosen)
 
 
 def summary(error: Tensor, size_of_exact: Tensor, unit: Tensor, looks: int = 1, everything: bool = False) -> Audit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -20,8 +19,6 @@ def resolve(
     if type(attn_mask).__name__ != "CausalBias":
         if offset is None:
             return attn_mask, is_causal, 0
-        if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
-            raise ValueError(f"offset must be an integer or None, got {offset!r}")
         if not is_causal and not has_window:
             raise ValueError(
                 f"offset={offset} shifts a causal mask: row i sees the keys j <= i + offset; pass is_causal=True as well (or a "

@@ -23,6 +23,68 @@ def check_integer(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
 
 
+FLAGS = (bool, torch.SymBool)
+"""What may say yes or no; the second is a comparison of sizes that torch.compile does not know."""
+
+
+def check_flag(name: str, value: object) -> bool:
+    """What says yes or no as a bool: True, False, 1, 0, and a boolean tensor of one entry. It waits for a GPU for the latter."""
+    if isinstance(value, FLAGS):
+        return value  # type: ignore[return-value]
+    is_one = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.numel() == 1
+    if is_one or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_dropout(name: str, value: object) -> None:
+    """A probability below 1. False counts as 0, as `self.training and 0.1` has it."""
+    if not isinstance(value, int | float) or not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
+def check_scale(name: str, value: object) -> None:
+    """A finite number, or None."""
+    # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf):
+        raise ValueError(f"{name} must be a finite number, or None for 1/sqrt(dim), got {value!r}")
+
+
+def check_softcap(value: object) -> float:
+    """The argument `softcap` of a call as a number; 0 for none, as in FlashAttention."""
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"softcap must be a positive number, or 0 or None for no cap, got {value!r}")
+    return float(value)
+
+
+def check_offset(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+        raise ValueError(f"offset must be an integer or None, got {value!r}")
+
+
+def check_scalars(
+    dropout_p: object, is_causal: object, scale: object, enable_gqa: object, offset: object, softcap: object
+) -> tuple[bool, bool]:
+    """The arguments of a call that are no tensors: each by itself, and before anything asks whether they are set.
+
+    Returns `is_causal` and `enable_gqa` as bools.
+    """
+    check_dropout("dropout_p", dropout_p)
+    check_scale("scale", scale)
+    check_offset(offset)
+    check_softcap(softcap)
+    return check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+
+
+def check_generator(value: object) -> None:
+    if value is not None and not isinstance(value, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {value!r}; make one by torch.Generator().manual_seed(0)"
+        )
+
+
 def check_fraction(name: str, value: object) -> None:
     """A number strictly between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1.0:
@@ -73,6 +135,19 @@ def check_dropped_gradient(method: object, gradient: Any, dropout_p: float) -> N
         raise ValueError(
             f"gradient={gradient!r} cannot be combined with dropout: its estimate has no argument named dropout; "
             f"got dropout_p={dropout_p}"
+        )
+
+
+def check_logits(method: object, gradient: object, softcap: float, sink: str) -> None:
+    """Raise where a cap or a sink is asked for that the method, or the gradient, would ignore. `sink`: what asks for one."""
+    if not softcap and not sink:
+        return
+    asked = f"softcap={softcap:g}" if softcap else sink
+    if gradient is not None:
+        raise ValueError(f"gradient={gradient!r} knows plain logits only, got {asked}; use gradient=None")
+    if not getattr(method, "any_logits", False):
+        raise ValueError(
+            f"{type(method).__name__} knows plain logits only, got {asked}; use Exact(), TopK(...), Cells(...) or Auto()"
         )
 
 

@@ -13,7 +13,19 @@ from torch.nn.utils import skip_init
 from nearfield import _compat
 from nearfield.attention import attention
 from nearfield.auto import Auto
-from nearfield.checks import check_dropped_gradient, check_gradient, check_method, check_positive
+from nearfield.bands import check_window
+from nearfield.checks import (
+    check_dropout,
+    check_dropped_gradient,
+    check_flag,
+    check_generator,
+    check_gradient,
+    check_logits,
+    check_method,
+    check_offset,
+    check_positive,
+    check_softcap,
+)
 from nearfield.problem import Gradient, Method, is_traced
 
 
@@ -40,10 +52,15 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         method: how attention is computed, as in `nearfield.attention`; None: its default. It may be changed at any time.
         gradient: how it is differentiated, as in `nearfield.attention`, such as `gradients.RandomWalk()`; None: the method's own
             way. It may be changed at any time. With dropout it goes with `Exact`, `Auto`, `TopK` and `LazyGumbel`.
+        softcap: logits z count as softcap tanh(z / softcap), as in `nearfield.attention`; None or 0: as they are.
+        sink_logits: whether the module has a parameter `s_aux`, `[num_heads]`, zero at first: a logit of each head that counts in
+            the denominator alone, as in `nearfield.attention`. Neither of the two goes with `gradient` or `LazyGumbel`.
+        window_size: (left, right): the window of keys that a row sees, as in `nearfield.attention`; None: all keys.
         device, dtype: of the parameters.
 
-    Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised like torch's. `load_state_dict` also takes the state
-    dict of a `torch.nn.MultiheadAttention`, alone or as a part of a larger model; `state_dict_to_torch` converts back. It works
+    Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised like torch's; with `sink_logits` also `s_aux`.
+    `load_state_dict` also takes the state dict of a `torch.nn.MultiheadAttention`, alone or as a part of a larger model;
+    `state_dict_to_torch` converts back, unless there is something that torch does not have. It works
     as the `self_attn` or `multihead_attn` of an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`; these then do not
     take their fused inference path, which would bypass it.
 
@@ -78,6 +95,9 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         num_kv_heads: int | None = None,
         method: Method | None = None,
         gradient: Gradient | None = None,
+        softcap: float | None = None,
+        sink_logits: bool = False,
+        window_size: tuple[int, int] | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -90,8 +110,10 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             raise ValueError(f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}")
         if num_kv_heads is not None and num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        check_dropout("dropout", dropout)
+        bias, batch_first = check_flag("bias", bias), check_flag("batch_first", batch_first)
+        sink_logits = check_flag("sink_logits", sink_logits)
+        cap, window_size = check_softcap(softcap), check_window(window_size)
         if not batch_first:
             raise ValueError("batch_first must be True, got False; transpose inputs and outputs to [batch, length, dim]")
         if method is not None:
@@ -99,6 +121,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         if gradient is not None:
             check_gradient("gradient", gradient)
             check_dropped_gradient(Auto() if method is None else method, gradient, dropout)
+        check_logits(Auto() if method is None else method, gradient, cap, "sink_logits=True" if sink_logits else "")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -108,11 +131,14 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         self.dropout = dropout
         self.method = method
         self.gradient = gradient
+        self.softcap = softcap
+        self.window_size = window_size
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.k_proj = nn.Linear(self.kdim, kv_dim, bias, device, dtype)
         self.v_proj = nn.Linear(self.vdim, kv_dim, bias, device, dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.s_aux = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype)) if sink_logits else None
         self.register_load_state_dict_pre_hook(_unpack_on_load)
         self.reset_parameters()
 
@@ -120,7 +146,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         """Draw all parameters again, from the distributions of `nn.MultiheadAttention`.
 
         W_Q, W_K and W_V are Xavier uniform: as one matrix if all three read `embed_dim` columns, else one by one. W_O is as in
-        `nn.Linear`. Biases are zero.
+        `nn.Linear`. Biases and sinks are zero.
         """
         weights = [layer.weight for layer in (self.q_proj, self.k_proj, self.v_proj)]
         packed = self.kdim == self.vdim == self.embed_dim
@@ -132,6 +158,8 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         for layer in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+        if self.s_aux is not None:
+            nn.init.zeros_(self.s_aux)
 
     def forward(
         self,
@@ -145,6 +173,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         is_causal: bool = False,
         *,
         generator: torch.Generator | None = None,
+        offset: int | None = None,
     ) -> tuple[Tensor, None]:
         """Attend. As in `nn.MultiheadAttention`, True in a mask hides.
 
@@ -163,10 +192,15 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             generator: source of all randomness, dropout and the walks of a `gradient` included; None: torch's default generator,
                 so that `torch.manual_seed` makes a training run repeatable. Checkpointing runs a forward pass twice and resets
                 only the default generator in between: pass none there.
+            offset: with `is_causal`: row i sees keys 0..i + offset; with `window_size`: row i stands at key i + offset; None: 0.
+                The last L of S tokens have the offset S - L.
 
         Returns:
             `[batch, L, embed_dim]` or `[L, embed_dim]`; and None, where torch returns weights.
         """
+        is_causal = check_flag("is_causal", is_causal)
+        check_offset(offset)
+        check_generator(generator)
         if need_weights:
             raise ValueError("need_weights=True: attention weights are never formed; pass need_weights=False")
         key = query if key is None else key
@@ -185,6 +219,10 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             method=self.method,
             gradient=self.gradient,
             generator=generator,
+            offset=offset,
+            softcap=self.softcap,
+            s_aux=self.s_aux,
+            window_size=self.window_size,
         )
         return self.out_proj(output.transpose(-2, -3).flatten(-2)), None
 
@@ -264,6 +302,10 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
 
     def to_torch(self) -> nn.MultiheadAttention:
         """The same attention, exact, as a torch module with copies of the parameters."""
+        own = {"softcap": self.softcap, "window_size": self.window_size}
+        extra = [f"{name}={value}" for name, value in own.items() if value]
+        if extra:
+            raise ValueError(f"nn.MultiheadAttention has no {' and no '.join(own)}; this module has {', '.join(extra)}")
         state = self.state_dict_to_torch(self.state_dict())
         module = skip_init(
             nn.MultiheadAttention,
@@ -302,6 +344,8 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         missing = [name for name in names.values() if name not in state]
         if missing:
             raise ValueError(f"state_dict lacks {missing}; prefix must name an Attention and end in a dot, got {prefix!r}")
+        if f"{prefix}s_aux" in state:
+            raise ValueError(f"nn.MultiheadAttention has no sinks; got {prefix}s_aux (sink_logits)")
         weights = {letter: state.pop(name) for letter, name in names.items()}
         rows = [weight.shape[0] for weight in weights.values()]
         if len(set(rows)) > 1:
@@ -323,6 +367,12 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         parts.append(f"method={self.method!r}")
         if self.gradient is not None:
             parts.append(f"gradient={self.gradient!r}")
+        if self.softcap:
+            parts.append(f"softcap={self.softcap}")
+        if self.s_aux is not None:
+            parts.append("sink_logits=True")
+        if self.window_size is not None:
+            parts.append(f"window_size={self.window_size}")
         return ", ".join(parts)
 
 

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of `[sequences, heads, length, dim]`"""
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
-def attend_packed(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, query_edges: Sequence[int], key_edges: Sequence[int]
-) -> Tensor:
-    """`[total, heads, value_dim]`: sequence i has the rows from edge i to edge i + 1 of query, and of key and value.
+@dataclass(frozen=True)
+class Packed:
+    """Sequences laid end to end, as one call of attention for each pair of lengths that occurs."""
 
-    One call of `attend` for each pair of lengths that occurs. The rows are copied once, in the order of these calls.
-    """
-    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for (first, last), (key_first, key_last) in zip(pairwise(query_edges), pairwise(key_edges), strict=True):
-        groups.setdefault((last - first, key_last - key_first), []).append((first, key_first))
-    device = query.device
-    shapes = [(length, keys, len(found)) for (length, keys), found in groups.items()]
-    rows = _places([(first, length) for (length, _), found in groups.items() for first, _ in found], device)
-    own = _places([(first, keys) for (_, keys), found in groups.items() for _, first in found], device)
-    queries = query.index_select(0, rows).split([count * length for length, _, count in shapes])
-    sizes = [count * keys for _, keys, count in shapes]
-    all_keys, all_values = (x.index_select(0, own).split(sizes) for x in (key, value))
-    parts = []
-    for (length, keys, count), q, k, v in zip(shapes, queries, all_keys, all_values, strict=True):
-        inputs = (x.view(count, n, *x.shape[1:]).transpose(1, 2) for x, n in ((q, length), (k, keys), (v, keys)))
-        parts.append(attend(*inputs).transpose(1, 2).reshape(count * length, query.shape[1], value.shape[2]))
-    if not parts:
-        # No sequences at all. What has no rows still depends on the inputs.
-        return query.new_zeros(0, query.shape[1], value.shape[2]) + 0 * (query.sum() + key.sum() + value.sum())
-    return torch.cat(parts).index_select(0, rows.argsort())
+    calls: list[Rows]
+    """query, key and value of each call, `[sequences, heads, length, dim]`; one without sequences where there are none"""
+    order: Tensor
+    """where the rows of all calls, one after the other, lie among those of the query"""
+    offsets: Tensor
+    """where the sequences of the query begin, and where the last one ends"""
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, edges: Sequence[int], key_edges: Sequence[int], offsets: Tensor) -> Packed:
+        """Sequence i has the rows from edge i to edge i + 1 of query `[total, heads, dim]`, and of key and value. They are copied
+        once, in the order of the calls."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for (first, last), (key_first, key_last) in zip(pairwise(edges), pairwise(key_edges), strict=True):
+            groups.setdefault((last - first, key_last - key_first), []).append((first, key_first))
+        if not groups:
+            # What has no rows still has a shape, and depends on the inputs.
+            groups[0, 0] = []
+        device = query.device
+        shapes = [(length, keys, len(found)) for (length, keys), found in groups.items()]
+        rows = _places([(first, length) for (length, _), found in groups.items() for first, _ in found], device)
+        own = _places([(first, keys) for (_, keys), found in groups.items() for _, first in found], device)
+        queries = query.index_select(0, rows).split([count * length for length, _, count in shapes])
+        sizes = [count * keys for _, keys, count in shapes]
+        all_keys, all_values = (x.index_select(0, own).split(sizes) for x in (key, value))
+        calls = []
+        for (length, keys, count), q, k, v in zip(shapes, queries, all_keys, all_values, strict=True):
+            inputs = [x.view(count, n, *x.shape[1:]).transpose(1, 2) for x, n in ((q, length), (k, keys), (v, keys))]
+            calls.append((inputs[0], inputs[1], inputs[2]))
+        return Packed(calls, rows, offsets)
+
+    def joined(self, results: Sequence[Tensor]) -> Tensor:
+        """The results of the calls, `[sequences, heads, length, ...]`, as `[total, heads, ...]` in the order of the query."""
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in results]
+        return torch.cat(rows).index_select(0, self.order.argsort())
+
+    def nested(self, results: Sequence[Tensor]) -> Tensor:
+        """The same as a jagged nested tensor `[batch, heads, length, ...]`."""
+        return torch.nested.nested_tensor_from_jagged(self.joined(results), self.offsets).transpose(1, 2)
 
 
 def _places(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
@@ -76,13 +92,17 @@ def check_longest(name: str, given: object, edges: Sequence[int]) -> None:
         raise ValueError(f"{name}={given}, but a sequence has {longest} rows; pass {longest}, or None to have it looked up")
 
 
-def jagged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Rows, list[list[int]]]:
-    """Rows `[total, heads, dim]` of three jagged nested tensors `[batch, heads, length, dim]`, and where sequences begin."""
+def is_jagged(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+
+
+def jagged(query: Tensor, key: Tensor, value: Tensor) -> Packed:
+    """The calls for three jagged nested tensors `[batch, heads, length, dim]`."""
     rows, edges = [], []
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if not x.is_nested or x.layout != torch.jagged or x.dim() != 4 or not _is_ragged_at_length(x):
+        if not is_jagged(x) or x.dim() != 4 or not _is_ragged_at_length(x):
             raise ValueError(
                 f"{name} must be a jagged nested tensor [batch, heads, length, dim] as the others, got "
                 f"{'one' if x.is_nested else 'a tensor'} of shape {tuple(x.shape)}; make it with torch.nested.nested_tensor("
@@ -102,7 +122,10 @@ def jagged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Rows, list[list[i
         raise ValueError("key and value must have sequences of the same lengths")
     if len(edges[0]) != len(edges[1]):
         raise ValueError(f"query has {len(edges[0]) - 1} sequences, key and value have {len(edges[1]) - 1}")
-    return (rows[0], rows[1], rows[2]), edges
+    whole: Any = query.transpose(1, 2)
+    # The very offsets of the query, where it has no holes: only then can the two be added.
+    offsets = whole.offsets() if whole.lengths() is None else torch.tensor(edges[0], device=query.device)
+    return Packed.of(rows[0], rows[1], rows[2], edges[0], edges[1], offsets)
 
 
 def _is_ragged_at_length(x: Tensor) -> bool:

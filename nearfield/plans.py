@@ -16,8 +16,10 @@ from nearfield.auto import Auto, look_times
 from nearfield.bands import Window, check_window
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import MemoryPolicy
+from nearfield.checks import check_generator
 from nearfield.exact import Exact
 from nearfield.kernels import backends
+from nearfield.packed import is_jagged
 from nearfield.pilot import Choice, expected_time, faster_budgets
 from nearfield.problem import DTYPES, Call, Problem, check, is_traced, isolate_non_finite
 from nearfield.sampling import Seeds
@@ -89,10 +91,14 @@ def _prepared(
     generator: torch.Generator | None,
     backend: str,
 ) -> tuple[Problem, Call]:
+    if is_jagged(query):
+        raise ValueError(
+            "query is a nested tensor, and which method is best depends on the length: pass sequences of one length as a plain "
+            "tensor [batch, heads, length, dim], such as query.unbind()[0][None]; `attention` chooses for each length by itself"
+        )
     problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size)
     backends.check_backend(backend, problem.query.device)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    check_generator(generator)
     if problem.window is not None and problem.window[1] < 0:
         problem = reversed_problem(problem)  # as a call does
     return isolate_non_finite(problem, False), Call(Seeds(generator, problem.query.device), backend)

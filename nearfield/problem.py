@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearfield import _compat, bands, causal
 from nearfield.bands import Band, Window
+from nearfield.checks import check_scalars, check_softcap
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, Seeds
 
@@ -54,6 +55,9 @@ class Rows:
     """`[batch, length, value_dim]`"""
     visible: Tensor
     """`[batch, rows]`, int64"""
+    first: Tensor | None = None
+    """`[batch, rows]`, int64: in a window with bounds on both sides a row sees `visible` keys from this one on; None: from the
+    first one on, as in all rows but those of `windows.in_blocks`"""
 
     @property
     def count(self) -> int:
@@ -76,7 +80,8 @@ class Rows:
 
     def at(self, block: slice) -> Rows:
         """A range of rows, with the same keys."""
-        return replace(self, queries=self.queries[:, block], visible=self.visible[:, block])
+        first = None if self.first is None else self.first[:, block]
+        return replace(self, queries=self.queries[:, block], visible=self.visible[:, block], first=first)
 
     def detach(self) -> Rows:
         return replace(self, queries=self.queries.detach(), keys=self.keys.detach(), values=self.values.detach())
@@ -171,6 +176,10 @@ class Problem:
     @property
     def _may_sync(self) -> bool:
         return self.sync and not is_traced()
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """From `[batch, heads, length, ...]` to the layout of `Rows`, `[batch * kv_heads, group * length, ...]`."""
+        return x.reshape(*self.visible.shape, *x.shape[3:])
 
     def by_head(self, rows: Tensor) -> Tensor:
         """From the layout of `Rows`, `[batch * kv_heads, group * length, ...]`, to `[batch, heads, length, ...]`."""
@@ -286,13 +295,9 @@ def check(
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
     window_size = bands.check_window(window_size)
     attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
-    if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
-    if scale is not None and (not isinstance(scale, int | float) or not -math.inf < scale < math.inf):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
     leading = query.shape[:-2]
@@ -308,8 +313,8 @@ def check(
         )
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
-    softcap = _check_softcap(softcap)
-    sink = None if s_aux is None else _check_sink(s_aux, query)
+    softcap = check_softcap(softcap)
+    sink = None if s_aux is None else check_sink(s_aux, query)
     query, key, value = to_autocast_dtype(query, key, value)
 
     padding = None
@@ -412,17 +417,8 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _check_softcap(softcap: object) -> float:
-    """The cap as a number; 0 for none, as in FlashAttention."""
-    if softcap is None:
-        return 0.0
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be a positive number, or 0 or None for no cap, got {softcap!r}")
-    return float(softcap)
-
-
-def _check_sink(s_aux: object, query: Tensor) -> Tensor:
-    """The sinks of a call in the dtype of its arithmetic."""
+def check_sink(s_aux: object, query: Tensor) -> Tensor:
+    """The sinks of a call in the dtype of its arithmetic. `query`: `[any, heads, ...]`."""
     if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point():
         got = s_aux.dtype if isinstance(s_aux, Tensor) else type(s_aux).__name__
         raise TypeError(f"s_aux must be a tensor of floating point numbers, one logit for each query head, got {got}")

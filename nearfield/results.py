@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +25,17 @@ class Outcome:
     """`[batch, heads, length]`: estimated standard error of a row; None: the method estimates none"""
     info: dict[str, Any] = field(default_factory=dict)
     """how it was made; becomes part of `Estimate.info`"""
+
+
+def mean_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over all rows of what parts of a call say of themselves; each says how many `rows` it has."""
+    info: dict[str, Any] = {}
+    for name in ("keys_per_query", "keys_used", "promise_met"):
+        if any(name in part for part in parts):
+            # Parts that are exact attention use all keys that they look at, and keep any promise.
+            found = [part.get(name, 1.0 if name == "promise_met" else part["keys_per_query"]) for part in parts]
+            info[name] = sum(part["rows"] * x for part, x in zip(parts, found, strict=True)) / sum(x["rows"] for x in parts)
+    return info
 
 
 class Gradients(NamedTuple):
@@ -115,7 +128,7 @@ class Estimate:
     """The result of `nearfield.estimate`."""
 
     output: Tensor
-    """`[..., length, value_dim]`: what `attention` returns"""
+    """`[..., length, value_dim]`: what `attention` returns; a jagged nested tensor for jagged inputs, as `lse` and `stderr`"""
     lse: Tensor
     """`[..., length]`: log of the (estimated) softmax normaliser; float32, or float64 for float64 inputs"""
     stderr: Tensor | None = None
@@ -132,10 +145,11 @@ class Estimate:
         if "chosen" in self.info:
             lines.append(f"  chosen   {self.info['chosen']!r}")
         lines.append(f"  output   {list(self.output.shape)}, {self.output.dtype}, {self.output.device}")
-        if self.lse.numel():
-            lines.append(f"  lse      {float(self.lse.min()):.4g} to {float(self.lse.max()):.4g}")
-        if self.stderr is not None and self.stderr.numel():
-            lines.append(f"  stderr   {float(self.stderr.mean()):.3g} on average, at most {float(self.stderr.max()):.3g}")
+        lse, stderr = _all_rows(self.lse), None if self.stderr is None else _all_rows(self.stderr)
+        if lse.numel():
+            lines.append(f"  lse      {float(lse.min()):.4g} to {float(lse.max()):.4g}")
+        if stderr is not None and stderr.numel():
+            lines.append(f"  stderr   {float(stderr.mean()):.3g} on average, at most {float(stderr.max()):.3g}")
         if "keys_per_query" in self.info:
             lines.append(f"  keys     {self.info['keys_per_query']:,.1f} looked at for a query")
         if self.audit is None:
@@ -146,7 +160,7 @@ class Estimate:
             if self.audit.heads:
                 relative = [head.relative for head in self.audit.heads]
                 lines.append(f"  by head  the worst is head {relative.index(max(relative))}, relative error {max(relative):.3g}")
-        known = {"method", "chosen", "keys_per_query", "audit", "steps"}
+        known = {"method", "chosen", "keys_per_query", "audit", "steps", "parts"}
         others = ", ".join(f"{name}={value}" for name, value in self.info.items() if name not in known)
         return "\n".join([*lines, f"  info     {shorten(others, 120)}"])
 
@@ -167,6 +181,11 @@ class Estimate:
         if self.audit is not None:
             draw_audit(panels.pop(0), self.audit)
         return figure
+
+
+def _all_rows(numbers: Tensor) -> Tensor:
+    """The numbers of all rows, of a nested tensor too."""
+    return numbers.values() if numbers.is_nested else numbers
 
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#c05621", "#718096"
@@ -206,8 +225,11 @@ def draw_audit(axes: Any, audit: Audit) -> None:
 
 
 def draw_rows(axes: Any, numbers: Tensor, title: str) -> None:
-    """Numbers `[..., length]` by position: the middle, and where 90% of batch entries and heads lie."""
-    rows = numbers.detach().double().cpu().reshape(-1, numbers.shape[-1])
+    """Numbers `[..., length]` by position: the middle, and where 90% of batch entries and heads lie. They may be jagged."""
+    numbers = numbers.detach()
+    if numbers.is_nested:
+        numbers = torch.nested.to_padded_tensor(numbers.transpose(1, 2), math.nan).transpose(1, 2)
+    rows = numbers.double().cpu().reshape(-1, numbers.shape[-1])
     rows = rows.masked_fill(~rows.isfinite(), float("nan"))
     low, middle, high = rows.nanquantile(rows.new_tensor([0.05, 0.5, 0.95]), 0)
     axes.fill_between(range(len(middle)), low.tolist(), high.tolist(), color=BLUE, alpha=0.2, linewidth=0, label="5% to 95%")

@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 import torch
 from torch import Tensor
 
 from nearfield.attention import attention
 from nearfield.bands import check_window
-from nearfield.packed import attend_packed, check_longest, edges_of
-from nearfield.problem import Gradient, Method
+from nearfield.checks import (
+    check_dropout,
+    check_flag,
+    check_generator,
+    check_gradient,
+    check_method,
+    check_scale,
+    check_softcap,
+)
+from nearfield.kernels.backends import check_backend
+from nearfield.packed import Packed, check_longest, edges_of
+from nearfield.problem import Gradient, Method, check_sink
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    window_size: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    method: Method | None = None,
+    gradient: Gradient | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -31,7 +93,8 @@ def attention_varlen(
     generator: torch.Generator | None = None,
     backend: str = "auto",
     check_finite: bool = False,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of sequences laid end to end, each to itself alone, by any method.
 
     Args:
@@ -42,8 +105,13 @@ def attention_varlen(
         causal: the last query of a sequence sees all of its keys (aligned at the lower right, as in FlashAttention). Rows that
             see no key are zero.
         window_size: (left, right), see `attention`; the last query of a sequence stands at its last key, as in FlashAttention.
+        return_lse: return the log of the softmax normaliser as well, with its gradient; see `attention`.
         dropout_p, softmax_scale, softcap, s_aux, method, gradient, generator, backend, check_finite: as in `attention`, where
             the scale is called `scale`.
+
+    Returns:
+        `[total_q, heads, value_dim]`. With `return_lse`, that and `[total_q, heads]` in float32 (float64 for float64 inputs), as
+        `merge` takes them; FlashAttention has the transpose, `[heads, total_q]`.
 
     Sequences of equal lengths are one call of `attention`; the others follow each other. So this costs as much as these calls,
     and one copy of the rows. With many different lengths a GPU is not filled. The entries of `cu_seqlens` are looked at, which
@@ -55,6 +123,17 @@ def attention_varlen(
         >>> nearfield.attention_varlen(q, k, v, edges, edges, 100, 100, causal=True, method=nearfield.Cells()).shape
         torch.Size([300, 4, 64])
     """
+    causal = check_flag("causal", causal)
+    check_finite = check_flag("check_finite", check_finite)
+    return_lse = check_flag("return_lse", return_lse)
+    check_dropout("dropout_p", dropout_p)
+    check_scale("softmax_scale", softmax_scale)
+    check_softcap(softcap)
+    check_generator(generator)
+    if method is not None:
+        check_method("method", method)
+    if gradient is not None:
+        check_gradient("gradient", gradient)
     window_size = check_window(window_size)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 3:
@@ -70,25 +149,29 @@ def attention_varlen(
     check_longest("max_seqlen_q", max_seqlen_q, edges)
     check_longest("max_seqlen_k", max_seqlen_k, key_edges)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(
-            query,
-            key,
-            value,
-            None,
-            dropout_p,
-            causal,
-            softmax_scale,
-            True,
-            method=method,
-            gradient=gradient,
-            generator=generator,
-            backend=backend,
-            check_finite=check_finite,
-            offset=key.shape[2] - query.shape[2] if causal or window_size is not None else None,
-            softcap=softcap,
-            s_aux=s_aux,
-            window_size=window_size,
-        )
-
-    return attend_packed(attend, q, k, v, edges, key_edges)
+    check_backend(backend, q.device)
+    if s_aux is not None:
+        check_sink(s_aux, q)
+    packed = Packed.of(q, k, v, edges, key_edges, cu_seqlens_q)
+    arguments: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": causal,
+        "scale": softmax_scale,
+        "enable_gqa": True,
+        "method": method,
+        "gradient": gradient,
+        "generator": generator,
+        "backend": backend,
+        "check_finite": check_finite,
+        "return_lse": return_lse,
+        "softcap": softcap,
+        "s_aux": s_aux,
+        "window_size": window_size,
+    }
+    found: list[Any] = []
+    for rows in packed.calls:
+        offset = rows[1].shape[2] - rows[0].shape[2] if causal or window_size is not None else None
+        found.append(attention(*rows, offset=offset, **arguments))
+    if not return_lse:
+        return packed.joined(found)
+    return packed.joined([output for output, _ in found]), packed.joined([lse for _, lse in found])

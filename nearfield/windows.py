@@ -27,8 +27,8 @@ from nearfield.cells.method import Cells
 from nearfield.exact import Exact, zeros
 from nearfield.kernels.dense import sink_share
 from nearfield.merge import merge
-from nearfield.problem import Call, Method, Problem
-from nearfield.results import Outcome
+from nearfield.problem import Call, Method, Problem, Rows
+from nearfield.results import Outcome, mean_info
 
 LEAST = 256
 """Windows of fewer keys are exact attention, whatever the method: there is little to leave out."""
@@ -65,9 +65,85 @@ def _turned(problem: Problem) -> Problem:
     )
 
 
+LEAST_ROWS = 128
+"""A block of `in_blocks` has at least so many rows, or as many as a window has keys: then there are about two copies of a key."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The rows of a problem with a window, as `Rows`: blocks of rows are entries of the batch, with keys of their own."""
+
+    problem: Problem
+    blocks: int
+    size: int
+    """rows of a block. The last one may have some that are not there, and that see no key"""
+    rows: Rows
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """From `[batch, heads, length, ...]` to the layout of `rows`, `[batch * kv_heads * blocks, group * size, ...]`."""
+        (batch, heads, length, _), kv_heads = self.problem.query.shape, self.problem.key.shape[1]
+        more = x.new_zeros(batch, heads, self.blocks * self.size - length, *x.shape[3:])
+        whole = torch.cat([x, more], 2).reshape(batch, kv_heads, -1, self.blocks, self.size, *x.shape[3:])
+        return whole.transpose(2, 3).flatten(0, 2).flatten(1, 2)
+
+    def by_head(self, rows: Tensor) -> Tensor:
+        """From the layout of `rows` to `[batch, heads, length, ...]`."""
+        (batch, kv_heads), length = self.problem.key.shape[:2], self.problem.query.shape[2]
+        whole = rows.reshape(batch, kv_heads, self.blocks, -1, self.size, *rows.shape[2:])
+        return whole.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :length]
+
+
+def in_blocks(problem: Problem) -> Blocks:
+    """The rows of a problem with a window with bounds on both sides, in blocks with the keys that some of their rows see.
+
+    Keys and values are copied about twice, and no table of all rows and keys is made. Gradients flow through the copies.
+    """
+    assert problem.window is not None
+    band = problem.band
+    assert band is not None
+    assert band.first is not None
+    entries, length = problem.key.shape[0] * problem.key.shape[1], problem.key.shape[2]
+    count, device = problem.query.shape[2], problem.key.device
+    blocks = -(-count // max(LEAST_ROWS, problem.reach))
+    size = -(-count // blocks)
+    begins = torch.arange(blocks, device=device)[:, None] * size + band.first
+    # Beyond the ends the first and the last key are repeated, and no row sees that.
+    places = (begins + torch.arange(size + sum(problem.window), device=device)).clamp(0, length - 1).flatten()
+    start, stop = (x.view(blocks, size) - begins for x in band.ends(blocks * size, length, device))
+    # Rows that are not there, or whose window lies beyond all keys, see none.
+    none = (start == stop) | (torch.arange(blocks * size, device=device).view(blocks, size) >= count)
+    start, stop = start.masked_fill(none, 0), stop.masked_fill(none, 0)
+
+    def of_blocks(x: Tensor) -> Tensor:
+        """`[batch, kv_heads, length, ...]` as `[batch * kv_heads * blocks, width, ...]`."""
+        return x.index_select(2, places).unflatten(2, (blocks, -1)).flatten(0, 2)
+
+    keys, values = of_blocks(problem.key), of_blocks(problem.value)
+    start, stop = (x.repeat(entries, 1) for x in (start, stop))
+    if problem.key_padding is not None:
+        # Hidden keys go to the end, and the others move up.
+        counts = of_blocks(problem.key_padding)
+        order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+        keys, values = (x.gather(1, order[..., None].expand(-1, -1, x.shape[-1])) for x in (keys, values))
+        so_far = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
+        start, stop = so_far.gather(1, start), so_far.gather(1, stop)
+    visible = stop - start
+    first, visible = (x.repeat(1, problem.group_size) for x in (start.masked_fill(visible == 0, 0), visible))
+    compute = problem.compute_dtype
+    made = Blocks(problem, blocks, size, Rows(keys.new_empty(0), keys.to(compute), values.to(compute), visible, first))
+    queries = made.by_row(problem.query.to(compute) * problem.scale)
+    return replace(made, rows=replace(made.rows, queries=queries))
+
+
 def check_serves(method: Method, window: tuple[int, int]) -> None:
     """Raise where a method cannot be put together from parts of the keys, or would not do what it says."""
     who = f"window_size={window}, with bounds on both sides,"
+    if getattr(method, "always_lazy", False):
+        raise ValueError(
+            f"always_lazy=True asks for an index of the keys that a row sees, and {who} has none; leave out always_lazy"
+        )
+    if getattr(method, "any_window", False):
+        return
     if not getattr(method, "gives_lse", False):
         raise ValueError(
             f"{who} is put together from parts of the keys by their log-normalisers, and {method!r} gives none with a gradient; "
@@ -144,14 +220,8 @@ def run(method: Method, problem: Problem, call: Call) -> Outcome:
 def _info(parts: list[_Part], outcomes: list[Outcome]) -> dict[str, Any]:
     """Means over all rows, and what each part says of itself."""
     counts = [part.rows.stop - part.rows.start for part in parts]
-    info: dict[str, Any] = {}
-    for name in ("keys_per_query", "keys_used", "promise_met"):
-        if any(name in x.info for x in outcomes):
-            # Parts that are exact attention use all keys that they look at, and keep any promise.
-            found = [x.info.get(name, 1.0 if name == "promise_met" else x.info["keys_per_query"]) for x in outcomes]
-            info[name] = sum(n * x for n, x in zip(counts, found, strict=True)) / sum(counts)
     own = [{"rows": n, "served": part.served, **x.info} for n, part, x in zip(counts, parts, outcomes, strict=True)]
-    return {**info, "parts": own}
+    return {**mean_info(own), "parts": own}
 
 
 def _run_part(method: Method, problem: Problem, part: _Part, call: Call) -> Outcome:

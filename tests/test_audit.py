@@ -70,7 +70,7 @@ def test_coverage(size: int) -> None:
     output = nf.attention(q, k, v, method=Off(errors))
     kept, largest = 0, []
     for repetition in range(repetitions):
-        audit = run_audit(problem, output, size, seeded(repetition))
+        audit = run_audit([(problem, output)], size, seeded(repetition))
         # The largest audited error is that of an audited row, up to the rounding of a norm.
         kept += int((errors <= audit.additive + 1e-9).sum()) >= audit.quantile * total
         largest.append(audit.additive)

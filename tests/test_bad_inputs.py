@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dropout negative": ({"dropout_p": -0.1}, ValueError, "dropout_p must be .* got -0.1"),
     "dropout NaN": ({"dropout_p": NAN}, ValueError, "dropout_p must be .* got nan"),
     "dropout not a number": ({"dropout_p": "0.1"}, ValueError, "dropout_p must be .* got '0.1'"),
-    "scale inf": ({"scale": INF}, ValueError, "scale must be a finite number, got inf"),
-    "scale NaN": ({"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
-    "scale not a number": ({"scale": "1"}, ValueError, "scale must be a finite number, got '1'"),
+    "scale inf": ({"scale": INF}, ValueError, "scale must be a finite number, or None .*, got inf"),
+    "scale NaN": ({"scale": NAN}, ValueError, "scale must be a finite number, or None .*, got nan"),
+    "scale not a number": ({"scale": "1"}, ValueError, "scale must be a finite number, or None .*, got '1'"),
     "mask not a tensor": ({"attn_mask": [True] * 6}, TypeError, "attn_mask must be a torch.Tensor or None, got list"),
     "integer mask": (
         {"attn_mask": torch.ones(6).long()},
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"got \(6, 6\); inputs are .*: if there are 6 keys and 4 heads, pass query.transpose\(1, 2\)",
     ),
     "method is a string": ({"method": "topk"}, TypeError, "method must be a method such as .* got 'topk'"),
-    "generator is a seed": ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
+    "generator is a seed": ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got 3; make one by "),
     "gradient is a class": (
         {"gradient": nf.gradients.RandomWalk},
         TypeError,

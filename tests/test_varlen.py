@@ -72,14 +72,111 @@ def test_sequences_of_equal_lengths_are_one_call(monkeypatch: pytest.MonkeyPatch
     assert sorted(calls) == [(1, 4, 40), (2, 4, 12), (2, 4, 30)]
 
 
+def nested_of(leaves: list[Tensor], cu_q: Tensor, cu_k: Tensor) -> list[Tensor]:
+    pairs = zip(leaves, (cu_q, cu_k, cu_k), strict=True)
+    return [torch.nested.nested_tensor_from_jagged(x, cu.long()).transpose(1, 2) for x, cu in pairs]
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=3), nf.Cells(cell_size=4, probes=2, segment=8)], ids=repr)
+def test_the_normaliser_is_that_of_each_sequence_and_has_a_gradient(method: nf.Method) -> None:
+    leaves, cu_q, cu_k = packed()
+    sink = torch.tensor([0.0, 1.0, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    more: dict[str, Any] = {"s_aux": sink, "method": method, "return_lse": True}
+    found = nf.attention_varlen(*leaves, cu_q, cu_k, causal=True, **more)
+    parts = []
+    for i in range(len(LENGTHS)):
+        own = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+        q, k, v = (x[rows].transpose(0, 1)[None] for x, rows in zip(leaves, (own[0], own[1], own[1]), strict=True))
+        out, lse = nf.attention(q, k, v, is_causal=True, offset=k.shape[2] - q.shape[2], enable_gqa=True, **more)
+        parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
+    want = [torch.cat(x) for x in zip(*parts, strict=True)]
+    upstream = [torch.randn(x.shape, dtype=x.dtype) for x in want]
+    assert found[1].shape == (len(leaves[0]), 4)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b)
+    grads = (torch.autograd.grad(x, [*leaves, sink], upstream) for x in (found, want))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_parts_of_the_keys_of_packed_sequences_can_be_merged() -> None:
+    leaves, cu_q, cu_k = packed()
+    own = torch.arange(len(LENGTHS)).repeat_interleave(cu_k.diff())
+    is_first = torch.arange(len(own)) % 3 == 0
+    parts = []
+    for some in (is_first, ~is_first):
+        cu_some = edges(torch.bincount(own[some], minlength=len(LENGTHS)).tolist())
+        parts.append(nf.attention_varlen(leaves[0], leaves[1][some], leaves[2][some], cu_q, cu_some, return_lse=True))
+    output, lse = nf.merge(*map(list, zip(*parts, strict=True)))
+    want = nf.attention_varlen(*leaves, cu_q, cu_k, return_lse=True)
+    torch.testing.assert_close((output, lse), want)
+
+
+@pytest.mark.parametrize("method", [nf.TopK(k=3), nf.LazyGumbel(draws=5)], ids=repr)
+def test_estimates_of_jagged_tensors(method: nf.Method) -> None:
+    """What `attention` returns, with the normalisers of all sequences and one audit of their rows together."""
+    leaves, cu_q, cu_k = packed()
+    q, k, v = nested_of(leaves, cu_q, cu_k)
+    more: dict[str, Any] = {"method": method, "enable_gqa": True}
+    found = nf.estimate(q, k, v, audit=10**6, per_head=True, generator=torch.Generator().manual_seed(0), **more)
+    output = nf.attention(q, k, v, generator=torch.Generator().manual_seed(0), **more)
+    assert torch.equal(found.output.values(), output.values())
+    exact, lse = nf.attention_varlen(*leaves, cu_q, cu_k, method=nf.Exact(), return_lse=True)
+    got, exact = output.transpose(1, 2).values().detach(), exact.detach()
+    assert found.lse.transpose(1, 2).values().shape == lse.shape
+    if isinstance(method, nf.TopK):
+        want = nf.attention_varlen(*leaves, cu_q, cu_k, method=method, return_lse=True)[1]
+        torch.testing.assert_close(found.lse.transpose(1, 2).values(), want.detach())
+    error, whole = (got - exact).norm(dim=-1), exact.norm(dim=-1)
+    assert found.audit is not None
+    assert found.audit.rows == error.numel()
+    assert found.audit.quantile == 1.0
+    assert found.audit.pooled == pytest.approx(float((error.square().sum() / whole.square().sum()).sqrt()))
+    assert found.audit.heads is not None
+    seen = whole > 0
+    for head, audit in enumerate(found.audit.heads):
+        assert audit.rows == len(error)
+        assert audit.relative == pytest.approx(float((error / whole)[:, head][seen[:, head]].max()))
+    parts = found.info["parts"]
+    assert [part["shape"] for part in parts] == [(2, 4, 30), (2, 4, 12), (1, 4, 0), (1, 4, 40), (1, 4, 7)]
+    rows = torch.tensor([part["rows"] for part in parts])
+    looked = torch.tensor([part["keys_per_query"] for part in parts])
+    assert found.info["keys_per_query"] == pytest.approx(float((rows * looked).sum() / rows.sum()))
+    assert f"lse      {float(found.lse.values().min()):.4g} to" in str(found)
+    found.plot()
+
+
+def test_audited_rows_are_drawn_from_all_sequences() -> None:
+    """Uniformly: the error of a row is the number of its sequence, so the audited errors tell how often each was drawn."""
+
+    class Wrong(nf.Method):
+        def run(self, problem: nf.Problem, call: nf.Call) -> nf.Outcome:
+            outcome = nf.Exact().run(problem, call)
+            return nf.Outcome(outcome.output + problem.query.shape[2], outcome.lse, None, outcome.info)
+
+    rows = torch.randn(100, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    value = torch.ones_like(rows)
+    x, v = (torch.nested.nested_tensor_from_jagged(y, torch.tensor([0, 20, 30, 100])).transpose(1, 2) for y in (rows, value))
+    drawn = torch.zeros(71, dtype=torch.long)
+    for seed in range(300):
+        audit = nf.estimate(x, x, v, method=Wrong(), audit=10, generator=torch.Generator().manual_seed(seed)).audit
+        assert audit is not None
+        drawn += torch.bincount(audit.additive_errors.round().long(), minlength=71)
+    counts = drawn[[20, 10, 70]].double()
+    assert drawn.sum() == counts.sum() == 3000
+    # Without replacement, so a little less varied than a multinomial law: chi square with 2 degrees of freedom, alpha 1e-6.
+    expected = torch.tensor([600.0, 300.0, 2100.0], dtype=torch.float64)
+    assert float(((counts - expected).square() / expected).sum()) < 27.7
+
+
 @pytest.mark.parametrize("method", METHODS[:-1], ids=repr)
 def test_jagged_nested_tensors(method: nf.Method) -> None:
     (q, k, v), cu_q, cu_k = packed()
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    nested = [torch.nested.nested_tensor_from_jagged(x, cu.long()).transpose(1, 2) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))]
-    out = nf.attention(*nested, method=method)
+    out, lse = nf.attention(*nested_of([q, k, v], cu_q, cu_k), method=method, return_lse=True)
     assert out.is_nested
-    want = nf.attention_varlen(q, k, v, cu_q, cu_k, method=method)
+    want, want_lse = nf.attention_varlen(q, k, v, cu_q, cu_k, method=method, return_lse=True)
+    torch.testing.assert_close(lse.transpose(1, 2).values(), want_lse)
     got = out.transpose(1, 2).values()
     torch.testing.assert_close(got, want)
     upstream = torch.randn(want.shape, dtype=want.dtype)
@@ -107,10 +204,12 @@ def test_what_is_refused() -> None:
     nested = nested.transpose(1, 2)
     with pytest.raises(ValueError, match="nested tensors have no padding to mask"):
         nf.attention(nested, nested, nested, torch.ones(1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="return_lse=True is not for nested tensors; call attention for each sequence"):
-        nf.attention(nested, nested, nested, return_lse=True)
+    for call in (nf.plan, nf.explain):
+        with pytest.raises(ValueError, match=r"pass sequences of one length.*query.unbind\(\)\[0\]\[None\]"):
+            call(nested, nested, nested)
+        call(*[nested.unbind()[0][None]] * 3)
     with pytest.raises(TypeError, match=r"query is a nested tensor; pad it(?!.*jagged)"):
-        nf.estimate(nested, nested, nested)
+        nf.sample(nested, nested, 1)
     with pytest.raises(TypeError, match=r"key is a nested tensor; pad it.*or pass all three to `attention` as jagged ones"):
         nf.attention(q[None], nested, nested)
 

@@ -408,10 +408,6 @@ def test_windows_that_are_refused() -> None:
         attend(q, k, v, table, window_size=(5, 1))
     with pytest.raises(ValueError, match=r"offset=3 shifts a causal mask.*or a window_size"):
         attend(q, k, v, offset=3, window_size=(-1, -1))
-    with pytest.raises(ValueError, match=r"window_size=\(5, 1\), with bounds on both sides.*LazyGumbel.*use Exact"):
-        attend(q, k, v, window_size=(5, 1), method=nf.LazyGumbel())
-    with pytest.raises(ValueError, match=r"gradient=RandomWalk.*got window_size=\(5, 1\).*use gradient=None"):
-        attend(q, k, v, window_size=(5, 1), method=nf.Exact(), gradient=nf.gradients.RandomWalk())
     with pytest.raises(ValueError, match="leave out window or window_size"):
         attend(q, k, v, is_causal=True, window_size=(300, 0), method=nf.Cells(window=64))
     with pytest.raises(ValueError, match=r"joint=True promises.*leave out joint, or use Exact"):

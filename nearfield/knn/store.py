@@ -21,7 +21,7 @@ from nearfield.cells.cache.steps import (
     checked_padding,
     step_error,
 )
-from nearfield.checks import check_positive
+from nearfield.checks import check_generator, check_positive
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.entries import Entry
 from nearfield.knn.index.base import BuiltIndex, Index, default_k
@@ -114,8 +114,7 @@ class IndexStore:
     ) -> None:
         self.method: IndexMethod = TopK() if method is None else method
         check_method(self.method)
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+        check_generator(generator)
         self.audit, self.generator = audit, generator
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""

@@ -158,11 +158,12 @@ class _WithGradient(torch.autograd.Function):
         values: Tensor,
         output: Tensor,
         visible: Tensor,
+        first: Tensor | None,
         gradient: Gradient,
         seeds: Seeds,
         dropout: Dropout | None,
     ) -> Tensor:
-        ctx.save_for_backward(queries, keys, values, visible)
+        ctx.save_for_backward(queries, keys, values, visible, first)
         ctx.gradient, ctx.seeds = gradient, seeds
         # A gradient of one's own may have no such argument.
         ctx.options = {} if dropout is None else {"dropout": dropout}
@@ -173,7 +174,7 @@ class _WithGradient(torch.autograd.Function):
         refuse_double_backward()
         rows = Rows(*ctx.saved_tensors)
         with full_precision(grad_output):
-            return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds, **ctx.options), None, None, None, None, None)
+            return (*ctx.gradient.estimate(rows, grad_output, ctx.seeds, **ctx.options), *[None] * 6)
 
 
 def with_gradient(output: Tensor, rows: Rows, gradient: Gradient, seeds: Seeds, dropout: Dropout | None = None) -> Tensor:
@@ -183,7 +184,8 @@ def with_gradient(output: Tensor, rows: Rows, gradient: Gradient, seeds: Seeds, 
     _ = seeds.base
     # Exact attention may come in bfloat16: the incoming gradient is to have the dtype of the rows.
     output = output.detach().to(rows.values.dtype)
-    return _WithGradient.apply(rows.queries, rows.keys, rows.values, output, rows.visible, gradient, seeds, dropout)
+    parts = rows.queries, rows.keys, rows.values, output, rows.visible, rows.first
+    return _WithGradient.apply(*parts, gradient, seeds, dropout)
 
 
 BLOCK_ELEMENTS = 1 << 22

@@ -21,6 +21,7 @@ from nearfield.paper.walks import RandomWalk
 from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, pair_dropout
+from nearfield.windows import Blocks, in_blocks
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class LazyGumbel:
 
     All columns share the draws, and a key is scored once for all draws of a row. Cost: the search, plus
     O(draws * (log k + E[m]) + m * dim) per row with E[m] <= n/k, or (n/k) e^slack, and m < n the keys that its draws look at;
-    never much more than O(n * dim + draws * log n). Draws have no gradient of their own, so the gradient is that of
-    `gradients.RandomWalk`.
+    never much more than O(n * dim + draws * log n). In a window with bounds on both sides no index is asked: every row is drawn
+    from the full softmax of the keys in its window, which is the same law. Draws have no gradient of their own, so the gradient
+    is that of `gradients.RandomWalk`.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 2, 256, 16).unbind(0)
@@ -74,7 +76,7 @@ class LazyGumbel:
 
     any_mask = False
     any_logits = False
-    any_window = False
+    any_window = True
     gives_lse = False
     drops_pairs = True
 
@@ -89,21 +91,23 @@ class LazyGumbel:
             raise ValueError(f"estimator must be 'median' or 'mean', got {self.estimator!r}")
 
     def run(self, problem: Problem, call: Call) -> Outcome:
-        rows = problem.rows
+        layout = problem if problem.window is None else in_blocks(problem)
+        rows = layout.rows
         groups, size = self._sizes(rows)
         dropout = pair_dropout(problem.dropout_p, call.seeds)
         with torch.no_grad():
             settings = self.k, groups * size, self.certify, self.slack, self.always_lazy, call.backend
             sampler = Sampler.of(rows.detach(), self.index, *settings)
             output, lse, stderr, info = self._estimate(sampler, groups, call, dropout)
-        outcome = Outcome(
-            problem.by_head(output), problem.by_head(lse), None if stderr is None else problem.by_head(stderr), info
-        )
+        if isinstance(layout, Blocks):
+            # Without the rows that fill up the last block.
+            count = problem.query.shape[:3].numel()
+            info |= {"keys_per_query": info["keys_per_query"] * rows.count / count, "dense_rows": count}
+        outcome = Outcome(layout.by_head(output), layout.by_head(lse), None if stderr is None else layout.by_head(stderr), info)
         if call.gradient is not None or not torch.is_grad_enabled():
             return outcome
         own: Gradient = RandomWalk(index=self.index, k=self.k, slack=self.slack)
-        with_path = with_gradient(outcome.output.reshape(*rows.visible.shape, -1), rows, own, call.seeds, dropout)
-        return replace(outcome, output=problem.by_head(with_path))
+        return replace(outcome, output=layout.by_head(with_gradient(output, rows, own, call.seeds, dropout)))
 
     def is_async(self, problem: Problem, backend: str) -> bool:
         return False
@@ -158,7 +162,7 @@ class LazyGumbel:
             if dropout is not None:
                 row = rows.numbers(block).flatten()[lazy.seen]
                 weights = weights * dropout.factors(row[:, None], drawn.ids, weights.dtype).view(weights.shape)
-            means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(len(lazy.seen), groups, -1)
+            means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(len(lazy.seen), groups, table.shape[-1])
             output[:, block] = lazy.spread(means.median(1).values)
             lse[:, block] = lazy.spread(drawn.log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and dropout is None:

@@ -311,12 +311,15 @@ def index_that_pays(
     backend: str = "auto",
     slack: float | None = None,
 ) -> BuiltIndex | None:
-    """The index of the keys of `rows`, of which each will be drawn from so many times; None if it does not pay to search.
+    """The index of the keys of `rows`, of which each will be drawn from so many times; None if it does not pay to search, or if
+    rows see other keys than the first ones.
 
     First by what is known before anything is built: nothing is where there is little to do, where the draws alone cost more than
     full softmaxes, and where the index would score every key, or take too long to build. Then by some rows: to search them and
     to do what is cheaper has to cost less than half of full softmaxes.
     """
+    if rows.first is not None:
+        return None  # an index knows rows that see the first keys alone
     total, length = int(rows.visible.sum()), rows.length
     built_for_free = isinstance(index, BuiltIndex | ExactIndex)
     building = 0.0 if built_for_free else BUILD_COST * length * len(rows.visible)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_index, check_not_negative, check_positive, general_mask_error
+from nearfield.checks import check_generator, check_index, check_not_negative, check_positive, general_mask_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Index
@@ -67,9 +67,8 @@ def sample(
     check_not_negative("slack", slack, optional=True)
     index = ExactIndex() if index is None else index
     check_index("index", index)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-    value = key.new_zeros(*key.shape[:-1], 1) if isinstance(key, Tensor) else key
+    check_generator(generator)
+    value = key.new_zeros(*key.shape[:-1], 1) if isinstance(key, Tensor) and not key.is_nested else key
     problem = check(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if problem.has_general_mask:
         assert problem.attn_mask is not None

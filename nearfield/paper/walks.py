@@ -54,7 +54,8 @@ class RandomWalk:
         k, index: near keys of the lazy Gumbel sampler (None: ceil(sqrt(Lk))), and what finds them, built already or not.
         slack: how far a key that the index left out may lie above the smallest near one (see `LazyGumbel`).
 
-    Cost: one search per row, plus O(walks * (E[m] + 1) * dim) per row; memory O(inputs).
+    Cost: one search per row, plus O(walks * (E[m] + 1) * dim) per row; memory O(inputs). In a window with bounds on both sides
+    walks are drawn from the full softmax of its keys.
 
     Example:
         >>> q, k, v = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3))
@@ -65,6 +66,8 @@ class RandomWalk:
     k: int | None = None
     index: Index = field(default_factory=ExactIndex)
     slack: float | None = None
+
+    any_window = True
 
     def __post_init__(self) -> None:
         check_positive("walks", self.walks, least=2)

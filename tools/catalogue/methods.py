@@ -729,8 +729,8 @@ MUTANTS = (
     Mutant(
         "gradient= cut off by no_grad",
         "_run",
-        "rows = problem.rows  #",
-        "rows = problem.rows.detach()  #",
+        "rows = layout.rows",
+        "rows = layout.rows.detach()",
         ("test_random_walks_with_grouped_queries_and_padding",),
     ),
     Mutant(
@@ -742,9 +742,9 @@ MUTANTS = (
     ),
     Mutant(
         "a method is asked before the inputs are checked",
-        "attention:estimate",
-        "    problem = check(query, key, value, attn_mask",
-        '    check_method("method", method)\n    problem = check(query, key, value, attn_mask',
+        "attention:_computed",
+        "    problem = check(*inputs, attn_mask",
+        '    check_method("method", method)\n    problem = check(*inputs, attn_mask',
         ("test_refused",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearfield.audit import CONFIDENCE, audit_quantile
-from nearfield.checks import check_fraction, check_index, check_positive
+from nearfield.checks import check_fraction, check_generator, check_index, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, BuiltIndex, CausalOffset, Index
@@ -89,8 +89,7 @@ def slack(
     _check_tensors(keys, queries)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    check_generator(generator)
     keys, queries = (x.detach().flatten(0, -3) if x.dim() > 2 else x.detach()[None] for x in (keys, queries))
     built = build_index(index, keys)
     queries = queries.to(built.keys.dtype) * (scale if scale is not None else 1 / math.sqrt(max(1, keys.shape[2])))
