@@ -8,9 +8,10 @@ from nearfield.hf.register import register
 
 if TYPE_CHECKING:
     from nearfield.hf.cache import CellCache
+    from nearfield.hf.generation import generate
     from nearfield.hf.memory import Memory
 
-__all__ = ["CellCache", "Memory", "register"]
+__all__ = ["CellCache", "Memory", "generate", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from nearfield.hf.cache import CellCache
 
         return CellCache
+    if name == "generate":
+        from nearfield.hf.generation import generate
+
+        return generate
     if name == "Memory":
         from nearfield.hf.memory import Memory
 

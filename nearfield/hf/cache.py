@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
 from nearfield.hf.config import by_layer
 from nearfield.hf.register import registered_methods
+from nearfield.hf.requests import RequestStores
 from nearfield.hf.stored import StoredKeys
 from nearfield.knn.store import IndexMethod, IndexStore, can_search
 from nearfield.problem import to_autocast_dtype
@@ -31,12 +32,13 @@ CacheMethod = Cells | IndexMethod
 class CellLayer(CacheLayerMixin):
     """One layer of a `CellCache`: a `CellStore` or an `IndexStore` with the interface of Transformers."""
 
+    store: CellStore | IndexStore | RequestStores
     is_sliding = False
     is_croppable = True
 
     def __init__(self, method: CacheMethod | None = None, audit: bool = False, offload: bool = False) -> None:
         self._offload = offload
-        self.store: CellStore | IndexStore = _make_store(Cells() if method is None else method, audit, offload)
+        self.store = _make_store(Cells() if method is None else method, audit, offload)
 
     # In Transformers the next three are attributes.
 
@@ -105,6 +107,23 @@ class CellLayer(CacheLayerMixin):
         raise NotImplementedError("a CellCache cannot be offloaded layer by layer; make it with CellCache(offload=True)")
 
     prefetch = offload
+
+
+class RequestLayer(CellLayer):
+    """One layer of requests of different lengths."""
+
+    store: RequestStores
+
+    def __init__(self, stores: Sequence[CellStore | IndexStore]) -> None:
+        self._offload = False
+        self.store = RequestStores(stores)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Every request has its store already."""
+
+    def reset(self) -> None:
+        stores = self.store.stores
+        self.store = RequestStores([_make_store(x.method, x.audit, getattr(x, "offload", False)) for x in stores])
 
 
 def _make_store(method: CacheMethod, audit: bool, offload: bool) -> CellStore | IndexStore:
@@ -178,6 +197,59 @@ class CellCache(Cache):
     def _next_layer(self) -> CellLayer:
         return CellLayer(self.methods.get(len(self.layers), self.methods["default"]), self._audit, self._offload)
 
+    @classmethod
+    def batch(cls, caches: Sequence[CellCache]) -> CellCache:
+        """One cache for requests of different lengths, each with a cache of its own until now.
+
+        A model then serves them as a batch, one token of each in a step. Nothing is copied, nothing is padded, and each request
+        gets the result that it gets alone. To the model it is a batch padded on the left to the longest request
+        (`get_seq_length`): pass `cache.attention_mask()`, and position ids `[batch, 1]` from `lengths`. `nearfield.hf.generate`
+        does all of this for a list of prompts.
+
+        The given caches are part of it from now on, and are not to be used by themselves.
+        """
+        stores = [_stores_of(cache, number) for number, cache in enumerate(caches)]
+        if not stores:
+            raise ValueError("there are no caches to put together; pass a list of CellCache(...)")
+        if len(set(map(len, stores))) > 1:
+            raise ValueError(f"the caches must be of one model, got {[*map(len, stores)]} layers")
+        made = cls(caches[0].methods["default"])
+        made.methods, made._audit, made._offload = caches[0].methods, caches[0]._audit, caches[0]._offload
+        made.layer_class_to_replicate = None
+        made.layers = [RequestLayer(layer) for layer in zip(*stores, strict=True)]
+        return made
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many keys each entry of the batch has; of a cache with padding, its padding among them."""
+        layer = next(iter(self._cell_layers().values()), None)
+        if layer is None or not layer.store.length:
+            return []
+        if isinstance(layer.store, RequestStores):
+            return layer.store.lengths
+        return [layer.store.length] * layer.store.entries
+
+    def attention_mask(self, new: int = 1) -> Tensor:
+        """`[batch, keys + new]`, 0 before the first key of each request: the mask of a step with so many new tokens."""
+        layer = next(iter(self._cell_layers().values()), None)
+        if layer is None or not isinstance(layer.store, RequestStores):
+            raise ValueError("only a cache made by CellCache.batch([...]) knows its mask")
+        return layer.store.counts(new).long()
+
+    def replace(self, number: int, cache: CellCache) -> None:
+        """Put another request in the place of request `number` of a cache that `batch` has made."""
+        before = [layer for layer in self.layers if isinstance(layer, RequestLayer)]
+        if not before or len(before) < len(self.layers):
+            raise ValueError("only requests of a cache made by CellCache.batch([...]) can be replaced")
+        requests = len(before[0].store.stores)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < requests:
+            raise ValueError(f"number must be that of a request, from 0 to {requests - 1}, got {number!r}")
+        new = _stores_of(cache, number)
+        if len(new) != len(self.layers):
+            raise ValueError(f"the cache of another request must be of the same model: {len(self.layers)} layers, got {len(new)}")
+        both = zip((layer.store.stores for layer in before), new, strict=True)
+        self.layers = [RequestLayer([*stores[:number], store, *stores[number + 1 :]]) for stores, store in both]
+
     @property
     def audit(self) -> bool:
         """Whether steps are compared with exact attention."""
@@ -224,6 +296,21 @@ class CellCache(Cache):
 
     def _cell_layers(self) -> dict[int, CellLayer]:
         return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CellLayer)}
+
+
+def _stores_of(cache: CellCache, number: int) -> list[CellStore | IndexStore]:
+    """The stores of a request, layer by layer."""
+    if not isinstance(cache, CellCache):
+        raise TypeError(f"request {number} must have a CellCache of its own, got {type(cache).__name__}")
+    stores = []
+    for place, layer in enumerate(cache.layers):
+        if not isinstance(layer, CellLayer) or isinstance(layer.store, RequestStores):
+            kind = "requests of its own" if isinstance(layer, CellLayer) else f"a {type(layer).__name__}"
+            raise ValueError(f"layer {place} of request {number} has {kind}, which cannot be put together with others")
+        if layer.store.length and layer.store.entries != 1:
+            raise ValueError(f"request {number} must be one sequence, got a batch of {layer.store.entries}")
+        stores.append(layer.store)
+    return stores
 
 
 def _registered(config: Any) -> dict[int | str, CacheMethod] | None:

@@ -12,6 +12,7 @@ from nearfield import _compat
 from nearfield.cells.cache.store import CellStore
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.masks import LazyMask
+from nearfield.hf.requests import RequestStores
 from nearfield.knn.store import IndexStore
 
 _ALLOWED = {
@@ -29,11 +30,11 @@ class StoredKeys(Tensor):
         latest: the keys (or values) that the layer has just appended, `[batch, heads, rows, dim]`.
     """
 
-    store: CellStore | IndexStore
+    store: CellStore | IndexStore | RequestStores
     latest: Tensor
 
     @staticmethod
-    def __new__(cls, store: CellStore | IndexStore, latest: Tensor) -> StoredKeys:
+    def __new__(cls, store: CellStore | IndexStore | RequestStores, latest: Tensor) -> StoredKeys:
         shape = (*latest.shape[:2], store.length, latest.shape[3])
         made: StoredKeys = _compat.wrapper_tensor(cls, shape, latest.dtype, latest.device)
         made.store, made.latest = store, latest

@@ -126,6 +126,11 @@ class IndexStore:
         return 0 if self._state is None else self._state.length
 
     @property
+    def entries(self) -> int:
+        """Of the batch."""
+        return 0 if self._state is None else len(self._state.key)
+
+    @property
     def closed(self) -> int:
         """How many of them are in an index."""
         return 0 if self._state is None else self._state.settled

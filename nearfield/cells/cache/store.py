@@ -71,6 +71,11 @@ class CellStore:
         return 0 if self.state is None else self.state.length
 
     @property
+    def entries(self) -> int:
+        """Of the batch."""
+        return 0 if self.state is None else len(self.state.sinks)
+
+    @property
     def closed(self) -> int:
         """How many of them are in closed segments."""
         return 0 if self.state is None else self.state.closed

@@ -1,0 +1,137 @@
+"""`generate`: Transformers' own, with a `CellCache`: a batch, or prompts of different lengths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nearfield.hf.cache import CellCache
+from nearfield.hf.register import is_registered
+
+Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
+
+
+@torch.no_grad()
+def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, **options: Any) -> Any:
+    """Continue prompts with a `CellCache`.
+
+    Args:
+        model: a causal language model of Transformers whose attention `hf.register` has made
+            (`model.set_attn_implementation("nearfield")`).
+        prompts: token ids `[length]` or `[batch, length]`, with an `attention_mask` among the options where there is padding. Or
+            a list of prompts of different lengths, each a tensor `[length]` or a list of numbers: each is read by itself, but for
+            its last token, and keeps a cache of its own; from there on all of them are continued together. Nothing is padded, and
+            each gets the tokens that it gets alone (up to the rounding of products with more rows; with sampling, other draws).
+        cache: what to use; None: `CellCache(config=model.config)`. For a list of prompts, a cache made by `CellCache.batch` whose
+            requests have read all of their prompts but the last token; None: they are read here.
+        options: those of `model.generate`. For a list of prompts, `prefill_chunk_size` counts for each of them.
+
+    Returns:
+        What `model.generate` returns: token ids `[batch, length]`, prompts first, or its dictionary. For a list of prompts, a
+        list of token ids `[length]`, each up to its first end-of-sequence token.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from nearfield import hf
+        >>> small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, eos_token_id=None, **small))
+        >>> hf.register()
+        >>> model.set_attn_implementation("nearfield")
+        >>> found = hf.generate(model, [torch.arange(40), torch.arange(12)], max_new_tokens=8, do_sample=False)
+        >>> [len(x) for x in found]
+        [48, 20]
+    """
+    _check_model(model)
+    if isinstance(prompts, Tensor):
+        if prompts.dim() not in (1, 2) or prompts.is_floating_point():
+            raise ValueError(
+                f"prompts must be token ids [length] or [batch, length], got {prompts.dtype} of shape {tuple(prompts.shape)}"
+            )
+        ids = prompts[None] if prompts.dim() == 1 else prompts
+        made = CellCache(config=model.config) if cache is None else _checked(cache)
+        found = model.generate(ids.to(model.device), past_key_values=made, **options)
+        return found[0] if prompts.dim() == 1 and isinstance(found, Tensor) and len(found) == 1 else found
+    return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, options)
+
+
+def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = None) -> None:
+    """Let a model read token ids `[length]` into a cache, without an answer; `chunk` tokens at a time."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    for part in ids[None].split(chunk or max(1, len(ids)), 1):
+        if part.shape[1]:
+            model(input_ids=part, past_key_values=cache, use_cache=True, **last)
+
+
+def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | None, options: dict[str, Any]) -> Any:
+    if not prompts:
+        raise ValueError("there are no prompts; pass token ids, or a list of them")
+    for name in ("attention_mask", "position_ids", "past_key_values", "inputs_embeds"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is not for a list of prompts, which need none; leave it out, or pass prompts as one tensor")
+    settings = options.get("generation_config") or model.generation_config
+    chunk = options.pop("prefill_chunk_size", None) or getattr(settings, "prefill_chunk_size", None)
+    if cache is None:
+        caches = [CellCache(config=model.config) for _ in prompts]
+        for ids, own in zip(prompts, caches, strict=True):
+            read_prompt(model, ids[:-1], own, chunk)
+        cache = CellCache.batch(caches)
+    expected = [len(ids) - 1 for ids in prompts]
+    if any(expected) and _checked(cache).lengths != expected:
+        raise ValueError(
+            f"the cache must hold all tokens of each prompt but the last, {expected}, got {cache.lengths}; make it with "
+            "CellCache.batch"
+        )
+    longest = max(map(len, prompts))
+    # Padding is in no cache; Transformers wants a rectangle.
+    ids = torch.stack([torch.nn.functional.pad(x, (longest - len(x), 0)) for x in prompts])
+    mask = torch.stack([torch.arange(longest) >= longest - len(x) for x in prompts]).long().to(ids.device)
+    found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    if not isinstance(found, Tensor):
+        return found
+    ends = _ends(options, settings, found.device)
+    return [_own_tokens(row, longest - len(prompt), longest, ends) for row, prompt in zip(found, prompts, strict=True)]
+
+
+def _own_tokens(row: Tensor, start: int, longest: int, ends: Tensor) -> Tensor:
+    """The tokens of one request: without padding before it, and after its end."""
+    ended = torch.isin(row[longest:], ends).nonzero()
+    return row[start : longest + int(ended[0]) + 1] if len(ended) else row[start:]
+
+
+def _ends(options: dict[str, Any], settings: Any, device: torch.device) -> Tensor:
+    """The tokens that end a sequence."""
+    given = options.get("eos_token_id", getattr(settings, "eos_token_id", None))
+    return torch.as_tensor([] if given is None else given, device=device).view(-1)
+
+
+def _as_ids(prompt: Any, number: int, device: torch.device) -> Tensor:
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0, 0)
+    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+        what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(prompt, Tensor) else repr(prompt)[:80]
+        raise ValueError(f"prompt {number} must be at least one token id, [length], got {what}; tokenize texts first")
+    return ids.to(device=device, dtype=torch.long)
+
+
+def _checked(cache: Any) -> CellCache:
+    if not isinstance(cache, CellCache):
+        raise TypeError(f"cache must be a CellCache or None, got {type(cache).__name__}; other caches go to model.generate")
+    return cache
+
+
+def _check_model(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise TypeError(f"model must be a causal language model of Transformers, got {type(model).__name__}")
+    name = getattr(config.get_text_config(decoder=True), "_attn_implementation", None) or "eager"
+    if not is_registered(name):
+        raise ValueError(
+            f"a CellCache is for attention that nearfield has registered, and this model has {name!r}; call hf.register() and "
+            'model.set_attn_implementation("nearfield") first'
+        )

@@ -1,0 +1,189 @@
+"""Requests of different lengths in one cache: each gets what it gets alone, and nothing is padded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from hf_models import model, tokens
+
+import nearfield
+from nearfield import hf
+from nearfield.hf.cache import RequestLayer
+from nearfield.hf.generation import read_prompt
+from nearfield.hf.requests import RequestStores
+
+NAME = "nearfield-requests"
+FEW = nearfield.Cells(probes=2, segment=8, cell_size=4, sinks=3, window=4)
+LENGTHS = (31, 5, 1, 18)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    hf.register(NAME, nearfield.Cells(cell_size=4, segment=8, probes=2, sinks=0))
+
+
+@pytest.fixture(scope="module")
+def net() -> Any:
+    made = model("llama", torch.float64)
+    made.set_attn_implementation(NAME)
+    return made
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    return [(tokens(1, 40)[0, :length] + number) % 90 + 3 for number, length in enumerate(lengths)]
+
+
+def read(net: Any, ids: Tensor, method: Any = FEW) -> hf.CellCache:
+    cache = hf.CellCache(method, config=net.config)
+    with torch.no_grad():
+        read_prompt(net, ids[:-1], cache)
+    return cache
+
+
+def alone(net: Any, ids: Tensor, new: int, method: Any = FEW) -> Tensor:
+    """As Transformers does it, with the prompt but for its last token read before."""
+    found: Tensor = net.generate(ids[None], past_key_values=read(net, ids, method), max_new_tokens=new, do_sample=False)
+    return found[0]
+
+
+@pytest.mark.parametrize("method", [FEW, nearfield.TopK(6)], ids=["cells", "index"])
+def test_every_request_gets_what_it_gets_alone(net: Any, method: Any) -> None:
+    cache = hf.CellCache.batch([read(net, ids, method) for ids in prompts()])
+    found = hf.generate(net, prompts(), cache=cache, max_new_tokens=20, do_sample=False)
+    for ids, own in zip(prompts(), found, strict=True):
+        assert torch.equal(own, alone(net, ids, 20, method))
+    assert cache.lengths == [length + 19 for length in LENGTHS]
+    assert cache.get_seq_length() == max(LENGTHS) + 19
+    keys = cache.layers[0].keys
+    assert keys is not None
+    assert keys.shape[2] == max(LENGTHS) + 19
+    assert not keys[1, :, : -cache.lengths[1]].any()
+    assert keys[1, :, -cache.lengths[1] :].any(-1).all()
+
+
+def test_prompts_are_read_here_if_nobody_has(net: Any) -> None:
+    for chunk in (None, 7):
+        options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": chunk}
+        expected = [hf.generate(net, [ids], **options)[0] for ids in prompts()]
+        found = hf.generate(net, [x.tolist() for x in prompts()], **options)
+        assert all(map(torch.equal, found, expected))
+    whole = hf.generate(net, prompts()[0], max_new_tokens=6, do_sample=False, cache=hf.CellCache(FEW, config=net.config))
+    theirs = net.generate(
+        prompts()[0][None], max_new_tokens=6, do_sample=False, past_key_values=hf.CellCache(FEW, config=net.config)
+    )
+    assert torch.equal(whole, theirs[0])
+
+
+def test_a_request_ends_at_its_own_end(net: Any) -> None:
+    free = hf.generate(net, prompts(), max_new_tokens=12, do_sample=False)
+    end = int(free[0][LENGTHS[0] + 3])
+    found = hf.generate(net, prompts(), max_new_tokens=12, do_sample=False, eos_token_id=end)
+    for ids, own, whole in zip(prompts(), found, free, strict=True):
+        new = whole[len(ids) :].tolist()
+        kept = new.index(end) + 1 if end in new else len(new)
+        assert torch.equal(own, whole[: len(ids) + kept])
+
+
+def test_steps_by_hand_and_requests_that_are_replaced(net: Any) -> None:
+    ids = prompts()
+    cache = hf.CellCache.batch([read(net, x) for x in ids])
+    other = tokens(1, 40)[0, 3:29]
+    for round_ in range(2):
+        batch = torch.stack([x[-1:] for x in ids])
+        positions = torch.tensor(cache.lengths)[:, None]
+        with torch.no_grad():
+            logits = net(batch, cache.attention_mask(), positions, past_key_values=cache).logits[:, -1]
+        for own, x in zip(logits, ids, strict=True):
+            single = read(net, x)
+            with torch.no_grad():
+                torch.testing.assert_close(own, net(input_ids=x[None, -1:], past_key_values=single).logits[0, -1])
+        if round_ == 0:
+            cache.crop(-1)
+            assert cache.lengths == [length - 1 for length in LENGTHS]
+            cache.replace(1, read(net, other))
+            ids[1] = other
+            assert cache.lengths[1] == len(other) - 1
+
+
+def test_order_memory_audit_and_reset(net: Any) -> None:
+    cache = hf.CellCache.batch([read(net, x) for x in prompts()])
+    parts = [read(net, x).nbytes.get("keys", 0) for x in prompts()]
+    assert cache.nbytes["keys"] == sum(parts)
+    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+    assert cache.lengths == [17, 30, 4, 0]
+    cache.audit = True
+    assert cache.audit
+    with torch.no_grad():
+        net(tokens(4, 1), cache.attention_mask(), torch.tensor(cache.lengths)[:, None], past_key_values=cache)
+    assert len(cache.errors[0]) == 4
+    assert "4 requests of 1 to 31 keys" in repr(cache.layers[0])
+    with pytest.raises(ValueError, match="cannot be repeated"):
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_a_step_that_fails_in_one_request_has_happened_to_none(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [read(net, x).layers[0].store for x in prompts((9, 12))]
+    both = RequestStores(stores)
+    before, new = both.keys, torch.ones(2, 2, 1, 8, dtype=torch.float64)
+
+    def fails(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stores[1], "append", fails)
+        with pytest.raises(KeyboardInterrupt):
+            both.append(new, new)
+    assert both.lengths == [8, 11]
+    assert before is not None
+    assert torch.equal(both.keys, before)  # type: ignore[arg-type]
+
+
+def test_bad_requests(net: Any) -> None:
+    cache = hf.CellCache.batch([read(net, x) for x in prompts((9, 12))])
+    plain = model("llama")
+    bad: list[tuple[str, Any]] = [
+        ("has registered, and this model has 'sdpa'", lambda: hf.generate(plain, prompts())),
+        ("no prompts", lambda: hf.generate(net, [])),
+        ("prompt 1 must be at least one token", lambda: hf.generate(net, [[1], []])),
+        ("tokenize texts first", lambda: hf.generate(net, ["hello"])),
+        ("token ids", lambda: hf.generate(net, torch.randn(3))),
+        ("attention_mask is not for a list", lambda: hf.generate(net, prompts(), attention_mask=torch.ones(1))),
+        (r"but the last, \[30, 4, 0, 17\], got \[8, 11\]", lambda: hf.generate(net, prompts(), cache=cache)),
+        ("holds 2 requests, but the batch has 3", lambda: net(input_ids=torch.ones(3, 1).long(), past_key_values=cache)),
+        ("no caches", lambda: hf.CellCache.batch([])),
+        ("requests of its own", lambda: hf.CellCache.batch([cache])),
+        ("from 0 to 1, got 2", lambda: cache.replace(2, read(net, prompts()[0]))),
+        ("made by CellCache.batch", lambda: read(net, prompts()[0]).replace(0, cache)),
+        ("one sequence, got a batch of 2", lambda: hf.CellCache.batch([batch_of_two(net)])),
+        ("knows its mask", lambda: read(net, prompts()[0]).attention_mask()),
+        ("padded to 12", lambda: net(torch.ones(2, 1).long(), torch.ones(2, 12).long(), past_key_values=cache)),
+    ]
+    for message, call in bad:
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            call()
+        cache = hf.CellCache.batch([read(net, x) for x in prompts((9, 12))])
+    with pytest.raises(TypeError, match="a CellCache of its own, got int"):
+        hf.CellCache.batch([3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="must be a CellCache or None, got str"):
+        hf.generate(net, prompts()[0], cache="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="causal language model"):
+        hf.generate(3, prompts())
+    assert isinstance(cache.layers[0], RequestLayer)
+
+
+def batch_of_two(net: Any) -> hf.CellCache:
+    cache = hf.CellCache(FEW, config=net.config)
+    with torch.no_grad():
+        net(input_ids=tokens(2, 9), past_key_values=cache)
+    return cache
