@@ -26,6 +26,8 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, **
             a list of prompts of different lengths, each a tensor `[length]` or a list of numbers: each is read by itself, but for
             its last token, and keeps a cache of its own; from there on all of them are continued together. Nothing is padded, and
             each gets the tokens that it gets alone (up to the rounding of products with more rows; with sampling, other draws).
+            So it is with a batch that is padded on the left, unless a `cache` is given, or the options ask for beams or several
+            results.
         cache: what to use; None: `CellCache(config=model.config)`. For a list of prompts, a cache made by `CellCache.batch` whose
             requests have read all of their prompts but the last token; None: they are read here.
         options: those of `model.generate`. For a list of prompts, `prefill_chunk_size` counts for each of them.
@@ -52,8 +54,7 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, **
                 f"prompts must be token ids [length] or [batch, length], got {prompts.dtype} of shape {tuple(prompts.shape)}"
             )
         ids = prompts[None] if prompts.dim() == 1 else prompts
-        made = CellCache(config=model.config) if cache is None else _checked(cache)
-        found = model.generate(ids.to(model.device), past_key_values=made, **options)
+        found = _continue_batch(model, ids.to(model.device), cache, options)
         return found[0] if prompts.dim() == 1 and isinstance(found, Tensor) and len(found) == 1 else found
     return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, options)
 
@@ -66,19 +67,48 @@ def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = N
             model(input_ids=part, past_key_values=cache, use_cache=True, **last)
 
 
+def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, options: dict[str, Any]) -> Any:
+    mask, settings = options.get("attention_mask"), _settings(model, options)
+    single = all((options.get(name) or getattr(settings, name, None) or 1) == 1 for name in ("num_beams", "num_return_sequences"))
+    if cache is None and single and isinstance(mask, Tensor) and mask.shape == ids.shape and "position_ids" not in options:
+        starts = _starts(mask)
+        if starts is not None:
+            caches = _read_prompts(model, [row[start:] for row, start in zip(ids, starts, strict=True)], options)
+            return model.generate(ids, past_key_values=CellCache.batch(caches), **options)
+    made = CellCache(config=model.config) if cache is None else _checked(cache)
+    return model.generate(ids, past_key_values=made, **options)
+
+
+def _starts(mask: Tensor) -> list[int] | None:
+    """Where the tokens of each row begin in a batch that is padded on the left; None: there is no padding, or other padding."""
+    counts = mask.bool().cpu()
+    starts = (~counts).sum(1)
+    if bool(counts.all()) or not torch.equal(counts, torch.arange(counts.shape[1]) >= starts[:, None]):
+        return None
+    return starts.tolist() if int(starts.max()) < counts.shape[1] else None
+
+
+def _settings(model: Any, options: dict[str, Any]) -> Any:
+    return options.get("generation_config") or model.generation_config
+
+
+def _read_prompts(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> list[CellCache]:
+    """A cache for each prompt, which holds all of its tokens but the last."""
+    chunk = options.pop("prefill_chunk_size", None) or getattr(_settings(model, options), "prefill_chunk_size", None)
+    caches = [CellCache(config=model.config) for _ in prompts]
+    for ids, own in zip(prompts, caches, strict=True):
+        read_prompt(model, ids[:-1], own, chunk)
+    return caches
+
+
 def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | None, options: dict[str, Any]) -> Any:
     if not prompts:
         raise ValueError("there are no prompts; pass token ids, or a list of them")
     for name in ("attention_mask", "position_ids", "past_key_values", "inputs_embeds"):
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for a list of prompts, which need none; leave it out, or pass prompts as one tensor")
-    settings = options.get("generation_config") or model.generation_config
-    chunk = options.pop("prefill_chunk_size", None) or getattr(settings, "prefill_chunk_size", None)
     if cache is None:
-        caches = [CellCache(config=model.config) for _ in prompts]
-        for ids, own in zip(prompts, caches, strict=True):
-            read_prompt(model, ids[:-1], own, chunk)
-        cache = CellCache.batch(caches)
+        cache = CellCache.batch(_read_prompts(model, prompts, options))
     expected = [len(ids) - 1 for ids in prompts]
     if any(expected) and _checked(cache).lengths != expected:
         raise ValueError(
@@ -92,7 +122,7 @@ def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | Non
     found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     if not isinstance(found, Tensor):
         return found
-    ends = _ends(options, settings, found.device)
+    ends = _ends(options, _settings(model, options), found.device)
     return [_own_tokens(row, longest - len(prompt), longest, ends) for row, prompt in zip(found, prompts, strict=True)]
 
 

@@ -83,6 +83,22 @@ def test_prompts_are_read_here_if_nobody_has(net: Any) -> None:
     assert torch.equal(whole, theirs[0])
 
 
+def test_a_batch_padded_on_the_left_is_a_list_of_requests(net: Any) -> None:
+    own, options = prompts(), {"max_new_tokens": 6, "do_sample": False}
+    ids, mask = torch.full((4, 31), 7), torch.zeros(4, 31, dtype=torch.long)
+    for row, ones, prompt in zip(ids, mask, own, strict=True):
+        row[31 - len(prompt) :], ones[31 - len(prompt) :] = prompt, 1
+    found = hf.generate(net, ids, attention_mask=mask, **options)
+    assert torch.equal(found[:, :31], ids)
+    for row, expected, prompt in zip(found, hf.generate(net, own, **options), own, strict=True):
+        assert torch.equal(row[31 - len(prompt) :], expected)
+    for more in ({"num_beams": 2}, {"cache": hf.CellCache(FEW, config=net.config)}):
+        assert hf.generate(net, ids, attention_mask=mask, **options, **more).shape == (4, 37)
+    gaps = mask.clone()
+    gaps[0, 3] = 0
+    assert hf.generate(net, ids, attention_mask=gaps, **options).shape == (4, 37)
+
+
 def test_a_request_ends_at_its_own_end(net: Any) -> None:
     free = hf.generate(net, prompts(), max_new_tokens=12, do_sample=False)
     end = int(free[0][LENGTHS[0] + 3])
