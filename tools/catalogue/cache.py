@@ -151,6 +151,27 @@ MUTANTS = (
         ("test_a_copy_of_a_store_that_was_interrupted",),
     ),
     Mutant(
+        "cache: layers of different lengths go on",
+        "CellCache._check_whole",
+        "is_whole = all(length in (0, own) for length in self._lengths())",
+        "is_whole = True",
+        ("test_cell_cache_interrupted.py",),
+    ),
+    Mutant(
+        "cache: a layer that has lost the prompt goes on",
+        "CellCache._check_whole",
+        "is_whole = own + new == self.layers[first].get_seq_length()",
+        "is_whole = True",
+        ("test_cell_cache_interrupted.py",),
+    ),
+    Mutant(
+        "cache: batch entries reordered in some layers",
+        "CellCache._in_all_layers",
+        "self._torn = name",
+        "self._torn = None",
+        ("test_cell_cache_interrupted.py",),
+    ),
+    Mutant(
         "offload: all batch entries read the keys of the first one",
         "Buffer.gather",
         "head % (batch * heads) * rows",
