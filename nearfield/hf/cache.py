@@ -157,6 +157,11 @@ class CellCache(Cache):
         offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
             step moves only the keys and values of the cells it opens, and the first ones. For `Cells` only.
 
+    A call of the model that is interrupted leaves some layers with its tokens and others without. The next call is then refused,
+    with an error that says how to go on: `crop(n)` to the n tokens that all layers have (for layers with a window, `reset()`).
+    Interrupted after the last layer, all of them have the tokens: `get_seq_length()` tells. So is a cache whose batch entries
+    were reordered in some layers only.
+
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from nearfield import hf
@@ -187,6 +192,8 @@ class CellCache(Cache):
         for one in self.methods.values():
             _make_store(one, audit, offload)  # raises if it cannot be
         self._audit, self._offload = audit, offload
+        self._torn: str | None = None
+        """an operation that some layers may have seen, and others not"""
         kinds = DynamicCache(config=config).layers
         # Without a config, Transformers calls this for each layer when it first needs it.
         make: Any = None if kinds else self._next_layer
@@ -249,6 +256,62 @@ class CellCache(Cache):
             raise ValueError(f"the cache of another request must be of the same model: {len(self.layers)} layers, got {len(new)}")
         both = zip((layer.store.stores for layer in before), new, strict=True)
         self.layers = [RequestLayer([*stores[:number], store, *stores[number + 1 :]]) for stores, store in both]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._check_whole(layer_idx, key_states.shape[-2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_whole(self, layer_idx: int, new: int) -> None:
+        """Raise unless all layers before this one have `new` tokens more than those from this one on, which are alike."""
+        if self._torn is not None:
+            raise RuntimeError(
+                f"{self._torn} was interrupted, and the layers of this cache may no longer have the same batch entries in the "
+                "same order; call reset() and begin again"
+            )
+        first = next((i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)), layer_idx)
+        own = self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        if layer_idx > first:
+            is_whole = own + new == self.layers[first].get_seq_length()
+        else:
+            # A layer that borrows keys from another one never has any; one that has lost them is found when its turn comes.
+            is_whole = all(length in (0, own) for length in self._lengths())
+        if not is_whole:
+            least, most = min(self._lengths()), max(self._lengths())
+            can_crop = least and all(isinstance(layer, CellLayer) for layer in self.layers)
+            remedy = f"crop({least}) to go on from the tokens that all layers have, or reset()" if can_crop else "reset()"
+            raise RuntimeError(
+                f"the layers of this cache have {least} to {most} tokens: a call of the model was interrupted, or did not use all "
+                f"layers; call {remedy}"
+            )
+
+    def _lengths(self) -> list[int]:
+        """By layer, how many tokens it has; without layers that count none."""
+        return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    def _in_all_layers(self, name: str, argument: Any) -> None:
+        """Call a method of all layers. If that ends half-way, the cache refuses to be used."""
+        self._torn = name
+        for number, layer in enumerate(self.layers):
+            try:
+                getattr(layer, name)(argument)
+            except Exception:
+                if number == 0 and isinstance(layer, CellLayer):
+                    self._torn = None  # A layer of ours that raises is as it was.
+                raise
+        self._torn = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._in_all_layers("reorder_cache", beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._in_all_layers("batch_select_indices", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._in_all_layers("batch_repeat_interleave", repeats)
+
+    def reset(self) -> None:
+        super().reset()
+        self._torn = None
 
     @property
     def audit(self) -> bool:

@@ -301,13 +301,13 @@ def _restored(tensors: dict[str, Tensor], bounds: Tensor, store: CellStore) -> C
     keys, values = tensors["keys"], tensors["values"]
     closed = tensors["order"].shape[2]
     state = CacheState(keys, values, store.sizes, store.method.partition, memory_length=closed)
-    state.keys.append(keys[:, :, closed:])
-    state.values.append(values[:, :, closed:])
-    state.order.append(tensors["order"])
-    for name, attribute in MOMENTS.items():
-        getattr(state.tables, attribute).append(tensors[name])
-    state.tables.cross, state.tables.pooled = tensors["cross"].clone(), tensors["pooled"].clone()
-    state.sinks = tensors["sinks"].clone()
-    state.bounds = bounds.tolist()
-    state.settle_padding(None)
-    return state
+    moments = {attribute: getattr(state.tables, attribute).append(tensors[name]) for name, attribute in MOMENTS.items()}
+    return state.but(
+        keys=state.keys.append(keys[:, :, closed:]),
+        values=state.values.append(values[:, :, closed:]),
+        order=state.order.append(tensors["order"]),
+        tables=state.tables.but(**moments, cross=tensors["cross"].clone(), pooled=tensors["pooled"].clone()),
+        sinks=tensors["sinks"].clone(),
+        bounds=bounds.tolist(),
+        settled=keys.shape[2],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ class RequestStores:
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = list(stores)
-        self._checked: list[Store] = []
-        """requests whose place in the padded batch was compared with the mask"""
+        self._checked = False
+        """whether a mask was compared with the requests; those of later steps only grow"""
 
     @property
     def lengths(self) -> list[int]:
@@ -88,32 +89,33 @@ class RequestStores:
         """Add keys and values `[batch, heads, new, dim]`, the same number to each request. All of them get theirs, or none."""
         if len(key) != len(self.stores):
             raise ValueError(f"the cache holds {len(self.stores)} requests, but the batch has {len(key)}; see cache.replace")
-        before = self.lengths
-        try:
-            for number, store in enumerate(self.stores):
-                store.append(key[number : number + 1], value[number : number + 1])
-        except BaseException:
-            for store, length in zip(self.stores, before, strict=True):
-                if store.length > length:
-                    store.crop(length)
-            raise
+        # Of copies, which share memory with the stores: these do not notice what is written behind their keys.
+        grown = [copy.copy(store) for store in self.stores]
+        for number, store in enumerate(grown):
+            store.append(key[number : number + 1], value[number : number + 1])
+        self.stores = grown
 
     def mark(self, counts: Tensor | None) -> None:
-        """Compare the mask of a padded batch, `[batch, length]` with False for padding, with the requests: once for each."""
-        new = [number for number, store in enumerate(self.stores) if not any(store is seen for seen in self._checked)]
-        if new:
+        """Compare the mask of a padded batch, `[batch, length]` with False for padding, with the requests, once."""
+        if not self._checked:
             expected = self.counts()
             given = torch.ones_like(expected) if counts is None else counts.cpu()
-            if not torch.equal(given[new], expected[new]):
+            if not torch.equal(given, expected):
                 raise ValueError(
                     "attention_mask must be 0 before the first token of each request and 1 from there on, as in "
                     f"cache.attention_mask(); the requests have {self.lengths} keys, padded to {self.length}"
                 )
-        self._checked = list(self.stores)
+        self._checked = True
 
     def counts(self, more: int = 0) -> Tensor:
         """`[batch, length + more]`: the mask of the padded batch, False for padding."""
         return torch.arange(self.length + more) >= self.length - torch.tensor(self.lengths)[:, None]
+
+    def on_trial(self) -> RequestStores:
+        """A copy that shares memory with this one, for a step that is not meant."""
+        found = RequestStores([copy.copy(store) for store in self.stores])
+        found._checked = True
+        return found
 
     def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
         """Attention of queries `[batch, heads, rows, dim]`, those of the latest `rows` keys of each request."""
@@ -140,7 +142,7 @@ class RequestStores:
                 f"requests of different lengths cannot be repeated, got entries {chosen}: beams and several results per prompt "
                 "need prompts of one length, in a batch"
             )
-        self.stores = [self.stores[entry] for entry in chosen]
+        self.stores, self._checked = [self.stores[entry] for entry in chosen], False
 
     def repeat(self, times: int) -> None:
         self.select(torch.arange(len(self.stores)).repeat_interleave(times))

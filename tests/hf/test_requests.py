@@ -17,6 +17,7 @@ from hf_models import model, tokens
 
 import nearfield
 from nearfield import hf
+from nearfield.cells.cache import CellStore
 from nearfield.hf.cache import RequestLayer
 from nearfield.hf.generation import read_prompt
 from nearfield.hf.requests import RequestStores
@@ -149,20 +150,25 @@ def test_order_memory_audit_and_reset(net: Any) -> None:
 
 
 def test_a_step_that_fails_in_one_request_has_happened_to_none(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stores = [read(net, x).layers[0].store for x in prompts((9, 12))]
-    both = RequestStores(stores)
+    both = RequestStores([read(net, x).layers[0].store for x in prompts((9, 12))])
     before, new = both.keys, torch.ones(2, 2, 1, 8, dtype=torch.float64)
+    append, calls = CellStore.append, list[int]()
 
-    def fails(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def fails(store: CellStore, key: Tensor, value: Tensor) -> None:
+        calls.append(store.length)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        append(store, key, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stores[1], "append", fails)
+        patched.setattr(CellStore, "append", fails)
         with pytest.raises(KeyboardInterrupt):
             both.append(new, new)
-    assert both.lengths == [8, 11]
+    assert calls == both.lengths == [8, 11]
     assert before is not None
     assert torch.equal(both.keys, before)  # type: ignore[arg-type]
+    both.append(new, new)
+    assert both.lengths == [9, 12]
 
 
 def test_bad_requests(net: Any) -> None:

@@ -14,6 +14,9 @@ GROWTH = 1.25
 class Buffer:
     """`[batch, heads, length, ...]`, with room for more.
 
+    A buffer never changes: each operation returns another one. They may share a storage, since `append` writes behind `length`,
+    where no reader looks. So only one of those that share a storage may be appended to in the end.
+
     The first `offset` rows may be elsewhere, in `base`; all others are in `storage`. The base is one of two things:
 
     - a tensor `[1, heads, ...]` that somebody else owns, such as a mapped file. All batch entries share it, and nobody writes to
@@ -31,7 +34,8 @@ class Buffer:
         pinned_for: torch.device | None = None,
     ) -> None:
         """Holds the first `offset` rows of `base` only. Rows have the shape of those in `like` `[batch, heads, any, ...]`."""
-        self.storage = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
+        with torch.inference_mode(False):  # as `_new_storage`
+            self.storage = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
         self.base = base if offset else None
         self.offset = self.length = offset
         self.pinned_for = pinned_for
@@ -47,69 +51,70 @@ class Buffer:
         if self.offloaded is not None and self.offset:
             self.base = self.offloaded.storage
 
-    def append(self, new: Tensor) -> None:
-        """Add rows `[batch, heads, new, ...]`."""
+    def but(self, **changes: Any) -> Buffer:
+        """This one with some attributes changed."""
+        made = object.__new__(type(self))
+        made.__dict__ = self.__dict__ | changes
+        return made
+
+    def append(self, new: Tensor) -> Buffer:
+        """With more rows, `[batch, heads, new, ...]`."""
         used = self.length - self.offset
         needed = used + new.shape[2]
-        if needed > self.storage.shape[2]:
+        storage = self.storage
+        if needed > storage.shape[2]:
             # The first rows, such as a prompt, are often all there will be for a long time: no room beyond them.
-            self.reserve(new.shape[2] if not used else int(needed * GROWTH) - used)
-        self.storage[:, :, used:needed] = new
-        self.length += new.shape[2]
+            storage = self.reserve(new.shape[2] if not used else int(needed * GROWTH) - used).storage
+        storage[:, :, used:needed] = new
+        return self.but(storage=storage, length=self.length + new.shape[2])
 
-    def reserve(self, rows: int) -> None:
-        """Make room for this many more rows."""
+    def reserve(self, rows: int) -> Buffer:
+        """With room for this many more rows."""
         used = self.length - self.offset
-        if used + rows > self.storage.shape[2]:
-            storage = self._new_storage(used + rows)
-            storage[:, :, :used] = self.storage[:, :, :used]
-            self._replace_storage(storage)
+        if used + rows <= self.storage.shape[2]:
+            return self
+        storage = self._new_storage(used + rows)
+        storage[:, :, :used] = self.storage[:, :, :used]
+        return self._moved(storage)
 
     def _new_storage(self, rows: int, batch: int | None = None) -> Tensor:
         """Uninitialised."""
         batch = len(self.storage) if batch is None else batch
         shape = (batch, self.storage.shape[1], rows, *self.storage.shape[3:])
-        return self.storage.new_empty(shape, pin_memory=self.pinned_for is not None)
+        # Inference tensors could not be written to outside of inference mode, where the next step may be.
+        with torch.inference_mode(False):
+            return self.storage.new_empty(shape, pin_memory=self.pinned_for is not None)
 
-    def _replace_storage(self, storage: Tensor) -> None:
-        # Pinned memory is free for others as soon as it is dropped here, even while a kernel is still reading it.
+    def _moved(self, storage: Tensor) -> Buffer:
+        """With its rows in another storage. The one that it had may be dropped from now on."""
+        # Pinned memory is free for others as soon as it is dropped, even while a kernel is still reading it.
         if self.pinned_for is not None and self.storage.numel():
             torch.cuda.synchronize(self.pinned_for)
-        self.storage = storage
+        return self.but(storage=storage)
 
-    def prepare_split(self, place: int, room: int) -> Tensor:
-        """Copy rows so that `split` can follow: those before `place` to the CPU, the others to the storage that is returned.
-
-        That storage has room for at least `room` rows. Until `split` is called, the buffer reads as before, whatever fails here.
-        """
-        if self.offloaded is None:
+    def split(self, place: int, room: int) -> Buffer:
+        """With copies of all rows: those before `place` on the CPU, the others in a storage with room for at least `room`."""
+        offloaded = self.offloaded
+        if offloaded is None:
             device = self.storage.device if self.storage.is_cuda else None
-            self.offloaded = Buffer(self.storage[:, :, :0].cpu(), pinned_for=device)
-        self.offloaded.length = self.offset
+            offloaded = Buffer(self.storage[:, :, :0].cpu(), pinned_for=device)
+        # What lies behind the rows that are offloaded now may be written over.
+        offloaded = offloaded.but(length=self.offset)
         if place > self.offset:
-            self.offloaded.append(self.view(slice(self.offset, place)))
+            offloaded = offloaded.append(self.view(slice(self.offset, place)))
         storage = self._new_storage(max(room, self.length - place))
         middle = max(place, self.offset)
         if place < middle:
             storage[:, :, : middle - place] = self.read(slice(place, middle))
         storage[:, :, middle - place : self.length - place] = self.view(slice(middle, self.length))
-        return storage
+        base = offloaded.storage if place else None
+        return self.but(storage=storage, offset=place, base=base, offloaded=offloaded.but(length=place))
 
-    def split(self, place: int, storage: Tensor) -> None:
-        """Rows before `place` are on the CPU from now on, the others in `storage`, which `prepare_split` has returned."""
-        assert self.offloaded is not None
-        self.storage, self.offloaded.length = storage, place
-        self._set_offset(place)
-
-    def truncate(self, length: int) -> None:
-        """Keep the first rows."""
-        self.length = length
-        if self.offset > length:
-            self._set_offset(length)
-
-    def _set_offset(self, offset: int) -> None:
-        assert self.offloaded is not None
-        self.offset, self.base = offset, self.offloaded.storage if offset else None
+    def truncate(self, length: int) -> Buffer:
+        """With the first rows alone."""
+        if self.offset <= length:
+            return self.but(length=length)
+        return self.but(length=length, offset=length, base=self.base if length else None)
 
     def view(self, rows: slice) -> Tensor:
         """`[batch, heads, rows, ...]` of rows after the base, to read and to write."""
@@ -152,13 +157,14 @@ class Buffer:
         own = _take(self.storage, (place - self.offset).clamp(min=0) + head * self.storage.shape[2])
         return torch.where((place < self.offset)[..., None], early, own)
 
-    def select(self, entries: Tensor) -> None:
-        """Keep these batch entries, in this order."""
+    def select(self, entries: Tensor) -> Buffer:
+        """With these batch entries, in this order."""
         storage = self._new_storage(self.storage.shape[2], len(entries))
-        self._replace_storage(torch.index_select(self.storage, 0, entries, out=storage))
-        if self.offloaded is not None:
-            self.offloaded.select(entries.cpu())
-            self.base = self.offloaded.storage if self.offset else None
+        chosen = self._moved(torch.index_select(self.storage, 0, entries, out=storage))
+        if self.offloaded is None:
+            return chosen
+        offloaded = self.offloaded.select(entries.cpu())
+        return chosen.but(offloaded=offloaded, base=offloaded.storage if self.offset else None)
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -36,33 +37,41 @@ class StepGraph:
     def __call__(self) -> Tensor:
         state = check_capturable(self.store, self.inputs[2])
         with backends.device_guard(state.sinks.device):
-            if state.length >= self.store.sizes.next_close(state.closed) or captured_reads(state) != self._reads:
-                self._capture(state)
+            if state.length >= self.store.sizes.next_close(state.closed) or captured_reads(state) != self._captured[2]:
+                state = self._capture(state)
+            graph, output, _ = self._captured
             state.sync_device_length()
-            self._graph.replay()
-        state.advance(1)
-        return self.output
+            state.device_length.known = None  # until it is certain what has run
+            graph.replay()
+        # What the graph wrote lies behind the keys of the state: only this counts it.
+        grown = state.advanced(1)
+        grown.device_length.known = grown.length
+        self.store.state = grown
+        return output
 
-    def _capture(self, state: CacheState) -> None:
+    def _capture(self, state: CacheState) -> CacheState:
+        """Capture a step. Returns the state in which the store is then: with the segments closed that the step needs closed."""
         store, (key, value, query) = self.store, self.inputs
-        length = store.length
         store.close()
-        store.reserve(store.sizes.next_close(state.closed) - length)
-        # A step outside of the graph first: it compiles the kernels, and the device learns the number of keys.
+        store.reserve(store.sizes.next_close(store.closed) - store.length)
+        state = check_capturable(store, query)
+        # Steps of copies, which share memory with the store: it does not notice what they write behind its keys.
+        # One outside of the graph first: it compiles the kernels, and the device learns the number of keys.
         side = torch.cuda.Stream(key.device)
         side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
-            store.append(key, value)
-            store.attend(query, self.scale)
-            store.crop(length)
+            trial = copy.copy(store)
+            trial.append(key, value)
+            trial.attend(query, self.scale)
             state.sync_device_length()
         torch.cuda.current_stream(key.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            store.append(key, value)
-            self.output = store.attend(query, self.scale)
-        state.advance(-1)  # Capturing has counted a key, but nothing has run.
-        self._reads = captured_reads(state)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            trial = copy.copy(store)
+            trial.append(key, value)
+            output = trial.attend(query, self.scale)
+        self._captured = graph, output, captured_reads(state)
+        return state
 
 
 def check_capturable(store: CellStore, query: Tensor) -> CacheState:
@@ -89,6 +98,7 @@ def captured_reads(state: CacheState) -> list[Any]:
         state.sinks,
         tables.cross,
         tables.pooled,
+        state.device_length.tensor,
     ]
     tensors += [getattr(tables, name).storage for name in PER_CELL]
     return [tuple(state.bounds), *((x.data_ptr(), x.shape) for x in tensors if x is not None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ PER_CELL = ("start", "size", "log_exists", "centroid", "variance", "value")
 class CacheTables:
     """What a cache knows of its cells: those of all closed segments, in the order in which the segments were closed.
 
-    The parts in `PER_CELL` are buffers `[batch, heads, cells, ...]`. Here `start` counts from the first key of the cache.
+    The parts in `PER_CELL` are buffers `[batch, heads, cells, ...]`. Here `start` counts from the first key of the cache. Tables
+    never change: each operation returns others.
     """
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
@@ -67,28 +69,32 @@ class CacheTables:
     def __len__(self) -> int:
         return self.size.length
 
-    def append(self, closed: ClosedSegment, first: int) -> None:
-        """Add the cells of the segment that begins at key `first`."""
+    def but(self, **changes: Any) -> CacheTables:
+        """These with some attributes changed."""
+        made = object.__new__(type(self))
+        made.__dict__ = self.__dict__ | changes
+        return made
+
+    def append(self, closed: ClosedSegment, first: int) -> CacheTables:
+        """With the cells of the segment that begins at key `first`."""
         shape = self.cross.shape[:2]
+        grown = {}
         for name in PER_CELL:
             new = getattr(closed, name)
-            getattr(self, name).append((new + first if name == "start" else new).unflatten(0, shape))
-        self.cross += closed.cross.unflatten(0, shape)
-        self.pooled += closed.size.sum(1).unflatten(0, shape)
+            grown[name] = getattr(self, name).append((new + first if name == "start" else new).unflatten(0, shape))
+        cross = self.cross + closed.cross.unflatten(0, shape)
+        return self.but(**grown, cross=cross, pooled=self.pooled + closed.size.sum(1).unflatten(0, shape))
 
-    def drop_last(self, cells: int, cross: Tensor) -> None:
-        """Forget the last cells; `cross` is that of the others."""
+    def drop_last(self, cells: int, cross: Tensor) -> CacheTables:
+        """Without the last cells; `cross` is that of the others."""
         kept = len(self) - cells
-        self.pooled -= self.size.filled[:, :, kept:].sum(2)
-        self.cross = cross
-        for name in PER_CELL:
-            getattr(self, name).length = kept
+        shorter = {name: getattr(self, name).truncate(kept) for name in PER_CELL}
+        return self.but(**shorter, cross=cross, pooled=self.pooled - self.size.filled[:, :, kept:].sum(2))
 
-    def select(self, entries: Tensor) -> None:
-        """Keep these batch entries, in this order."""
-        for name in PER_CELL:
-            getattr(self, name).select(entries)
-        self.cross, self.pooled = self.cross.index_select(0, entries), self.pooled.index_select(0, entries)
+    def select(self, entries: Tensor) -> CacheTables:
+        """With these batch entries, in this order."""
+        chosen = {name: getattr(self, name).select(entries) for name in PER_CELL}
+        return self.but(**chosen, cross=self.cross.index_select(0, entries), pooled=self.pooled.index_select(0, entries))
 
     @property
     def nbytes(self) -> int:

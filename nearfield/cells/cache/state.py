@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +15,39 @@ from nearfield.cells.cache.steps import hidden_mask
 from nearfield.cells.partition import Partition
 from nearfield.cells.sizes import CacheSizes
 
+Saved = tuple[tuple[Tensor, Tensor], ...]
+"""Rows of a buffer, and copies of what was there before they were written over."""
+
+Keep = Callable[[Saved], None]
+"""What is called before rows that a store holds are written over: it sees to it that they are put back if anything fails."""
+
+
+class DeviceLength:
+    """A number of keys where kernels read it. The tensor stays where it is, so that a captured graph finds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros(1, dtype=torch.int32, device=device)
+        self.known: int | None = 0
+        """the value of `tensor`, without asking the device; None: it may be any"""
+
+    def set(self, length: int) -> None:
+        """Bring it up to date, without waiting for the device."""
+        if self.known != length:
+            self.known = None  # whatever interrupts what follows
+            self.tensor.fill_(length)
+            self.known = length
+
 
 class CacheState:
     """Keys and values `[batch, heads, length, dim]`: first closed segments, each sorted by cell, then the open end.
 
     The open end is all that is in no closed segment: the window and the running segment. The *position* of a key is its number in
     the order in which keys came, its *place* is where it is stored. They are the same in the open end, which is not sorted.
+
+    A state never changes: each operation returns another one, for the store to put in the place of this one when all has
+    succeeded. They share memory. New rows are written behind those of this state, where it does not look. Where rows of this
+    state itself are written over (a segment is sorted, padding is set to zero), `Keep` is called with a copy of them first.
     """
 
     def __init__(
@@ -48,10 +77,25 @@ class CacheState:
         """how many keys can no longer change from padding to real, or back"""
         self.bounds = [0]
         """0, and then where each closed segment ends"""
+        self.undo: Saved = ()
+        """rows that an operation has written over, or is about to; it has not come to its end"""
+        self.in_graph = False
+        """whether the last key was appended while a graph was captured, which then counts it on the device"""
         self._sink_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self._device_length = torch.zeros(1, dtype=torch.int32, device=key.device)
-        self._synced_length = 0
-        """the value of `_device_length`, without asking the device"""
+        self.device_length = DeviceLength(key.device)
+        """shared by all states of a store: what a state says about it, it says by `sync_device_length`"""
+
+    def but(self, **changes: Any) -> CacheState:
+        """This one with some attributes changed."""
+        made = object.__new__(type(self))
+        made.__dict__ = self.__dict__ | changes
+        return made
+
+    def restored(self) -> CacheState:
+        """This one after an operation that did not come to its end: its rows are put back. May itself be interrupted."""
+        for rows, before in self.undo:
+            rows.copy_(before)
+        return self.but(undo=())
 
     @property
     def length(self) -> int:
@@ -71,59 +115,79 @@ class CacheState:
         """`[batch, length]` of True, which takes no memory."""
         return torch.ones((), dtype=torch.bool, device=self.sinks.device).expand(len(self.sinks), self.length)
 
-    def append(self, key: Tensor, value: Tensor, key_padding: Tensor | None) -> None:
-        """Add keys and values `[batch, heads, new, dim]`; `key_padding` `[batch, new]` is False for padding."""
-        before = self.no_padding if self.key_padding is None else self.key_padding
-        if key.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._append_in_graph(key, value)
-        else:
-            self.keys.append(key)
-            self.values.append(value)
-        if key_padding is not None or self.key_padding is not None:
-            new = self.no_padding[:, len(before[0]) :] if key_padding is None else key_padding.to(key.device)
-            self.key_padding = torch.cat([before, new], 1)
+    def append(self, key: Tensor, value: Tensor, key_padding: Tensor | None) -> CacheState:
+        """With more keys and values `[batch, heads, new, dim]`; `key_padding` `[batch, new]` is False for padding.
 
-    def _append_in_graph(self, key: Tensor, value: Tensor) -> None:
-        """Add one key at the length that the device holds, so that each replay of the graph adds the next one."""
-        if key.shape[2] != 1 or self._synced_length != self.length or self.key_padding is not None:
+        Where that is said, it is settled, and padding is stored as zero, since it may hold anything, even NaN.
+        """
+        if key.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._append_in_graph(key, value)
+        if key_padding is None:
+            grown = self.but(keys=self.keys.append(key), values=self.values.append(value), in_graph=False)
+            if self.key_padding is None:
+                return grown
+            return grown.but(key_padding=torch.cat([self.key_padding, grown.no_padding[:, self.length :]], 1))
+        key_padding = key_padding.to(key.device)
+        hidden = ~key_padding[:, None, :, None]
+        grown = self.but(
+            keys=self.keys.append(key.masked_fill(hidden, 0.0)),
+            values=self.values.append(value.masked_fill(hidden, 0.0)),
+            in_graph=False,
+        )
+        padding = torch.cat([self.no_padding if self.key_padding is None else self.key_padding, key_padding], 1)
+        return grown.but(key_padding=None if bool(padding.all()) else padding, settled=grown.length)
+
+    def _append_in_graph(self, key: Tensor, value: Tensor) -> CacheState:
+        """With one key at the length that the device holds, so that each replay of the graph adds the next one."""
+        count = self.device_length
+        if key.shape[2] != 1 or count.known != self.length or self.key_padding is not None:
             raise RuntimeError("a graph appends one key at a time, without padding, to a store that has already attended once")
-        row = self._device_length.long() - self.keys.offset
-        for buffer, new in ((self.keys, key), (self.values, value)):
+        for buffer in (self.keys, self.values):
             if buffer.length - buffer.offset >= buffer.storage.shape[2]:
                 raise RuntimeError("a graph cannot make room for more keys; call store.reserve(keys) before capturing it")
-            buffer.storage.index_copy_(2, row, new)
-            buffer.length += 1
+        count.known = None  # Nothing of this runs now.
+        row = count.tensor.long() - self.keys.offset
+        self.keys.storage.index_copy_(2, row, key)
+        self.values.storage.index_copy_(2, row, value)
+        count.tensor.add_(1)
+        return self.advanced(1).but(in_graph=True)
 
-    def advance(self, keys: int) -> None:
-        """Count keys that a replayed graph has appended. The device has counted them already."""
-        for buffer in (self.keys, self.values):
-            buffer.length += keys
-        self.settled = self._synced_length = self.length
+    def advanced(self, keys: int) -> CacheState:
+        """With keys that a replayed graph has written behind those of this state."""
+        length = self.length + keys
+        return self.but(keys=self.keys.but(length=length), values=self.values.but(length=length), settled=length)
 
     def sync_device_length(self) -> Tensor:
         """`[1]`, on the device: how many keys there are, brought up to date without waiting for the device.
 
         Kernels read the length there, so that a captured graph stays right when keys are added.
         """
-        if self._synced_length != self.length:
-            self._device_length.add_(self.length - self._synced_length)
-        self._synced_length = self.length
-        return self._device_length
+        count = self.device_length
+        if not (self.in_graph and torch.cuda.is_current_stream_capturing()):
+            count.set(self.length)
+        return count.tensor
 
-    def settle_padding(self, key_padding: Tensor | None) -> None:
-        """Set the padding of all keys so far. Newly settled padding is set to zero, since it may hold anything, even NaN."""
+    def settle_padding(self, key_padding: Tensor | None, keep: Keep) -> CacheState:
+        """With the padding of all keys so far. Newly settled padding is set to zero, since it may hold anything, even NaN."""
+        if key_padding is self.key_padding and self.settled == self.length:
+            return self
         new = slice(self.settled, self.length)
         if key_padding is not None and not bool(key_padding[:, new].all()):
-            for buffer in (self.keys, self.values):
-                buffer.view(new).masked_fill_(~key_padding[:, None, new, None], 0.0)
-        self.key_padding, self.settled = key_padding, self.length
+            places = [buffer.view(new) for buffer in (self.keys, self.values)]
+            hidden = ~key_padding[:, None, new, None]
+            keep(tuple((rows, rows.clone()) for rows in places))
+            for rows in places:
+                rows.masked_fill_(hidden, 0.0)
+        return self.but(key_padding=key_padding, settled=self.length)
 
-    def select(self, entries: Tensor) -> None:
-        """Keep these batch entries, in this order."""
-        for part in (self.keys, self.values, self.order, self.tables):
-            part.select(entries)
-        self.sinks, self._sink_rows = self.sinks.index_select(0, entries), None
-        self.key_padding = None if self.key_padding is None else self.key_padding.index_select(0, entries)
+    def select(self, entries: Tensor) -> CacheState:
+        """With these batch entries, in this order."""
+        return self.but(
+            **{name: getattr(self, name).select(entries) for name in ("keys", "values", "order", "tables")},
+            sinks=self.sinks.index_select(0, entries),
+            key_padding=None if self.key_padding is None else self.key_padding.index_select(0, entries),
+            _sink_rows=None,
+        )
 
     def in_order(self, buffer: Buffer) -> Tensor:
         """A copy of `keys` or `values` in the order in which they came."""
@@ -132,25 +196,33 @@ class CacheState:
             found[:, :, segment] = _unsorted(found[:, :, segment], self.order.filled[:, :, segment])
         return found
 
-    def close_next(self, end: int) -> None:
-        """Close the next segment, which ends at key `end`: group its keys into cells, and sort them."""
+    def _reorder(self, segment: slice, order: Tensor, keep: Keep) -> None:
+        """Put the rows of a segment where they are in another order `[batch, heads, segment]`."""
+        saved = tuple((rows, rows.clone()) for rows in (x.view(segment) for x in (self.keys, self.values)))
+        keep(saved)
+        for rows, before in saved:
+            torch.gather(before, 2, order[..., None].expand_as(rows), out=rows)
+
+    def close_next(self, end: int, keep: Keep) -> CacheState:
+        """With the next segment closed, which ends at key `end`: its keys are grouped into cells, and sorted."""
         segment = slice(self.closed, end)
         keys, values = (x.view(segment).flatten(0, 1) for x in (self.keys, self.values))
         padding = None if self.key_padding is None else self.key_padding[:, segment].repeat_interleave(self.heads, 0)
         outside, sinks = self._find_sinks(segment)
-        # Whatever fails here leaves the state as it was.
         found = close_segment(
             keys, values, padding, outside.repeat_interleave(self.heads, 0), self._cells_in(segment), self.partition
         )
         order = found.order.unflatten(0, (-1, self.heads))
-        for buffer in (self.keys, self.values):
-            rows = buffer.view(segment)
-            rows.copy_(rows.gather(2, order[..., None].expand_as(rows)))
-        self.order.append(order)
-        self.tables.append(found, segment.start)
-        self.sinks, self._sink_rows = sinks, None
-        self.bounds.append(end)
-        self.settled = max(self.settled, end)
+        closed = self.but(
+            order=self.order.append(order),
+            tables=self.tables.append(found, segment.start),
+            sinks=sinks,
+            bounds=[*self.bounds, end],
+            settled=max(self.settled, end),
+            _sink_rows=None,
+        )
+        closed._reorder(segment, order, keep)
+        return closed
 
     def _cells_in(self, segment: slice) -> int:
         return self.sizes.cells(segment.start, segment.stop)
@@ -168,55 +240,52 @@ class CacheState:
         sinks[entry, number[entry, column] - 1] = place[entry, column]
         return outside, sinks
 
-    def offload_closed(self) -> None:
-        """With `offload`: move keys and values of closed segments to the CPU, if they are not there yet."""
-        if self.offload and self.keys.offset < self.closed:
-            self.split(self.closed)
+    def offload_closed(self) -> CacheState:
+        """With `offload`: keys and values of closed segments are on the CPU."""
+        return self.split(self.closed) if self.offload and self.keys.offset < self.closed else self
 
-    def split(self, place: int) -> None:
-        """Put rows before `place` on the CPU and the others on the device.
+    def split(self, place: int) -> CacheState:
+        """With rows before `place` on the CPU and the others on the device."""
+        room = self.sizes.most_open(place)
+        return self.but(keys=self.keys.split(place, room), values=self.values.split(place, room))
 
-        Keys and values move together: if memory runs out, neither has moved.
-        """
-        buffers = self.keys, self.values
-        storages = [buffer.prepare_split(place, self.sizes.most_open(place)) for buffer in buffers]
-        for buffer, storage in zip(buffers, storages, strict=True):
-            buffer.split(place, storage)
-
-    def crop(self, length: int, most_closed: int) -> None:
-        """Keep the first `length` keys. Segments that end after key `most_closed` are opened again."""
+    def crop(self, length: int, most_closed: int, keep: Keep) -> CacheState:
+        """With the first `length` keys. Segments that end after key `most_closed` are opened again."""
         ends = [bound for bound in self.bounds if bound > most_closed]
-        if ends:
-            self._reopen(ends, length)
-        self._truncate(length)
-        if ends and self.offload:
-            self.split(self.closed)  # `_reopen` has made room for whole segments, which is too much by now.
+        if not ends:
+            return self._truncated(length)
+        cropped = self._reopened(ends, length, keep)._truncated(length)
+        # `_reopened` has made room for whole segments, which is too much by now.
+        return cropped.split(cropped.closed) if self.offload else cropped
 
-    def _truncate(self, length: int) -> None:
-        """Keep the first keys; the others must be in the open end."""
-        for buffer in (self.keys, self.values):
-            buffer.truncate(length)
-        self.settled = min(self.settled, length)
-        self.key_padding = None if self.key_padding is None else self.key_padding[:, :length]
+    def _truncated(self, length: int) -> CacheState:
+        """With the first keys; the others must be in the open end."""
+        return self.but(
+            keys=self.keys.truncate(length),
+            values=self.values.truncate(length),
+            settled=min(self.settled, length),
+            key_padding=None if self.key_padding is None else self.key_padding[:, :length],
+            in_graph=False,
+        )
 
-    def _reopen(self, ends: list[int], length: int) -> None:
-        """Open the last segments, which end at `ends`, and forget those that begin at key `length` or later."""
+    def _reopened(self, ends: list[int], length: int, keep: Keep) -> CacheState:
+        """With the last segments open, which end at `ends`, and without those that begin at key `length` or later."""
         bounds = self.bounds[: -len(ends)]
         reopened = [slice(*segment) for segment in pairwise([bounds[-1], *ends])]
         cross = self._cross_without(reopened)
         kept = [segment for segment in reopened if segment.start < length]
-        self._truncate(max(length, kept[-1].stop if kept else bounds[-1]))
-        if self.keys.offset > bounds[-1]:
-            self.split(bounds[-1])
-        for buffer in (self.keys, self.values):
-            for segment in kept:
-                rows = buffer.view(segment)
-                rows.copy_(_unsorted(rows, self.order.filled[:, :, segment]))
-        self.tables.drop_last(sum(map(self._cells_in, reopened)), cross)
-        self.bounds = bounds
-        self.order.truncate(self.closed)
-        self.sinks.masked_fill_(self.sinks >= self.closed, -1)
-        self._sink_rows = None
+        state = self._truncated(max(length, kept[-1].stop if kept else bounds[-1]))
+        if state.keys.offset > bounds[-1]:
+            state = state.split(bounds[-1])
+        for segment in kept:
+            state._reorder(segment, _inverse(self.order.filled[:, :, segment]), keep)
+        return state.but(
+            order=self.order.truncate(bounds[-1]),
+            tables=self.tables.drop_last(sum(map(self._cells_in, reopened)), cross),
+            sinks=self.sinks.masked_fill(self.sinks >= bounds[-1], -1),
+            bounds=bounds,
+            _sink_rows=None,
+        )
 
     def _cross_without(self, segments: list[slice]) -> Tensor:
         """`tables.cross` without these segments, the last ones. Those on the CPU are copied over one by one."""
@@ -251,6 +320,12 @@ class CacheState:
     def hidden_mask(self, keys: slice, first: int, rows: int, group: int) -> Tensor | None:
         """True where a row does not see a key; see `steps.hidden_mask`."""
         return hidden_mask(self.key_padding, self.heads, keys, first, rows, group, self.sinks.device)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The order `[batch, heads, segment]` that undoes this one."""
+    number = torch.arange(order.shape[2], device=order.device).expand(order.shape)
+    return torch.empty_like(number, memory_format=torch.contiguous_format).scatter_(2, order.long(), number)
 
 
 def _unsorted(rows: Tensor, order: Tensor) -> Tensor:

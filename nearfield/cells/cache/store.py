@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
-from nearfield.cells.cache.state import CacheState
+from nearfield.cells.cache.state import CacheState, Saved
 from nearfield.cells.cache.steps import (
     StepError,
     check_alike,
@@ -47,6 +49,10 @@ class CellStore:
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
     reads: for a prompt of n keys, from 8,192 on, about 35 sqrt(n) of them.
 
+    Every operation succeeds, or leaves the store as it was: if it is interrupted or runs out of memory, `length` says whether
+    the keys of an `append` are there, and any operation may be tried again. One that sorts a segment keeps a copy of its keys
+    and values until it has succeeded.
+
     Example:
         >>> from nearfield.cells.cache import CellStore
         >>> store = CellStore(nearfield.Cells(segment=32, cell_size=4, probes=4))
@@ -62,13 +68,34 @@ class CellStore:
         self.sizes = CacheSizes.of(self.method.segment, self.method.cell_size, self.method.window, self.method.sinks)
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
-        self.state: CacheState | None = None
-        """None before the first key"""
+        # All there is, in one attribute: an operation ends by setting it. While one writes over rows, `undo` has what was there.
+        self._state: CacheState | None = None
+
+    @property
+    def state(self) -> CacheState | None:
+        """What it holds; None before the first key. It never changes: `attend` and all others put another one in its place."""
+        if self._state is not None and self._state.undo:
+            self._state = self._state.restored()
+        return self._state
+
+    @state.setter
+    def state(self, state: CacheState) -> None:
+        self._state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_state": self.state}
+
+    def _keep(self, saved: Saved) -> None:
+        """Put these rows back unless the operation that is under way comes to its end."""
+        assert self._state is not None
+        self._state = self._state.but(undo=(*self._state.undo, *saved))
+
+    # The next ones need no rows, so they do not end what is under way.
 
     @property
     def length(self) -> int:
         """How many keys are stored."""
-        return 0 if self.state is None else self.state.length
+        return 0 if self._state is None else self._state.length
 
     @property
     def entries(self) -> int:
@@ -78,17 +105,20 @@ class CellStore:
     @property
     def closed(self) -> int:
         """How many of them are in closed segments."""
-        return 0 if self.state is None else self.state.closed
+        return 0 if self._state is None else self._state.closed
 
     @property
     def cells(self) -> int:
         """How many cells a query scores, per head."""
-        return 0 if self.state is None else len(self.state.tables)
+        return 0 if self._state is None else len(self._state.tables)
 
     @property
     def probes(self) -> int:
         """How many of them it opens."""
-        return self.method.probes or default_cache_probes(self.closed, self.cells)
+        return self._probes(self.closed, self.cells)
+
+    def _probes(self, closed: int, cells: int) -> int:
+        return self.method.probes or default_cache_probes(closed, cells)
 
     @property
     def summary(self) -> str:
@@ -98,12 +128,14 @@ class CellStore:
     @property
     def keys(self) -> Tensor | None:
         """`[batch, heads, length, dim]` in the order in which they came: a copy, to look at."""
-        return None if self.state is None else self.state.in_order(self.state.keys)
+        state = self.state
+        return None if state is None else state.in_order(state.keys)
 
     @property
     def values(self) -> Tensor | None:
         """Likewise."""
-        return None if self.state is None else self.state.in_order(self.state.values)
+        state = self.state
+        return None if state is None else state.in_order(state.values)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -111,7 +143,7 @@ class CellStore:
 
         With `offload` also "offloaded": keys and values in CPU memory, which "keys" and "values" then leave out.
         """
-        state = self.state
+        state = self._state
         if state is None:
             return {}
         found = {name: getattr(state, name).nbytes for name in ("keys", "values", "order")}
@@ -123,19 +155,16 @@ class CellStore:
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys and values `[batch, heads, new, dim]`; `counts` `[batch, new]` is False for padding."""
         check_new(key, value, counts)
-        key, value = key.detach(), value.detach()
-        if self.state is None:
-            self.state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload)
-        check_alike(key, value, self.state.keys.storage, self.state.values.storage)
-        self.state.append(key, value, counts)
-        if counts is not None:
-            self.mark(self.state.key_padding)
+        key, value, state = key.detach(), value.detach(), self.state
+        if state is None:
+            state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload)
+        check_alike(key, value, state.keys.storage, state.values.storage)
+        self._state = state.append(key, value, counts)
 
     def reserve(self, keys: int) -> None:
         """Make room for this many more keys, so that appending them moves nothing."""
         state = self._require_state()
-        state.keys.reserve(keys)
-        state.values.reserve(keys)
+        self._state = state.but(keys=state.keys.reserve(keys), values=state.values.reserve(keys))
 
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys are padding: False in `counts` `[batch, length]`. None: none of them.
@@ -143,42 +172,47 @@ class CellStore:
         This may not change for keys that a query has attended to.
         """
         state = self._require_state()
-        state.settle_padding(checked_padding(counts, state.key_padding, state.no_padding, state.settled))
+        padding = None
+        if counts is not None or state.key_padding is not None:
+            padding = checked_padding(counts, state.key_padding, state.no_padding, state.settled)
+        self._state = state.settle_padding(padding, self._keep)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` keys. Closed segments that reach into the window of the next key are opened again."""
         check_length(length, self.length)
-        if self.state is not None:
+        state = self.state
+        if state is not None:
             most_closed = self._most_closed(length)
-            if max(bound for bound in self.state.bounds if bound <= most_closed) < self.state.memory_length:
-                raise ValueError(f"cannot go back to {length} keys: the first {self.state.memory_length} belong to a memory")
-            self.state.crop(length, most_closed)
+            if max(bound for bound in state.bounds if bound <= most_closed) < state.memory_length:
+                raise ValueError(f"cannot go back to {length} keys: the first {state.memory_length} belong to a memory")
+            self._state = state.crop(length, most_closed, self._keep)
 
     def select(self, entries: Tensor) -> None:
         """Keep these batch entries, in this order; an entry may be taken several times."""
-        if self.state is not None:
-            chosen = checked_entries(entries, len(self.state.sinks), self.state.sinks.device)
+        state = self.state
+        if state is not None:
+            chosen = checked_entries(entries, len(state.sinks), state.sinks.device)
             if chosen is not None:
-                self.state.select(chosen)
+                self._state = state.select(chosen)
 
     def repeat(self, times: int) -> None:
         """Repeat every batch entry, with its copies next to each other."""
-        if self.state is not None:
-            device = self.state.sinks.device
-            self.select(torch.arange(len(self.state.sinks), device=device).repeat_interleave(times))
+        if self._state is not None:
+            sinks = self._state.sinks
+            self.select(torch.arange(len(sinks), device=sinks.device).repeat_interleave(times))
 
     def close(self) -> None:
         """Close all segments that the next query sees through cells. `attend` does this by itself."""
         state = self._require_state()
-        self._close_before(state, self.length)
-        state.offload_closed()
+        self._state = self._close_before(state, state.length).offload_closed()
 
     @torch.no_grad()
-    def _close_before(self, state: CacheState, position: int) -> None:
-        """Close all segments that a query at this position sees through cells."""
+    def _close_before(self, state: CacheState, position: int) -> CacheState:
+        """With all segments closed that a query at this position sees through cells."""
         while (end := self.sizes.next_end(state.closed, position)) > state.closed:
             with torch.autocast(state.sinks.device.type, enabled=False):
-                state.close_next(end)
+                state = state.close_next(end, self._keep)
+        return state
 
     def _most_closed(self, position: int) -> int:
         """How many keys a query at this position may see through cells."""
@@ -190,7 +224,6 @@ class CellStore:
         state = self._require_state()
         check_query(query, state.keys.storage, state.length)
         rows, first = query.shape[2], state.length - query.shape[2]
-        state.settle_padding(state.key_padding)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
         if rows and state.closed > self._most_closed(first):
@@ -198,9 +231,11 @@ class CellStore:
                 f"the query at position {first} comes too late: a segment that it reads key by key is already closed; attend "
                 "right after appending its key"
             )
+        if state.settled < state.length:
+            state = state.but(settled=state.length)
         start = 0
         while start < rows:
-            self._close_before(state, first + start)
+            state = self._close_before(state, first + start)
             stop = min(rows, self.sizes.next_close(state.closed) - first)
             step = self._rows_at_a_time(state, query.shape[0] * query.shape[1])
             # A value that is not finite, times a weight of zero, would be NaN in rows that do not see it: take single rows.
@@ -212,38 +247,44 @@ class CellStore:
                     found = self._attend_rows(state, query[:, :, block], first + row, scale)
                 output[:, :, block] = found.view(output[:, :, block].shape)
             start = stop
-        state.offload_closed()
+        state = state.offload_closed()
         if rows and self.audit:
             with torch.autocast(query.device.type, enabled=False):
                 keys, values = (state.in_order(x) for x in (state.keys, state.values))
                 queries = scaled_queries(query, state.heads, scale)
-                self.errors.append(step_error(queries, keys, values, state.key_padding, output, first))
+                error = step_error(queries, keys, values, state.key_padding, output, first)
+        self._state = state
+        if rows and self.audit:
+            self.errors.append(error)
         return output
 
     def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
         """Attention of rows from position `first` on, which all see the same closed segments."""
+        probes = self._probes(state.closed, len(state.tables))
         if backends.runs_triton(query.device):
             from nearfield.cells.cache import decode
 
             # The kernels see all stored keys, so they can only serve the latest row.
-            if first + 1 == state.length and decode.unsupported(state, query, self.probes) is None:
+            if first + 1 == state.length and decode.unsupported(state, query, probes) is None:
                 # The kernels need contiguous rows, and these may be a part of a larger tensor.
                 rows = query.reshape(-1, query.shape[1] // state.heads, query.shape[3]).contiguous()
                 with backends.device_guard(query.device):
-                    return decode.decode(state, rows, scale, self.probes, self.sizes.most_open(state.closed))
-        return cached_attention(state, scaled_queries(query, state.heads, scale), first, query.shape[2], self.probes)
+                    return decode.decode(state, rows, scale, probes, self.sizes.most_open(state.closed))
+        return cached_attention(state, scaled_queries(query, state.heads, scale), first, query.shape[2], probes)
 
     def _rows_at_a_time(self, state: CacheState, heads: int) -> int:
         """How many rows to serve together, so that score tables and gathered keys stay within `BLOCK_BYTES`."""
-        opened = min(state.closed, 2 * self.probes * state.closed // max(1, self.cells))
+        cells = len(state.tables)
+        opened = min(state.closed, 2 * self._probes(state.closed, cells) * state.closed // max(1, cells))
         columns = state.keys.storage.shape[3] + state.values.storage.shape[3]
-        scores = self.cells + state.length - state.closed + opened
+        scores = cells + state.length - state.closed + opened
         return max(1, BLOCK_BYTES // (heads * (16 * scores + 8 * opened * columns)))
 
     def _require_state(self) -> CacheState:
-        if self.state is None:
+        state = self.state
+        if state is None:
             raise ValueError("nothing is stored yet; append keys and values first")
-        return self.state
+        return state
 
 
 def check_method(method: object) -> None:

@@ -176,21 +176,21 @@ def test_copies_go_their_own_way() -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("before", [0, 100])
 def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If values cannot be offloaded, keys are not either, and the next call tries again."""
+    """If values cannot be offloaded, keys are not either, no segment is closed, and the next call tries again."""
     query, key, value = inputs()
     store, plain = CellStore(GIVEN, offload=True), CellStore(GIVEN)
     for one in (store, plain):
         one.append(key[:, :, :before], value[:, :, :before])
         one.close()
-    offloaded, values = store.closed, state(store).values
-    prepare_split = values.prepare_split
+    offloaded, split = store.closed, Buffer.split
 
-    def fails(place: int, room: int) -> Tensor:
-        if late:
-            prepare_split(place, room)
-        raise MemoryError
+    def fails(buffer: Buffer, place: int, room: int) -> Buffer:
+        done = split(buffer, place, room) if late or buffer.storage.shape[3] == DIM else None
+        if done is None or buffer.storage.shape[3] == VALUE_DIM:
+            raise MemoryError
+        return done
 
-    monkeypatch.setattr(values, "prepare_split", fails)
+    monkeypatch.setattr(Buffer, "split", fails)
     for part in (slice(before, 150), slice(150, LENGTH)):
         last = query[:, :, part.stop - 1 : part.stop]
         for one in (store, plain):
@@ -198,8 +198,8 @@ def test_memory_runs_out(late: bool, before: int, monkeypatch: pytest.MonkeyPatc
         wanted = plain.attend(last)
         with pytest.raises(MemoryError):
             store.attend(last)
-        assert store.closed > offloaded
-        assert [buffer.offset for buffer in (state(store).keys, values)] == [offloaded, offloaded]
+        assert store.closed == offloaded
+        assert [buffer.offset for buffer in (state(store).keys, state(store).values)] == [offloaded, offloaded]
         assert torch.equal(store.keys, plain.keys)  # type: ignore[arg-type]
         assert torch.equal(store.values, plain.values)  # type: ignore[arg-type]
     monkeypatch.undo()
@@ -226,18 +226,17 @@ def test_pinned_memory_is_dropped_when_nobody_reads_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(Tensor, "new_empty", pageable)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append((device, buffer.storage.data_ptr())))
     rows = torch.randn(2, 3, 8, 4)
-    buffer.append(rows)
+    buffer = buffer.append(rows)
     assert waited == []
     first = buffer.storage.data_ptr()
-    buffer.append(rows)
+    buffer = buffer.append(rows)
     assert waited == [(gpu, first)]
     second = buffer.storage.data_ptr()
-    buffer.select(torch.tensor([1]))
+    buffer = buffer.select(torch.tensor([1]))
     assert waited == [(gpu, first), (gpu, second)]
     assert torch.equal(buffer.filled, torch.cat([rows, rows], 2)[1:])
     third = buffer.storage.data_ptr()
-    buffer.truncate(0)
-    buffer.reserve(100)
+    buffer = buffer.truncate(0).reserve(100)
     assert waited[2:] == [(gpu, third)]
 
 
@@ -252,20 +251,21 @@ def test_crop_brings_back_what_is_kept(method: nearfield.Cells, length: int, mon
         one.close()
     before, ends = state(store).keys.storage.nbytes, state(store).bounds[1:]
     brought = []
-    read = state(store).keys.read
+    read = Buffer.read
 
-    def recorded(rows: slice) -> Tensor:
+    def recorded(buffer: Buffer, rows: slice) -> Tensor:
         brought.append(rows.stop - rows.start)
-        return read(rows)
+        return read(buffer, rows)
 
-    monkeypatch.setattr(state(store).keys, "read", recorded)
     most = max(0, length - store.sizes.window)
-    for one in (store, plain):
-        state(one).crop(length, most)
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "read", recorded)
+        store.crop(length)
+    plain.crop(length)
     opened = sum(end > most for end in ends)
     kept = sum(end > most and end - 16 < length for end in ends)
     once = [16] * opened if most >= 16 else []  # to take them out of `cross`, unless nothing is left of it
-    assert brought == once + [16 * kept] * (kept > 0)
+    assert brought == [rows for rows in once for _ in range(2)] + [16 * kept] * 2 * (kept > 0)  # of keys, and of values
     assert state(store).keys.storage.nbytes == before
     assert_alike(store, plain)
     for one in (store, plain):
@@ -284,7 +284,7 @@ def test_crop_into_a_prompt(length: int) -> None:
     store.close()
     assert store.state is not None
     assert len(store.state.bounds) == 2
-    store.state.crop(length, max(0, length - 6))
+    store.crop(length)
     assert store.state.keys.storage.shape[2] == max(length, store.sizes.most_open(0))
     assert torch.equal(store.keys, key[:, :, :length])  # type: ignore[arg-type]
 
@@ -303,10 +303,10 @@ def test_segments_are_reopened_one_by_one_or_at_once(method: nearfield.Cells, of
     some, all_at_once = map(state, stores)
     most = some.bounds[1]
     while some.closed > most:
-        some.crop(some.length, some.bounds[-2])
-    assert torch.equal(stores[0].keys, key)  # type: ignore[arg-type]
-    some.crop(150, most)
-    all_at_once.crop(150, most)
+        some = some.crop(some.length, some.bounds[-2], lambda saved: None)
+    assert torch.equal(some.in_order(some.keys), key)
+    some = some.crop(150, most, lambda saved: None)
+    all_at_once = all_at_once.crop(150, most, lambda saved: None)
     same = [
         (one.in_order(one.keys), one.in_order(one.values), one.tables.cross, one.tables.pooled) for one in (some, all_at_once)
     ]
@@ -349,8 +349,7 @@ def test_on_a_gpu(method: nearfield.Cells) -> None:
         found = store.attend(query[:, :, i : i + 1])
         if i % 50 == 0:
             whole = copy.deepcopy(store)
-            state(whole).split(0)
-            state(whole).offload = False
+            whole.state = state(whole).split(0).but(offload=False)
             torch.testing.assert_close(whole.attend(query[:, :, i : i + 1]), found, atol=1e-2, rtol=1e-2)
     store.select(torch.tensor([1, 0, 1]))
     assert state(store).keys.base.is_pinned()  # type: ignore[union-attr]

@@ -218,12 +218,33 @@ def test_a_beginning_that_somebody_else_keeps() -> None:
 
 def test_the_number_of_keys_is_where_kernels_read_it() -> None:
     store = filled(100)
-    state = the(store)
+    place = the(store).device_length.tensor.data_ptr()
     for _ in range(3):
-        assert state.sync_device_length().tolist() == [state.length]
+        assert the(store).sync_device_length().tolist() == [store.length]
         store.append(*torch.randn(2, 2, 2, 1, 16).to(DEVICE))
     store.crop(50)
-    assert state.sync_device_length().tolist() == [50]
+    assert the(store).sync_device_length().tolist() == [50]
+    assert the(store).device_length.tensor.data_ptr() == place
+
+
+@pytest.mark.parametrize("length", [50, 100])
+def test_the_number_of_keys_after_an_interrupt(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows whether the device has it; so it is told again."""
+    store = filled(100)
+    the(store).sync_device_length()
+    store.crop(50)
+    fill = Tensor.fill_
+
+    def interrupted(tensor: Tensor, number: int) -> Tensor:
+        fill(tensor, 7)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "fill_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            the(store).sync_device_length()
+    store.append(*torch.randn(2, 2, 2, length - 50, 16).to(DEVICE))
+    assert the(store).sync_device_length().tolist() == [length]
 
 
 def opened_by(scores: Tensor, lse: Tensor, probes: int) -> tuple[Tensor, Tensor]:
