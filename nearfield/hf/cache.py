@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -287,6 +288,13 @@ class CellCache(Cache):
     def _lengths(self) -> list[int]:
         """By layer, how many tokens it has; without layers that count none."""
         return [layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    @contextmanager
+    def in_one_go(self, name: str) -> Iterator[None]:
+        """For what changes layer after layer: if it ends half-way, the cache refuses to be used."""
+        self._torn = name
+        yield
+        self._torn = None
 
     def _in_all_layers(self, name: str, argument: Any) -> None:
         """Call a method of all layers. If that ends half-way, the cache refuses to be used."""

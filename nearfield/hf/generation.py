@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from nearfield.hf.cache import CellCache
+from nearfield.hf.model_step import stepping
 from nearfield.hf.register import is_registered
 
 Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
 
 
 @torch.no_grad()
-def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, **options: Any) -> Any:
+def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, graph: bool | None = None, **options: Any) -> Any:
     """Continue prompts with a `CellCache`.
 
     Args:
@@ -30,6 +31,9 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, **
             results.
         cache: what to use; None: `CellCache(config=model.config)`. For a list of prompts, a cache made by `CellCache.batch` whose
             requests have read all of their prompts but the last token; None: they are read here.
+        graph: whether a step of the whole model, from token to logits, is captured in a CUDA graph and replayed, so that a step
+            takes as long as its kernels do. It is captured again when a segment is closed. None: where it can be, and there are
+            no beams. True: an error says why where it cannot be.
         options: those of `model.generate`. For a list of prompts, `prefill_chunk_size` counts for each of them.
 
     Returns:
@@ -48,15 +52,17 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, **
         [48, 20]
     """
     _check_model(model)
+    if graph is not None and not isinstance(graph, bool):
+        raise TypeError(f"graph must be True, False or None, got {graph!r}")
     if isinstance(prompts, Tensor):
         if prompts.dim() not in (1, 2) or prompts.is_floating_point():
             raise ValueError(
                 f"prompts must be token ids [length] or [batch, length], got {prompts.dtype} of shape {tuple(prompts.shape)}"
             )
         ids = prompts[None] if prompts.dim() == 1 else prompts
-        found = _continue_batch(model, ids.to(model.device), cache, options)
+        found = _continue_batch(model, ids.to(model.device), cache, graph, options)
         return found[0] if prompts.dim() == 1 and isinstance(found, Tensor) and len(found) == 1 else found
-    return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, options)
+    return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, graph, options)
 
 
 def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = None) -> None:
@@ -67,16 +73,26 @@ def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = N
             model(input_ids=part, past_key_values=cache, use_cache=True, **last)
 
 
-def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, options: dict[str, Any]) -> Any:
-    mask, settings = options.get("attention_mask"), _settings(model, options)
-    single = all((options.get(name) or getattr(settings, name, None) or 1) == 1 for name in ("num_beams", "num_return_sequences"))
+def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, graph: bool | None, options: dict[str, Any]) -> Any:
+    mask = options.get("attention_mask")
+    single = _is_one(model, options, "num_beams") and _is_one(model, options, "num_return_sequences")
     if cache is None and single and isinstance(mask, Tensor) and mask.shape == ids.shape and "position_ids" not in options:
         starts = _starts(mask)
         if starts is not None:
             caches = _read_prompts(model, [row[start:] for row, start in zip(ids, starts, strict=True)], options)
-            return model.generate(ids, past_key_values=CellCache.batch(caches), **options)
-    made = CellCache(config=model.config) if cache is None else _checked(cache)
-    return model.generate(ids, past_key_values=made, **options)
+            return _run(model, ids, CellCache.batch(caches), graph, options)
+    return _run(model, ids, CellCache(config=model.config) if cache is None else _checked(cache), graph, options)
+
+
+def _run(model: Any, ids: Tensor, cache: CellCache, graph: bool | None, options: dict[str, Any]) -> Any:
+    if graph is False or (graph is None and not _is_one(model, options, "num_beams")):
+        return model.generate(ids, past_key_values=cache, **options)
+    with stepping(model, cache, graph):
+        return model.generate(ids, past_key_values=cache, **options)
+
+
+def _is_one(model: Any, options: dict[str, Any], name: str) -> bool:
+    return (options.get(name) or getattr(_settings(model, options), name, None) or 1) == 1
 
 
 def _starts(mask: Tensor) -> list[int] | None:
@@ -101,7 +117,9 @@ def _read_prompts(model: Any, prompts: list[Tensor], options: dict[str, Any]) ->
     return caches
 
 
-def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | None, options: dict[str, Any]) -> Any:
+def _continue_requests(
+    model: Any, prompts: list[Tensor], cache: CellCache | None, graph: bool | None, options: dict[str, Any]
+) -> Any:
     if not prompts:
         raise ValueError("there are no prompts; pass token ids, or a list of them")
     for name in ("attention_mask", "position_ids", "past_key_values", "inputs_embeds"):
@@ -119,7 +137,7 @@ def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | Non
     # Padding is in no cache; Transformers wants a rectangle.
     ids = torch.stack([torch.nn.functional.pad(x, (longest - len(x), 0)) for x in prompts])
     mask = torch.stack([torch.arange(longest) >= longest - len(x) for x in prompts]).long().to(ids.device)
-    found = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    found = _run(model, ids, cache, graph, {"attention_mask": mask, **options})
     if not isinstance(found, Tensor):
         return found
     ends = _ends(options, _settings(model, options), found.device)

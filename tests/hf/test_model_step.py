@@ -1,0 +1,149 @@
+"""Steps of a whole model in a CUDA graph: tokens are those of steps without one. What can go without a card is tried here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from hf_models import model, tokens
+
+import nearfield
+from nearfield import hf
+from nearfield.hf import model_step
+from nearfield.hf.generation import read_prompt
+from nearfield.hf.model_step import ModelStep, stepping, why_not
+
+NAME = "nearfield-steps"
+SIZES = nearfield.Cells(segment=32, cell_size=4, probes=4, sinks=3, window=8)
+ON_GPU = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    hf.register(NAME, nearfield.Exact())
+
+
+def net(device: str = "cpu", **changes: Any) -> Any:
+    made = model("llama", torch.float32, head_dim=16, **changes).to(device)
+    made.set_attn_implementation(NAME)
+    return made
+
+
+def read(made: Any, ids: Tensor, method: Any = SIZES, **options: Any) -> hf.CellCache:
+    cache = hf.CellCache(method, config=made.config, **options)
+    with torch.no_grad():
+        read_prompt(made, ids.to(made.device), cache)
+    return cache
+
+
+def test_why_steps_are_not_captured() -> None:
+    made = net()
+    ids = tokens(1, 40)[0]
+    assert "the model is on cpu" in str(why_not(made, read(made, ids)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_step.backends, "runs_triton", lambda device: True)
+        assert "empty" in str(why_not(made, hf.CellCache(SIZES, config=made.config)))
+        assert "an index" in str(why_not(made, read(made, ids, nearfield.TopK(4))))
+        assert "audit" in str(why_not(made, read(made, ids, audit=True)))
+        longer = net(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+        assert "positions (dynamic)" in str(why_not(longer, read(longer, ids)))
+
+
+def test_without_a_card_steps_go_on_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    made, ids = net(), tokens(1, 40)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    expected = hf.generate(made, ids, cache=hf.CellCache(SIZES, config=made.config), graph=False, **options)
+    with caplog.at_level("INFO", "nearfield"):
+        assert torch.equal(hf.generate(made, ids, cache=hf.CellCache(SIZES, config=made.config), **options), expected)
+    assert [record.message for record in caplog.records if "CUDA graph" in record.message] == [
+        "steps are served without a CUDA graph: the model is on cpu, where no Triton kernels run"
+    ]
+    with pytest.raises(ValueError, match=r"graph=True, but the model is on cpu.*leave it out"):
+        hf.generate(made, ids, graph=True, **options)
+    with pytest.raises(TypeError, match="graph must be True, False or None, got 1"):
+        hf.generate(made, ids, graph=1, **options)  # type: ignore[arg-type]
+    assert "forward" not in vars(made), "the model is as it was, also after an error"
+
+
+def test_a_forward_of_somebody_else_is_put_back() -> None:
+    made = net()
+    cache, calls, forward = read(made, tokens(1, 9)[0]), list[str](), made.forward
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append("call")
+        return forward(*args, **options)
+
+    made.forward = counted
+    with torch.no_grad(), stepping(made, cache, None):
+        assert made.forward is not counted
+        made(input_ids=tokens(1, 1), position_ids=torch.tensor([[9]]), past_key_values=cache)
+    assert made.forward is counted
+    assert calls == ["call"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"attention_mask": torch.ones(1, 10), "use_cache": True, "output_attentions": False, "labels": None}, True),
+        ({"past_key_values": None}, False),
+        ({"position_ids": None}, False),
+        ({"input_ids": torch.ones(1, 2).long()}, False),
+        ({"output_hidden_states": True}, False),
+        ({"labels": torch.ones(1, 1)}, False),
+    ],
+)
+def test_what_a_step_is(changes: dict[str, Any], expected: bool) -> None:
+    made = net()
+    cache = read(made, tokens(1, 9)[0])
+    usual = {"input_ids": torch.ones(1, 1).long(), "position_ids": torch.ones(1, 1).long(), "past_key_values": cache}
+    assert model_step._is_step(usual | changes, cache) is expected
+
+
+@ON_GPU
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_tokens_are_the_same(options: dict[str, Any], offload: bool) -> None:
+    """Over several segments, so that it is captured more than once."""
+    made, ids = net("cuda"), tokens(2, 70)
+    found = []
+    for graph in (False, True):
+        torch.manual_seed(1)
+        cache = hf.CellCache(SIZES, config=made.config, offload=offload)
+        found.append(hf.generate(made, ids, cache=cache, graph=graph, max_new_tokens=90, **options))
+        assert cache.get_seq_length() == 159
+    assert torch.equal(*found)
+
+
+@ON_GPU
+def test_requests_crops_and_other_ways_of_moving() -> None:
+    made = net("cuda")
+    prompts = [tokens(1, 99, seed=i)[0, :length].cuda() for i, length in enumerate((70, 33, 1, 48))]
+    options: dict[str, Any] = {"max_new_tokens": 50, "do_sample": False}
+    expected = [hf.generate(made, [prompt], graph=False, **options)[0] for prompt in prompts]
+    for own, theirs in zip(hf.generate(made, prompts, graph=True, **options), expected, strict=True):
+        assert torch.equal(own, theirs)
+    cache, twin = (read(made, prompts[0]) for _ in range(2))
+    step = ModelStep(made, cache)
+    with torch.no_grad():
+        for turn in range(60):
+            if turn == 20:
+                cache.crop(-7)
+                twin.crop(-7)
+            if turn == 40:
+                cache.reorder_cache(torch.tensor([0], device="cuda"))
+            ids = torch.full((1, 1), 5 + turn, device="cuda")
+            positions = torch.full_like(ids, cache.get_seq_length())
+            eager = made(input_ids=ids, position_ids=positions, past_key_values=twin).logits
+            torch.testing.assert_close(step(ids, positions), eager, atol=1e-4, rtol=1e-4)
+    assert 2 <= step.captures <= 12
+    for ours, theirs in zip(cache.layers, twin.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
