@@ -149,7 +149,7 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
-    window_size = bands.check_window(window_size)
+    given_window, window_size = window_size, bands.check_window(window_size)
     if isinstance(query, Tensor) and query.is_nested and query.layout == torch.jagged:
         if return_lse:
             raise ValueError(
@@ -163,10 +163,10 @@ def attention(
             "backend": backend,
             "check_finite": check_finite,
         }
-        more |= {"offset": offset, "softcap": softcap, "s_aux": s_aux, "window_size": window_size}
+        more |= {"offset": offset, "softcap": softcap, "s_aux": s_aux, "window_size": given_window}
         return _jagged_attention(query, key, value, attn_mask, given, more)
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
-        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
+        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, given_window is not None)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
     is_plain = is_plain and not return_lse and not softcap and s_aux is None and window_size is None
     if is_plain and method is None and backend == "auto" and not offset:
@@ -288,6 +288,9 @@ def _keys_used(outcome: Outcome) -> dict[str, float]:
     return {} if looked_at is None else {"keys_used": looked_at}
 
 
+MOST = torch.finfo(torch.float32).max
+"""Scales beyond it are looked at: see `problem.check`."""
+
 FEW, SHORT = 16, 2048
 """Up to the second number of keys no method beats SDPA on any device. With fewer keys than the first, which is a vector of the
 processor, torch's CPU kernel makes zeros of a NaN."""
@@ -312,7 +315,7 @@ def _sdpa_if_faster(
     grouped = rows[1] != shape[1]
     if grouped and (not enable_gqa or rows[1] % shape[1]):
         return None
-    if not (scale is None or (type(scale) is float and 0.0 < scale < math.inf)):
+    if not (scale is None or (type(scale) is float and 0.0 < scale < MOST)):
         return None
     is_causal = bool(is_causal)
     if query.is_cuda:
@@ -389,7 +392,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         assert problem.attn_mask is not None
         raise general_mask_error(type(method).__name__, problem.attn_mask, "Exact() takes any mask.")
     if problem.window is not None:
-        _check_window(problem.window, method, call)
+        _check_window(problem, method, call)
         if problem.window[1] < 0:
             return windows.reversed_outcome(_run(windows.reversed_problem(problem), method, call))
     if problem.is_empty:
@@ -407,14 +410,21 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         return replace(outcome, output=problem.by_head(output))
 
 
-def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
+def _check_window(problem: Problem, method: Method, call: Call) -> None:
     """Raise where the method, or the gradient, cannot honour a window."""
+    assert problem.window is not None
+    window = problem.window
     for who in (method, call.gradient):
         if isinstance(getattr(who, "index", None), BuiltIndex):
             raise ValueError(
                 f"{type(who).__name__} has an index that is built already, of all keys; window_size={window} hides some of "
                 "them, so let the call build it: pass index=KMeansIndex(), say"
             )
+    if isinstance(method, Cells) and method.window is not None:
+        raise ValueError(
+            f"{method!r} reads the latest keys one by one and all keys before them by cells, and window_size={window} hides some "
+            "of those; leave out window or window_size"
+        )
     if window[1] < 0:
         return
     if call.gradient is not None:
@@ -423,7 +433,7 @@ def _check_window(window: tuple[int, int], method: Method, call: Call) -> None:
             "sides; use gradient=None"
         )
     if not getattr(method, "any_window", False):
-        windows.check_serves(method, window)
+        windows.check_serves(method, window, problem.reach)
 
 
 def _check_logits(problem: Problem, method: Method, call: Call) -> None:

@@ -24,6 +24,9 @@ def attend_packed(
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for (first, last), (key_first, key_last) in zip(pairwise(query_edges), pairwise(key_edges), strict=True):
         groups.setdefault((last - first, key_last - key_first), []).append((first, key_first))
+    if not groups:
+        # No sequences at all: arguments are checked all the same, and what has no rows still depends on the inputs.
+        groups[0, 0] = []
     device = query.device
     shapes = [(length, keys, len(found)) for (length, keys), found in groups.items()]
     rows = _places([(first, length) for (length, _), found in groups.items() for first, _ in found], device)
@@ -35,9 +38,6 @@ def attend_packed(
     for (length, keys, count), q, k, v in zip(shapes, queries, all_keys, all_values, strict=True):
         inputs = (x.view(count, n, *x.shape[1:]).transpose(1, 2) for x, n in ((q, length), (k, keys), (v, keys)))
         parts.append(attend(*inputs).transpose(1, 2).reshape(count * length, query.shape[1], value.shape[2]))
-    if not parts:
-        # No sequences at all. What has no rows still depends on the inputs.
-        return query.new_zeros(0, query.shape[1], value.shape[2]) + 0 * (query.sum() + key.sum() + value.sum())
     return torch.cat(parts).index_select(0, rows.argsort())
 
 

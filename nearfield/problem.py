@@ -286,8 +286,9 @@ def check(
 ) -> Problem:
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
-    window_size = bands.check_window(window_size)
-    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
+    # One that bounds nothing still says where rows stand.
+    has_window, window_size = window_size is not None, bands.check_window(window_size)
+    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, has_window)
     if not isinstance(dropout_p, int | float) or not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     # A comparison and not `math.isfinite`: torch.compile can trace it where the scale is a symbol.
@@ -308,6 +309,8 @@ def check(
         )
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
+    _check_range("scale", scale, query, "multiply the queries by a part of it, or pass float64 inputs")
+    _check_range("softcap", softcap, query, "a cap far above all logits is none: leave it out")
     softcap = _check_softcap(softcap)
     sink = None if s_aux is None else _check_sink(s_aux, query)
     query, key, value = to_autocast_dtype(query, key, value)
@@ -412,6 +415,13 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def _check_range(name: str, value: object, query: Tensor, remedy: str) -> None:
+    """Raise for a number that the dtype of the arithmetic does not hold. Other numbers that are wrong are not looked at here."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if isinstance(value, int | float) and torch.finfo(dtype).max < abs(value) < math.inf:
+        raise ValueError(f"{name}={value!r} is infinite in {dtype}, in which a call with {query.dtype} computes; {remedy}")
+
+
 def _check_softcap(softcap: object) -> float:
     """The cap as a number; 0 for none, as in FlashAttention."""
     if softcap is None:
@@ -492,6 +502,7 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     if not traced and bool(torch.stack([x.sum(dtype=problem.compute_dtype) for x in inputs.values()]).isfinite().all()):
         return problem
     finite = {name: x.isfinite().all(-1) for name, x in inputs.items()}
+    bad = list(finite)
     if not traced:
         bad = [name for name, rows in finite.items() if not rows.all()]
         if not bad:
@@ -500,6 +511,7 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
             raise ValueError(f"check_finite=True: NaN or inf in {' and '.join(bad)}")
     batch, heads, length = finite["query"].shape
     bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
+    allowed: Tensor | None = None
     if problem.band is not None:
         start, stop = problem.band.ends(length, bad_key.shape[2], bad_key.device)
         so_far = torch.nn.functional.pad(bad_key.cumsum(2), (1, 0))
@@ -512,6 +524,8 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
         spoiled = bad_key.any(2, keepdim=True).expand(batch, heads, length)
     # A row that sees no key is zero, whatever its query.
     sees = problem.visible.reshape(batch, heads, length) > 0
+    if allowed is not None and "query" in bad:
+        sees = sees & allowed.any(-1)
     spoiled = spoiled | (finite["query"].logical_not() & sees)
     clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
     return replace(problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cells.method import Cells
 from nearfield.exact import Exact, zeros
 from nearfield.kernels.dense import sink_share
 from nearfield.merge import merge
@@ -65,20 +64,18 @@ def _turned(problem: Problem) -> Problem:
     )
 
 
-def check_serves(method: Method, window: tuple[int, int]) -> None:
-    """Raise where a method cannot be put together from parts of the keys, or would not do what it says."""
+def check_serves(method: Method, window: tuple[int, int], reach: int) -> None:
+    """Raise where a method cannot be put together from parts of the keys, or would not do what it says.
+
+    `reach`: how many keys a row sees at most.
+    """
     who = f"window_size={window}, with bounds on both sides,"
     if not getattr(method, "gives_lse", False):
         raise ValueError(
             f"{who} is put together from parts of the keys by their log-normalisers, and {method!r} gives none with a gradient; "
             "use Exact(), Cells(...) or TopK(...)"
         )
-    if isinstance(method, Cells) and method.window is not None:
-        raise ValueError(
-            f"{method!r} reads the latest keys one by one and all keys before them by cells, and {who} hides those; "
-            "leave out window or window_size"
-        )
-    if getattr(method, "joint", False):
+    if getattr(method, "joint", False) and reach >= LEAST:
         raise ValueError(
             f"joint=True promises something for all entries of a call at once, and {who} is served in several; leave out joint, "
             "or use Exact()"

@@ -78,6 +78,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dropout not a number": ({"dropout_p": "0.1"}, ValueError, "dropout_p must be .* got '0.1'"),
     "scale inf": ({"scale": INF}, ValueError, "scale must be a finite number, got inf"),
     "scale NaN": ({"scale": NAN}, ValueError, "scale must be a finite number, got nan"),
+    "scale beyond float32": (
+        {"scale": 1e39},
+        ValueError,
+        r"scale=1e\+39 is infinite in torch.float32, in which .* float64 inputs",
+    ),
+    "scale beyond float64": ({"scale": 10**400}, ValueError, "is infinite in torch.float32"),
     "scale not a number": ({"scale": "1"}, ValueError, "scale must be a finite number, got '1'"),
     "mask not a tensor": ({"attn_mask": [True] * 6}, TypeError, "attn_mask must be a torch.Tensor or None, got list"),
     "integer mask": (
@@ -397,17 +403,38 @@ def test_first_keys_masked_and_causal(method: Any) -> None:
         assert bool(grad.isfinite().all())
 
 
-def test_masked_row_of_a_general_mask() -> None:
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"s_aux": torch.zeros(2)}], ids=["plain", "softcap", "sink"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masked_row_of_a_general_mask(kind: str, more: dict[str, Any]) -> None:
     mask = torch.ones(5, 5, dtype=BOOL)
     mask[2] = False
-    for variant in (mask, torch.zeros(5, 5).masked_fill(~mask, -INF)):
-        leaves = leaves_of(inputs(1, 2, queries=5, dim=4))
-        output = nf.attention(*leaves, variant)
-        assert bool((output[:, :, 2] == 0).all())
-        got = grads(output, leaves)
-        assert bool((got[0][:, :, 2] == 0).all())
-        for grad in got:
-            assert bool(grad.isfinite().all())
+    variant = mask if kind == "bool" else torch.zeros(5, 5).masked_fill(~mask, -INF)
+    leaves = leaves_of(inputs(1, 2, queries=5, dim=4))
+    output = nf.attention(*leaves, variant, **more)
+    assert bool((output[:, :, 2] == 0).all())
+    got = grads(output, leaves)
+    assert bool((got[0][:, :, 2] == 0).all())
+    for grad in got:
+        assert bool(grad.isfinite().all())
+    # Whatever its query.
+    query = leaves[0].detach().clone()
+    query[0, 0, 2, 1] = NAN
+    torch.testing.assert_close(nf.attention(query, *leaves[1:], variant, **more), output)
+
+
+def test_rows_without_keys_are_tensors_of_their_own() -> None:
+    q, k, v = inputs(1, 2, queries=5, dim=4)
+    output, lse = nf.attention(q, k, v, torch.zeros(1, 1, 1, 5, dtype=BOOL), s_aux=torch.ones(2), return_lse=True)
+    output[0, 0, 0, 0] += 1.0
+    lse[0, 0, 0] += 1.0
+    assert float(output.sum()) == 1.0
+    assert float(lse.sum()) == 11.0
+    # A sink of -inf is none. The other head has nothing to do with it.
+    edges = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 3])
+    rows = [x[0].transpose(0, 1) for x in (q, k[:, :, :3], v[:, :, :3])]
+    output = nf.attention_varlen(rows[0], rows[1], rows[2], *edges, s_aux=torch.tensor([-INF, 0.0]))
+    assert bool((output[2:] == 0).all())
+    assert bool((output[:2] != 0).all())
 
 
 @every_method

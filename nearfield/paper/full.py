@@ -31,7 +31,7 @@ def cumulative_weights(rows: Rows, chosen: Tensor) -> Iterator[tuple[Tensor, Ten
             logits.masked_fill_(torch.arange(rows.length, device=here.device) >= visible[..., None], -torch.inf)
         weights = logits.softmax(-1)
         # Sums in float64: those in float32 are measurably wrong from some 10^6 keys on.
-        total = weights.double().cumsum_(-1)
+        total = weights.cumsum(-1, dtype=torch.float64)
         # log Z = z_j - log P_j for any key j. The one where the sums pass 1/2 has a weight, and is found without looking at all.
         half = torch.searchsorted(total, total[..., -1:] / 2)
         log_total = (logits.gather(-1, half).double() - weights.gather(-1, half).double().log()).flatten()
