@@ -307,6 +307,8 @@ def _sdpa_if_faster(
         return None
     if query.is_nested or key.is_nested or value.is_nested:
         return None
+    if not query.layout == key.layout == value.layout == torch.strided:
+        return None
     rows, shape, dtype = query.shape, key.shape, key.dtype
     if len(shape) != 4 or value.shape != shape or query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES:
         return None

@@ -361,6 +361,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), the same "
                 f"of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]{_jagged_hint(query)}"
             )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}; pass {name}.to_dense()")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
         if x.dim() < 2:
@@ -372,6 +374,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"query and {name} must be on the same device, got {query.device} and {x.device}")
         if x.dim() != query.dim():
             raise ValueError(f"query and {name} must have the same number of dimensions, got {query.dim()} and {x.dim()}")
+    if query.is_meta:
+        raise ValueError("query, key and value are on the device meta and hold no numbers; for shapes alone trace the call")
     shapes = {name: tuple(x.shape) for name, x in named.items()}
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same last dimension, got {shapes['query']} and {shapes['key']}")
@@ -433,9 +437,9 @@ def _check_softcap(softcap: object) -> float:
 
 def _check_sink(s_aux: object, query: Tensor) -> Tensor:
     """The sinks of a call in the dtype of its arithmetic."""
-    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point():
-        got = s_aux.dtype if isinstance(s_aux, Tensor) else type(s_aux).__name__
-        raise TypeError(f"s_aux must be a tensor of floating point numbers, one logit for each query head, got {got}")
+    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point() or s_aux.layout != torch.strided:
+        got = f"{s_aux.dtype}, {s_aux.layout}" if isinstance(s_aux, Tensor) else type(s_aux).__name__
+        raise TypeError(f"s_aux must be a dense tensor of floating point numbers, one logit for each query head, got {got}")
     if s_aux.shape != query.shape[1:2]:
         raise ValueError(
             f"s_aux must have shape ({query.shape[1]},), one logit for each query head, got {tuple(s_aux.shape)}; sinks that are "
@@ -447,6 +451,8 @@ def _check_sink(s_aux: object, query: Tensor) -> Tensor:
 
 
 def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
+    if mask.layout != torch.strided:
+        raise TypeError(f"attn_mask must be a dense tensor, got one of layout {mask.layout}; pass attn_mask.to_dense()")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         shown = "attn_mask[:, None, None, :].bool()" if _is_padding_in_2d(mask, query, key) else "attn_mask.bool()"
         raise TypeError(

@@ -217,7 +217,7 @@ def test_what_is_refused() -> None:
     assert bool(nf.attention(*(x.double() for x in (q, k, v)), softcap=1e39).isfinite().all())
     with pytest.raises(ValueError, match=r"s_aux must have shape \(2,\), one logit for each query head, got \(3,\)"):
         nf.attention(q, k, v, s_aux=torch.zeros(3))
-    with pytest.raises(TypeError, match=r"s_aux must be a tensor of floating point numbers.*got float"):
+    with pytest.raises(TypeError, match=r"s_aux must be a dense tensor of floating point numbers.*got float"):
         nf.attention(q, k, v, s_aux=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"LazyGumbel knows plain logits only, got softcap=3; use Exact\(\)"):
         nf.attention(q, k, v, softcap=3, method=nf.LazyGumbel())

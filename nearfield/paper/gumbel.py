@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
+from nearfield.checks import MOST, check_fraction, check_index, check_not_negative, check_positive
 from nearfield.kernels import backends
 from nearfield.knn.index.base import BuiltIndex, Index, row_table
 from nearfield.knn.index.exact import ExactIndex
@@ -82,7 +82,7 @@ class LazyGumbel:
         check_fraction("eps", self.eps)
         check_fraction("delta", self.delta)
         check_positive("k", self.k, optional=True)
-        check_positive("draws", self.draws, optional=True)
+        check_positive("draws", self.draws, optional=True, most=MOST)
         check_index("index", self.index)
         check_not_negative("slack", self.slack, optional=True)
         if self.estimator not in ("median", "mean"):
@@ -158,7 +158,9 @@ class LazyGumbel:
             if dropout is not None:
                 row = rows.numbers(block).flatten()[lazy.seen]
                 weights = weights * dropout.factors(row[:, None], drawn.ids, weights.dtype).view(weights.shape)
-            means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(len(lazy.seen), groups, -1)
+            means = kernel.pair_sums(weights, table, place.view(weights.shape)).view(
+                len(lazy.seen), groups, rows.values.shape[-1]
+            )
             output[:, block] = lazy.spread(means.median(1).values)
             lse[:, block] = lazy.spread(drawn.log_total.to(lse.dtype)).masked_fill(part.visible == 0, -torch.inf)
             if call.diagnostics and dropout is None:

@@ -377,6 +377,20 @@ MUTANTS = (
         ("test_an_output_without_weight_may_hold_anything",),
     ),
     Mutant(
+        "a tail beyond all keys asks for room",
+        "TopK._sizes",
+        "min(self.tail or 0, rows.length)",
+        "self.tail or 0",
+        ("test_a_tail_longer_than_the_keys_is_exact",),
+    ),
+    Mutant(
+        "samples beyond all keys ask for room",
+        "Cells._sizes",
+        "min(self.samples, max(2, length))",
+        "self.samples",
+        ("test_sizes_beyond_all_keys_are_all_keys",),
+    ),
+    Mutant(
         "packed: no sequences are not checked",
         "attend_packed",
         "groups[0, 0] = []",
