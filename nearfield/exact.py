@@ -36,6 +36,8 @@ class Exact:
     """`F.scaled_dot_product_attention`: every key is near. It honours any `attn_mask`. Time O(Lq Lk dim).
 
     In a window (`window_size`) blocks of rows attend to the keys that some of them see: time O(Lq (left + right + 128) dim).
+    A causal mask with key padding or an offset, and a window, are matrices to torch, made for some rows at a time. Where all of
+    them take more memory than the inputs, the backward pass makes them, and attends, again.
     With `softcap` or `s_aux`, which torch's kernels do not have, it is written out in torch, some rows at a time, and the
     backward pass computes the weights again: memory stays bounded, and it takes longer.
 
