@@ -162,7 +162,7 @@ def attention(
     is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
     check_finite = check_flag("check_finite", check_finite)
     return_lse = check_flag("return_lse", return_lse)
-    window_size = bands.check_window(window_size)
+    given_window, window_size = window_size, bands.check_window(window_size)
     if is_jagged(query):
         arguments: dict[str, Any] = {
             "dropout_p": dropout_p,
@@ -178,7 +178,7 @@ def attention(
             "offset": offset,
             "softcap": softcap,
             "s_aux": s_aux,
-            "window_size": window_size,
+            "window_size": given_window,
         }
         packed = _unpacked(query, key, value, attn_mask)
         found: list[Any] = [attention(*rows, **arguments) for rows in packed.calls]
@@ -186,7 +186,7 @@ def attention(
             return packed.nested(found)
         return packed.nested([output for output, _ in found]), packed.nested([lse for _, lse in found])
     if isinstance(query, Tensor) and isinstance(key, Tensor) and min(query.dim(), key.dim()) > 1:
-        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
+        attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, given_window is not None)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
     is_plain = is_plain and not return_lse and not softcap and s_aux is None and window_size is None
     if is_plain and method is None and backend == "auto" and not offset:
@@ -334,6 +334,9 @@ def _keys_used(outcome: Outcome) -> dict[str, float]:
     return {} if looked_at is None else {"keys_used": looked_at}
 
 
+MOST = torch.finfo(torch.float32).max
+"""Scales beyond it are looked at: see `problem.check`."""
+
 FEW, SHORT = 16, 2048
 """Up to the second number of keys no method beats SDPA on any device. With fewer keys than the first, which is a vector of the
 processor, torch's CPU kernel makes zeros of a NaN."""
@@ -350,6 +353,8 @@ def _sdpa_if_faster(
         return None
     if query.is_nested or key.is_nested or value.is_nested:
         return None
+    if not query.layout == key.layout == value.layout == torch.strided:
+        return None
     rows, shape, dtype = query.shape, key.shape, key.dtype
     if len(shape) != 4 or value.shape != shape or query.dtype != dtype or value.dtype != dtype or dtype not in DTYPES:
         return None
@@ -358,7 +363,7 @@ def _sdpa_if_faster(
     grouped = rows[1] != shape[1]
     if grouped and (not enable_gqa or rows[1] % shape[1]):
         return None
-    if not (scale is None or (type(scale) is float and 0.0 < scale < math.inf)):
+    if not (scale is None or (type(scale) is float and 0.0 < scale < MOST)):
         return None
     if query.is_cuda:
         if query.device != key.device or query.device != value.device or torch.is_autocast_enabled("cuda"):
@@ -432,7 +437,7 @@ def _run(problem: Problem, method: Method, call: Call) -> Outcome:
         assert problem.attn_mask is not None
         raise general_mask_error(type(method).__name__, problem.attn_mask, "Exact() takes any mask.")
     if problem.window is not None:
-        _check_window(problem.window, method, call, problem.dropout_p)
+        _check_window(problem, method, call)
         if problem.window[1] < 0:
             return windows.reversed_outcome(_run(windows.reversed_problem(problem), method, call))
     if problem.is_empty:
@@ -456,14 +461,21 @@ def _forward(problem: Problem, method: Method, call: Call) -> Outcome:
     return _checked(method.run(problem, call), problem, method)
 
 
-def _check_window(window: tuple[int, int], method: Method, call: Call, dropout_p: float) -> None:
+def _check_window(problem: Problem, method: Method, call: Call) -> None:
     """Raise where the method, or the gradient, cannot honour a window."""
+    assert problem.window is not None
+    window = problem.window
     for who in (method, call.gradient):
         if isinstance(getattr(who, "index", None), BuiltIndex):
             raise ValueError(
                 f"{type(who).__name__} has an index that is built already, of all keys; window_size={window} hides some of "
                 "them, so let the call build it: pass index=KMeansIndex(), say"
             )
+    if isinstance(method, Cells) and method.window is not None:
+        raise ValueError(
+            f"{method!r} reads the latest keys one by one and all keys before them by cells, and window_size={window} hides some "
+            "of those; leave out window or window_size"
+        )
     if window[1] < 0:
         return
     both = f"window_size={window}, with bounds on both sides"
@@ -472,12 +484,12 @@ def _check_window(window: tuple[int, int], method: Method, call: Call, dropout_p
             f"gradient={call.gradient!r} knows rows that see the first keys alone, got {both}; use gradients.RandomWalk(...), or "
             "gradient=None"
         )
-    if call.gradient is not None and dropout_p:
+    if call.gradient is not None and problem.dropout_p:
         raise ValueError(
-            f"gradient={call.gradient!r} is not told which pairs are dropped in {both}, got dropout_p={dropout_p}; "
+            f"gradient={call.gradient!r} is not told which pairs are dropped in {both}, got dropout_p={problem.dropout_p}; "
             "use gradient=None, or leave out dropout_p"
         )
-    windows.check_serves(method, window)
+    windows.check_serves(method, window, problem.reach)
 
 
 def _checked(outcome: Outcome, problem: Problem, method: Method) -> Outcome:

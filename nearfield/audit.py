@@ -172,7 +172,7 @@ def _exact_rows(problem: Problem, chosen: Tensor) -> Tensor:
     """Exact attention of some rows, numbered over batch, heads and positions: `[rows, value_dim]`."""
     _, heads, length, _ = problem.query.shape
     if problem.key.shape[2] == 0:
-        return problem.query.new_zeros(len(chosen), problem.value.shape[3])
+        return problem.query.new_zeros(len(chosen), problem.value.shape[3], dtype=problem.compute_dtype)
     entry, head, position = chosen // (heads * length), chosen // length % heads, chosen % length
     if not _sees_first_keys(problem):
         return _exact_masked_rows(problem, entry, head, position)

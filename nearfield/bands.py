@@ -60,12 +60,34 @@ def check_window(window_size: object) -> Window | None:
     return None if pair == (-1, -1) else (pair[0], pair[1])
 
 
+LARGE = 1 << 31
+"""No call has as many rows and keys. Sums of larger offsets may not fit into 64 bits."""
+
+
+def _nearer(window: Window | None, offset: int, most: int) -> tuple[Window | None, int]:
+    """A window and an offset that mean the same, the offset and both bounds no further than `most` from the first key."""
+
+    def clamp(x: int) -> int:
+        return max(-most, min(x, most))
+
+    near = clamp(offset)
+    if window is None:
+        return None, near
+    left, right = window
+    left = near - clamp(offset - left) if left >= 0 else left
+    return (left, clamp(offset + right) - near if right >= 0 else right), near
+
+
 def resolve(window: Window | None, is_causal: bool, offset: int, queries: int, keys: int) -> tuple[Window | None, bool, int]:
     """A window, `is_causal` and `offset` as what they mean together: a window that bounds the left side, or none.
 
     Row i stands at key i + offset. With a causal mask it sees nothing after that. A bound that hides nothing in a call of this
     size is none. A window that bounds the right side alone is a causal mask with another offset.
     """
+    if not (is_causal or window):
+        return None, is_causal, 0
+    if type(offset) is int and abs(offset) >= LARGE:
+        window, offset = _nearer(window, offset, queries + keys)
     if window is None:
         return None, is_causal, offset
     left, right = window

@@ -9,13 +9,19 @@ from typing import Any
 import torch
 
 
-def check_positive(name: str, value: object, optional: bool = False, least: int = 1) -> None:
-    """An integer of at least `least`, or None where that is allowed."""
+def check_positive(name: str, value: object, optional: bool = False, least: int = 1, most: float = math.inf) -> None:
+    """An integer of at least `least` and at most `most`, or None where that is allowed."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ValueError(f"{name} must be {kind}{' or None' if optional else ''}, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value!r}")
+
+
+MOST = 2**31 - 1
+"""For sizes that nothing bounds but memory: beyond, numbers would not fit into 64 bits."""
 
 
 def check_integer(name: str, value: object) -> None:
@@ -56,7 +62,7 @@ def check_softcap(value: object) -> float:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
         raise ValueError(f"softcap must be a positive number, or 0 or None for no cap, got {value!r}")
-    return float(value)
+    return float(min(value, torch.finfo(torch.float64).max))  # Integers may be larger.
 
 
 def check_offset(value: object) -> None:

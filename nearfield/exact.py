@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nearfield import _compat
 from nearfield._compat import sdpa
+from nearfield.bands import Band
 from nearfield.chunks import row_blocks
 from nearfield.kernels import reference
 from nearfield.kernels.dense import capped, dense_attention, sink_share
@@ -34,6 +36,8 @@ class Exact:
     """`F.scaled_dot_product_attention`: every key is near. It honours any `attn_mask`. Time O(Lq Lk dim).
 
     In a window (`window_size`) blocks of rows attend to the keys that some of them see: time O(Lq (left + right + 128) dim).
+    A causal mask with key padding or an offset, and a window, are matrices to torch, made for some rows at a time. Where all of
+    them take more memory than the inputs, the backward pass makes them, and attends, again.
     With `softcap` or `s_aux`, which torch's kernels do not have, it is written out in torch, some rows at a time, and the
     backward pass computes the weights again: memory stays bounded, and it takes longer.
 
@@ -59,8 +63,7 @@ class Exact:
             # SDPA does not tell which pairs it dropped, and the gradient has to know.
             output = _with_dropped_pairs(problem, dropout)
         else:
-            with _seeded(call.seeds, problem):
-                output = _sdpa(problem)
+            output = _sdpa(problem, call.seeds)
         if not (call.diagnostics or call.return_lse):
             return Outcome(output)
         with torch.set_grad_enabled(call.return_lse and torch.is_grad_enabled()):
@@ -73,15 +76,17 @@ class Exact:
 
 def zeros(problem: Problem) -> Outcome:
     """The outcome where there are no rows, no keys or no columns; connected to the inputs, so that these get zero gradients."""
-    anchor = (problem.query * 0).sum() + (problem.key * 0).sum() + (problem.value * 0).sum()
     lse = torch.full(problem.query.shape[:3], -torch.inf, dtype=problem.compute_dtype, device=problem.query.device)
+    inputs = [problem.query, problem.key, problem.value]
     if problem.sink is not None:
-        anchor, lse = anchor + (problem.sink * 0).sum(), problem.sink[:, None].expand_as(lse)
-    output = anchor.expand(*lse.shape, problem.value.shape[-1])
+        inputs, lse = [*inputs, problem.sink], problem.sink[:, None].expand_as(lse).clone()
+    # Sums of nothing are zero whatever the inputs hold. Those of zero times an input are NaN where it is infinite.
+    nothing = torch.stack([x[..., :0].sum(dtype=lse.dtype) for x in inputs]).sum()
+    output = nothing.expand(*lse.shape, problem.value.shape[-1]).clone()
     return Outcome(output, lse, torch.zeros_like(lse), {"keys_per_query": 0.0})
 
 
-def _sdpa(problem: Problem) -> Tensor:
+def _sdpa(problem: Problem, seeds: Seeds) -> Tensor:
     query, key, value, mask = problem.query, problem.key, problem.value, problem.attn_mask
     # Torch's CPU kernel multiplies the -inf of a causal mask by the scale: NaN for 0, +inf for a negative one.
     query, scale = with_positive_scale(query, problem.scale)
@@ -91,43 +96,88 @@ def _sdpa(problem: Problem) -> Tensor:
     has_band = is_causal or problem.window is not None
     plain = problem.has_plain_logits
     if plain and (not has_band or (mask is None and problem.window is None and offset == 0)):
-        return _grouped(query, key, value, mask, problem, scale, is_causal)
+        with _seeded(seeds, problem):
+            return _grouped(query, key, value, mask, problem, scale, is_causal)
     # Torch takes a mask or is_causal, not both, and knows no offset or window. Then it is a matrix: make it for some rows at a
     # time.
     entries = 1 if mask is None else mask.shape[0] * mask.shape[1]
     # With other logits the weights are a table too, and a few more while they are computed.
     per_key = entries if plain else 4 * query.shape[0] * query.shape[1] * problem.compute_dtype.itemsize
+    again = not is_traced() and not (plain and _keeps_masks(problem, entries))
     parts = []
-    for block, seen, part in _blocks(problem, (1, query.shape[2]), per_key, query.is_cuda, has_band):
-        inputs = query[:, :, block], key[:, :, seen], value[:, :, seen], part
-        if plain:
-            parts.append(_grouped(*inputs, problem, scale, False))
-        else:
-            logits = scale, problem.softcap, problem.sink
-            parts.append(dense_attention(*inputs, *logits, problem.dropout_p, recompute=problem.needs_grad and not is_traced()))
+    for number, block in enumerate(_blocks(problem, (1, query.shape[2]), per_key, query.is_cuda, has_band)):
+        attend = partial(_attend_block, block, problem, scale, seeds.part(number))
+        inputs = query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys], block.mask, problem.sink
+        parts.append(_recomputed(attend, *inputs) if again else attend(*inputs))
     return torch.cat(parts, 2)
 
 
-def _blocks(
-    problem: Problem, shape: tuple[int, int], per_key: int, on_gpu: bool, has_band: bool = True
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Some rows at a time: which, the range of keys that they see, and their mask for these keys, if they need one.
+def _keeps_masks(problem: Problem, entries: int) -> bool:
+    """Whether the masks of all blocks take no more memory than the inputs, so that the backward pass may have them.
+
+    Torch keeps every mask that it was given, as numbers. To make them again takes a second forward pass.
+    """
+    inputs = problem.query.numel() + problem.key.numel() + problem.value.numel()
+    return entries * problem.query.shape[2] * _width(problem)[0] <= inputs
+
+
+def _attend_block(
+    block: _Block,
+    problem: Problem,
+    scale: float,
+    seeds: Seeds,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+) -> Tensor:
+    mask = block.whole_mask(mask, key.device)
+    with _seeded(seeds, problem):
+        if problem.has_plain_logits:
+            return _grouped(query, key, value, mask, problem, scale, False)
+        return dense_attention(query, key, value, mask, scale, problem.softcap, sink, problem.dropout_p)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some rows, and the range of keys that they see."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor | None
+    """their part of `attn_mask`: a view"""
+    band: Band | None
+
+    def whole_mask(self, mask: Tensor | None, device: torch.device) -> Tensor | None:
+        """`mask`, which is that of the block, with the band; a matrix of rows times keys."""
+        if self.band is None:
+            return mask
+        inside = self.band.mask(self.rows, self.keys, device)[None, None]
+        return inside if mask is None else mask & inside
+
+
+def _blocks(problem: Problem, shape: tuple[int, int], per_key: int, on_gpu: bool, has_band: bool = True) -> Iterator[_Block]:
+    """Some rows at a time.
 
     `per_key`: the bytes that a row of `[batch, rows]` takes for each key. `has_band`: whether the problem has a band that hides
     something.
     """
     length, mask, band = problem.key.shape[2], problem.attn_mask, problem.band if has_band else None
-    most, width = None, length
-    if problem.window is not None:
-        most = window_rows(problem.reach, problem.key.is_cuda)
-        width = min(length, most + problem.reach)
-    for block in row_blocks(shape, per_key * max(1, width), on_gpu, most):
-        seen = slice(0, length) if band is None else band.keys_of(block, length)
-        part = None if mask is None else (mask if mask.shape[2] == 1 else mask[:, :, block])[..., seen]
-        if band is not None:
-            inside = band.mask(block, seen, problem.key.device)[None, None]
-            part = inside if part is None else part & inside
-        yield block, seen, part
+    width, most = _width(problem)
+    for rows in row_blocks(shape, per_key * max(1, width), on_gpu, most):
+        keys = slice(0, length) if band is None else band.keys_of(rows, length)
+        part = None if mask is None else (mask if mask.shape[2] == 1 else mask[:, :, rows])[..., keys]
+        yield _Block(rows, keys, part, band)
+
+
+def _width(problem: Problem) -> tuple[int, int | None]:
+    """How many keys a block of rows sees at most, and of how many rows it is in a window."""
+    length = problem.key.shape[2]
+    if problem.window is None:
+        return length, None
+    most = window_rows(problem.reach, problem.key.is_cuda)
+    return min(length, most + problem.reach), most
 
 
 @torch.no_grad()
@@ -239,13 +289,15 @@ def _masked_lse(problem: Problem) -> Tensor:
     dtype = problem.compute_dtype
     heads, count = problem.query.shape[1:3]
 
-    def of_rows(query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+    def of_rows(block: _Block, query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        mask = block.whole_mask(mask, keys.device)
         assert mask is not None
         queries = query.to(dtype) * problem.scale
         logits = (queries.reshape(batch, kv_heads, -1, dim) @ keys.to(dtype).mT).view(*queries.shape[:3], keys.shape[2])
         return reference.log_normaliser(reference.masked(capped(logits, problem.softcap), mask))
 
     parts = []
-    for block, seen, mask in _blocks(problem, (batch * heads, count), 4 * dtype.itemsize, False):
-        parts.append(_recomputed(of_rows, problem.query[:, :, block], problem.key[:, :, seen], mask))
+    for block in _blocks(problem, (batch * heads, count), 4 * dtype.itemsize, False):
+        inputs = problem.query[:, :, block.rows], problem.key[:, :, block.keys], block.mask
+        parts.append(_recomputed(partial(of_rows, block), *inputs))
     return _beside_sinks(torch.cat(parts, 2).reshape(batch * kv_heads, -1), problem)

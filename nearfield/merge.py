@@ -20,7 +20,9 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
 
     Args:
         outputs: `[..., length, value_dim]`, one for each part, all of one shape and dtype.
-        lses: `[..., length]`, as `attention(..., return_lse=True)` returns them; -inf for rows that see no key of a part.
+        lses: `[..., length]`, as `attention(..., return_lse=True)` returns them; -inf for rows that see no key of a part, whose
+            output then does not count, whatever it holds. +inf is no normaliser: such a row becomes NaN. FlashAttention writes
+            +inf for rows that see no key; pass `lse.masked_fill(lse == torch.inf, -torch.inf)`.
 
     Returns:
         The merged output, in the dtype of the outputs, and the merged lse. Rows that see no key of any part are zero, and their
@@ -36,17 +38,22 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
     _check(outputs, lses)
     parts = torch.stack(tuple(lses))
     # Rows that see nothing at all: a difference of infinities would make them, and their gradients, NaN.
-    blind = (parts == -torch.inf).all(0)
+    unseen = parts == -torch.inf
+    blind = unseen.all(0)
     parts = parts.masked_fill(blind, 0.0)
     share = parts.softmax(0).masked_fill(blind, 0.0)
-    output = (share[..., None] * torch.stack(tuple(outputs))).sum(0)
+    output = (share[..., None] * torch.stack(tuple(outputs)).masked_fill(unseen[..., None], 0.0)).sum(0)
     return output.to(outputs[0].dtype), parts.logsumexp(0).masked_fill(blind, -torch.inf)
 
 
 def _check(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, given in (("outputs", outputs), ("lses", lses)):
-        if isinstance(given, Tensor) or not all(isinstance(x, Tensor) for x in given):
+        if not isinstance(given, list | tuple):
             raise TypeError(f"{name} must be a list of tensors, one for each part of the keys, got {type(given).__name__}")
+        for number, x in enumerate(given):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"{name}[{number}] must be a tensor of floating point numbers, got {got}")
     if not outputs or len(outputs) != len(lses):
         raise ValueError(f"merge needs one lse for each output, and at least one of them; got {len(outputs)} and {len(lses)}")
     shape, dtype = outputs[0].shape, outputs[0].dtype

@@ -296,8 +296,9 @@ def check(
     """Check the arguments of an attention call and make a `Problem`. Raises before any work and looks at no value."""
     _check_tensors(query, key, value)
     is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
-    window_size = bands.check_window(window_size)
-    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, window_size is not None)
+    # One that bounds nothing still says where rows stand.
+    has_window, window_size = window_size is not None, bands.check_window(window_size)
+    attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, has_window)
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}")
     leading = query.shape[:-2]
@@ -313,6 +314,8 @@ def check(
         )
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
+    _check_range("scale", scale, query, "multiply the queries by a part of it, or pass float64 inputs")
+    _check_range("softcap", softcap, query, "a cap far above all logits is none: leave it out")
     softcap = check_softcap(softcap)
     sink = None if s_aux is None else check_sink(s_aux, query)
     query, key, value = to_autocast_dtype(query, key, value)
@@ -363,6 +366,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), the same "
                 f"of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]{_jagged_hint(query)}"
             )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}; pass {name}.to_dense()")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
         if x.dim() < 2:
@@ -374,6 +379,8 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"query and {name} must be on the same device, got {query.device} and {x.device}")
         if x.dim() != query.dim():
             raise ValueError(f"query and {name} must have the same number of dimensions, got {query.dim()} and {x.dim()}")
+    if query.is_meta:
+        raise ValueError("query, key and value are on the device meta and hold no numbers; for shapes alone trace the call")
     shapes = {name: tuple(x.shape) for name, x in named.items()}
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same last dimension, got {shapes['query']} and {shapes['key']}")
@@ -417,11 +424,18 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def _check_range(name: str, value: object, query: Tensor, remedy: str) -> None:
+    """Raise for a number that the dtype of the arithmetic does not hold. Other numbers that are wrong are not looked at here."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if isinstance(value, int | float) and torch.finfo(dtype).max < abs(value) < math.inf:
+        raise ValueError(f"{name}={value!r} is infinite in {dtype}, in which a call with {query.dtype} computes; {remedy}")
+
+
 def check_sink(s_aux: object, query: Tensor) -> Tensor:
     """The sinks of a call in the dtype of its arithmetic. `query`: `[any, heads, ...]`."""
-    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point():
-        got = s_aux.dtype if isinstance(s_aux, Tensor) else type(s_aux).__name__
-        raise TypeError(f"s_aux must be a tensor of floating point numbers, one logit for each query head, got {got}")
+    if not isinstance(s_aux, Tensor) or not s_aux.is_floating_point() or s_aux.layout != torch.strided:
+        got = f"{s_aux.dtype}, {s_aux.layout}" if isinstance(s_aux, Tensor) else type(s_aux).__name__
+        raise TypeError(f"s_aux must be a dense tensor of floating point numbers, one logit for each query head, got {got}")
     if s_aux.shape != query.shape[1:2]:
         raise ValueError(
             f"s_aux must have shape ({query.shape[1]},), one logit for each query head, got {tuple(s_aux.shape)}; sinks that are "
@@ -433,6 +447,8 @@ def check_sink(s_aux: object, query: Tensor) -> Tensor:
 
 
 def _check_mask(mask: Tensor, leading: torch.Size, query: Tensor, key: Tensor) -> Tensor:
+    if mask.layout != torch.strided:
+        raise TypeError(f"attn_mask must be a dense tensor, got one of layout {mask.layout}; pass attn_mask.to_dense()")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         shown = "attn_mask[:, None, None, :].bool()" if _is_padding_in_2d(mask, query, key) else "attn_mask.bool()"
         raise TypeError(
@@ -488,6 +504,7 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     if not traced and bool(torch.stack([x.sum(dtype=problem.compute_dtype) for x in inputs.values()]).isfinite().all()):
         return problem
     finite = {name: x.isfinite().all(-1) for name, x in inputs.items()}
+    bad = list(finite)
     if not traced:
         bad = [name for name, rows in finite.items() if not rows.all()]
         if not bad:
@@ -496,6 +513,7 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
             raise ValueError(f"check_finite=True: NaN or inf in {' and '.join(bad)}")
     batch, heads, length = finite["query"].shape
     bad_key = (finite["key"] & finite["value"]).logical_not().repeat_interleave(problem.group_size, 1)
+    allowed: Tensor | None = None
     if problem.band is not None:
         start, stop = problem.band.ends(length, bad_key.shape[2], bad_key.device)
         so_far = torch.nn.functional.pad(bad_key.cumsum(2), (1, 0))
@@ -508,6 +526,8 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
         spoiled = bad_key.any(2, keepdim=True).expand(batch, heads, length)
     # A row that sees no key is zero, whatever its query.
     sees = problem.visible.reshape(batch, heads, length) > 0
+    if allowed is not None and "query" in bad:
+        sees = sees & allowed.any(-1)
     spoiled = spoiled | (finite["query"].logical_not() & sees)
     clean = {name: getattr(problem, name).masked_fill(finite[name].logical_not()[..., None], 0) for name in finite}
     return replace(problem, **clean, poison=torch.ones_like(spoiled, dtype=problem.query.dtype).masked_fill(spoiled, torch.nan))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cells.method import Cells
 from nearfield.exact import Exact, zeros
 from nearfield.kernels.dense import sink_share
 from nearfield.merge import merge
@@ -135,8 +134,11 @@ def in_blocks(problem: Problem) -> Blocks:
     return replace(made, rows=replace(made.rows, queries=queries))
 
 
-def check_serves(method: Method, window: tuple[int, int]) -> None:
-    """Raise where a method cannot be put together from parts of the keys, or would not do what it says."""
+def check_serves(method: Method, window: tuple[int, int], reach: int) -> None:
+    """Raise where a method cannot be put together from parts of the keys, or would not do what it says.
+
+    `reach`: how many keys a row sees at most.
+    """
     who = f"window_size={window}, with bounds on both sides,"
     if getattr(method, "always_lazy", False):
         raise ValueError(
@@ -149,12 +151,7 @@ def check_serves(method: Method, window: tuple[int, int]) -> None:
             f"{who} is put together from parts of the keys by their log-normalisers, and {method!r} gives none with a gradient; "
             "use Exact(), Cells(...) or TopK(...)"
         )
-    if isinstance(method, Cells) and method.window is not None:
-        raise ValueError(
-            f"{method!r} reads the latest keys one by one and all keys before them by cells, and {who} hides those; "
-            "leave out window or window_size"
-        )
-    if getattr(method, "joint", False):
+    if getattr(method, "joint", False) and reach >= LEAST:
         raise ValueError(
             f"joint=True promises something for all entries of a call at once, and {who} is served in several; leave out joint, "
             "or use Exact()"

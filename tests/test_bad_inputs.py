@@ -78,6 +78,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dropout not a number": ({"dropout_p": "0.1"}, ValueError, "dropout_p must be .* got '0.1'"),
     "scale inf": ({"scale": INF}, ValueError, "scale must be a finite number, or None .*, got inf"),
     "scale NaN": ({"scale": NAN}, ValueError, "scale must be a finite number, or None .*, got nan"),
+    "scale beyond float32": (
+        {"scale": 1e39},
+        ValueError,
+        r"scale=1e\+39 is infinite in torch.float32, in which .* float64 inputs",
+    ),
+    "scale beyond float64": ({"scale": 10**400}, ValueError, "is infinite in torch.float32"),
     "scale not a number": ({"scale": "1"}, ValueError, "scale must be a finite number, or None .*, got '1'"),
     "mask not a tensor": ({"attn_mask": [True] * 6}, TypeError, "attn_mask must be a torch.Tensor or None, got list"),
     "integer mask": (
@@ -98,6 +104,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask of another length": ({"attn_mask": torch.ones(5, 7, dtype=BOOL)}, ValueError, r"to \(2, 4, 5, 6\), got \(5, 7\)"),
     "mask of more dimensions": ({"attn_mask": torch.ones(1, 1, 1, 1, 6, dtype=BOOL)}, ValueError, "must be broadcastable to"),
     "mask on another device": ({"attn_mask": torch.ones(6, dtype=BOOL, device=META)}, ValueError, "attn_mask .* cpu and meta"),
+    "sparse query": ({"query": Q.to_sparse()}, TypeError, r"query must be a dense tensor.*pass query.to_dense\(\)"),
+    "sparse key": ({"key": K.to_sparse()}, TypeError, r"key must be a dense tensor.*pass key.to_dense\(\)"),
+    "sparse mask": ({"attn_mask": torch.ones(5, 6).to_sparse()}, TypeError, "attn_mask must be a dense tensor"),
+    "on the device meta": ({"query": Q.to(META), "key": K.to(META), "value": V.to(META)}, ValueError, "meta and hold no numbers"),
     "unknown backend": ({"backend": "fast"}, ValueError, "backend must be one of .* got 'fast'"),
     "method is a class": (
         {"method": nf.TopK},
@@ -397,17 +407,38 @@ def test_first_keys_masked_and_causal(method: Any) -> None:
         assert bool(grad.isfinite().all())
 
 
-def test_masked_row_of_a_general_mask() -> None:
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"s_aux": torch.zeros(2)}], ids=["plain", "softcap", "sink"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masked_row_of_a_general_mask(kind: str, more: dict[str, Any]) -> None:
     mask = torch.ones(5, 5, dtype=BOOL)
     mask[2] = False
-    for variant in (mask, torch.zeros(5, 5).masked_fill(~mask, -INF)):
-        leaves = leaves_of(inputs(1, 2, queries=5, dim=4))
-        output = nf.attention(*leaves, variant)
-        assert bool((output[:, :, 2] == 0).all())
-        got = grads(output, leaves)
-        assert bool((got[0][:, :, 2] == 0).all())
-        for grad in got:
-            assert bool(grad.isfinite().all())
+    variant = mask if kind == "bool" else torch.zeros(5, 5).masked_fill(~mask, -INF)
+    leaves = leaves_of(inputs(1, 2, queries=5, dim=4))
+    output = nf.attention(*leaves, variant, **more)
+    assert bool((output[:, :, 2] == 0).all())
+    got = grads(output, leaves)
+    assert bool((got[0][:, :, 2] == 0).all())
+    for grad in got:
+        assert bool(grad.isfinite().all())
+    # Whatever its query.
+    query = leaves[0].detach().clone()
+    query[0, 0, 2, 1] = NAN
+    torch.testing.assert_close(nf.attention(query, *leaves[1:], variant, **more), output)
+
+
+def test_rows_without_keys_are_tensors_of_their_own() -> None:
+    q, k, v = inputs(1, 2, queries=5, dim=4)
+    output, lse = nf.attention(q, k, v, torch.zeros(1, 1, 1, 5, dtype=BOOL), s_aux=torch.ones(2), return_lse=True)
+    output[0, 0, 0, 0] += 1.0
+    lse[0, 0, 0] += 1.0
+    assert float(output.sum()) == 1.0
+    assert float(lse.sum()) == 11.0
+    # A sink of -inf is none. The other head has nothing to do with it.
+    edges = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 3])
+    rows = [x[0].transpose(0, 1) for x in (q, k[:, :, :3], v[:, :, :3])]
+    output = nf.attention_varlen(rows[0], rows[1], rows[2], *edges, s_aux=torch.tensor([-INF, 0.0]))
+    assert bool((output[2:] == 0).all())
+    assert bool((output[:2] != 0).all())
 
 
 @every_method
@@ -429,7 +460,40 @@ def test_more_near_keys_than_keys_is_exact(k: int) -> None:
 
 def test_a_tail_longer_than_the_keys_is_exact() -> None:
     tensors = inputs(1, 2, queries=5, keys=9, dtype=torch.float64)
-    torch.testing.assert_close(run(tensors, nf.TopK(k=2, tail=500)), nf.attention(*tensors))
+    for tail in (500, 2**70):
+        est = nf.estimate(*tensors, method=nf.TopK(k=2, tail=tail), generator=seeded(0))
+        torch.testing.assert_close(est.output, nf.attention(*tensors))
+        assert est.info["tail"] == 9, "no room for keys that are not there"
+
+
+@pytest.mark.parametrize("size", [50, 2**70])
+def test_sizes_beyond_all_keys_are_all_keys(size: int) -> None:
+    tensors = inputs(1, 2, queries=20, keys=20, dtype=torch.float64)
+    exactly = nf.attention(*tensors, is_causal=True, method=nf.Exact())
+    for name in ("probes", "sinks", "segment", "window"):
+        options = {"cell_size": 4, "segment": 8, name: size}
+        torch.testing.assert_close(run(tensors, nf.Cells(**options), is_causal=True), exactly)
+    for causal in (False, True):
+        one = run(tensors, nf.Cells(cell_size=20, probes=1, segment=8), is_causal=causal)
+        assert torch.equal(run(tensors, nf.Cells(cell_size=size, probes=1, segment=8), is_causal=causal), one)
+    method = nf.Cells(cell_size=4, probes=1, samples=20)
+    drawn = run(tensors, method)
+    assert torch.equal(run(tensors, nf.Cells(cell_size=4, probes=1, samples=size)), drawn)
+    with pytest.raises(ValueError, match="draws must be at most 2147483647, got 1180591620717411303424"):
+        nf.LazyGumbel(draws=2**70)
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_row_sees_a_key(dtype: torch.dtype, method: Any) -> None:
+    q, k, v = inputs(1, 2, queries=6, dim=4, dtype=dtype)
+    est = nf.estimate(q, k, v, is_causal=True, offset=-6, method=method, audit=3, generator=seeded(0))
+    assert not bool(est.output.any())
+    assert bool((est.lse == -INF).all())
+    none = nf.estimate(q, k[:, :, :0], v[:, :, :0], method=method, audit=3)
+    assert est.audit is not None
+    assert none.audit is not None
+    assert est.audit.additive == none.audit.additive == 0.0
 
 
 NEAR = {

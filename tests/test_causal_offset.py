@@ -131,6 +131,19 @@ def test_a_nan_reaches_the_rows_that_see_it(method: nf.Method, offset: int) -> N
     assert bool(got[got.isnan().logical_not()].isfinite().all())
 
 
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_any_integer_is_an_offset(method: nf.Method) -> None:
+    q, k, v = inputs(1, 2, queries=12, keys=20)
+    for large in (2**40, 2**63 - 1, 2**63, 2**70):
+        found = nf.attention(q, k, v, is_causal=True, offset=large, method=method)
+        torch.testing.assert_close(found, nf.attention(q, k, v, method=nf.Exact()))
+        assert not bool(nf.attention(q, k, v, is_causal=True, offset=-large, method=method).any())
+        # Row i sees the keys from i + 1 on: bounds may be as far away as the rows.
+        found = nf.attention(q, k, v, offset=large, window_size=(large - 1, 1), method=method)
+        torch.testing.assert_close(found, nf.attention(q, k, v, offset=2, window_size=(1, -1), method=nf.Exact()))
+        assert not bool(nf.attention(q, k, v, offset=large, window_size=(5, 1), method=method).any())
+
+
 def test_what_is_refused() -> None:
     q, k, v = inputs(1, 1, queries=4, keys=6)
     with pytest.raises(ValueError, match=r"offset=2 shifts a causal mask.*pass is_causal=True"):

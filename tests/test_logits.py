@@ -211,9 +211,13 @@ def test_what_is_refused() -> None:
     for bad in (-1.0, float("nan"), float("inf"), True, "3"):
         with pytest.raises(ValueError, match="softcap must be a positive number, or 0 or None for no cap"):
             nf.attention(q, k, v, softcap=bad)  # type: ignore[arg-type]
+    for method in (None, nf.Exact(), nf.TopK(k=2), FEW):
+        with pytest.raises(ValueError, match=r"softcap=1e\+39 is infinite in torch.float32, in which.*leave it out"):
+            nf.attention(q, k, v, softcap=1e39, method=method)
+    assert bool(nf.attention(*(x.double() for x in (q, k, v)), softcap=1e39).isfinite().all())
     with pytest.raises(ValueError, match=r"s_aux must have shape \(2,\), one logit for each query head, got \(3,\)"):
         nf.attention(q, k, v, s_aux=torch.zeros(3))
-    with pytest.raises(TypeError, match=r"s_aux must be a tensor of floating point numbers.*got float"):
+    with pytest.raises(TypeError, match=r"s_aux must be a dense tensor of floating point numbers.*got float"):
         nf.attention(q, k, v, s_aux=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"LazyGumbel knows plain logits only, got softcap=3; use Exact\(\)"):
         nf.attention(q, k, v, softcap=3, method=nf.LazyGumbel())
@@ -234,6 +238,16 @@ def test_a_row_without_keys_and_without_a_sink_is_zero(method: nf.Method) -> Non
     torch.testing.assert_close(lse[:, 1, :3], sink[1].expand(1, 3))
     loss = output.square().sum() + lse[:, :, 3:].square().sum()
     assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("method", [nf.Exact(), nf.TopK(k=200), nf.Cells(cell_size=4, probes=200, segment=16)], ids=repr)
+def test_a_sink_that_takes_everything(method: nf.Method) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8, dtype=torch.float64)
+    sink = torch.tensor([torch.inf, 0.5], dtype=torch.float64, requires_grad=True)
+    output, lse = nf.attention(q, k, v, s_aux=sink, return_lse=True, method=method)
+    assert not bool(output[:, 0].any())
+    assert float(torch.autograd.grad(output.sum(), sink, retain_graph=True)[0][0]) == 0.0
+    assert float(torch.autograd.grad(lse.sum(), sink)[0][0]) == 20.0, "the normaliser is the sink"
 
 
 def test_check_finite_looks_at_sinks() -> None:

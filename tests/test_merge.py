@@ -198,6 +198,15 @@ def test_no_gradient_is_nan_where_no_part_sees_a_key() -> None:
     assert all((x[1] != 0).all() for x in grads[:2])
 
 
+def test_an_output_without_weight_may_hold_anything() -> None:
+    outputs = [torch.ones(3, 2), torch.full((3, 2), torch.nan)]
+    lses = [torch.tensor([0.0, 1.0, torch.inf]), torch.full((3,), -torch.inf)]
+    output, lse = nf.merge(outputs, lses)
+    assert torch.equal(output[:2], torch.ones(2, 2))
+    assert torch.equal(lse[:2], lses[0][:2])
+    assert bool(output[2].isnan().all()), "a normaliser of +inf does not pass for a number"
+
+
 def test_no_keys() -> None:
     q, k, v = leaves(1, 1, queries=3, keys=0, dim=2)
     output, lse = attend(q, k, v)
@@ -234,7 +243,10 @@ def test_estimates_keep_an_lse_without_gradient() -> None:
 
 BAD: dict[str, tuple[Any, Any, str]] = {
     "one tensor": (torch.zeros(2, 3, 4), [torch.zeros(3)], "outputs must be a list of tensors.*got Tensor"),
-    "no tensor": ([torch.zeros(3, 4)], [1.0], "lses must be a list of tensors"),
+    "no list": (None, None, "outputs must be a list of tensors, one for each part of the keys, got NoneType"),
+    "a generator": ([torch.zeros(3, 4)], (torch.zeros(3) for _ in range(1)), "lses must be a list of tensors.*got generator"),
+    "no tensor": ([torch.zeros(3, 4)], [1.0], r"lses\[0\] must be a tensor of floating point numbers, got float"),
+    "integers": ([torch.zeros(3, 4)], [torch.zeros(3).int()], r"lses\[0\] must be a tensor of .* got torch.int32"),
     "nothing": ([], [], "at least one of them; got 0 and 0"),
     "one missing": ([torch.zeros(3, 4)] * 2, [torch.zeros(3)], "got 2 and 1"),
     "shapes": ([torch.zeros(3, 4), torch.zeros(2, 4)], [torch.zeros(3)] * 2, r"outputs\[1\] torch.float32 of shape \(2, 4\)"),

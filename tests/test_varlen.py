@@ -226,11 +226,22 @@ def test_rows_between_sequences_are_not_seen() -> None:
 
 
 def test_no_sequences_at_all() -> None:
+    """They are checked, and have a dtype and gradients, as if there were some."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 0, 2, 8).unbind(0))
-    output = nf.attention_varlen(q, k, v, torch.tensor([0]), torch.tensor([0]))
-    assert output.shape == (0, 2, 8)
-    output.sum().backward()
-    assert q.grad is not None
+    sink, none = torch.zeros(2, requires_grad=True), torch.tensor([0])
+    for method in METHODS[:-1]:
+        output = nf.attention_varlen(q, k, v, none, none, causal=True, s_aux=sink, method=method)
+        assert output.shape == (0, 2, 8)
+        for grad in torch.autograd.grad(output.sum(), (q, k, v, sink)):
+            assert not bool(grad.any())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nf.attention_varlen(q, k, v, none, none).dtype == torch.bfloat16
+    bad: dict[str, Any] = {"softcap": -3.0, "dropout_p": 7.0, "method": "foo", "window_size": 3}
+    for name, value in bad.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            nf.attention_varlen(q, k, v, none, none, **{name: value})
+    with pytest.raises(ValueError, match="multiple of key heads"):
+        nf.attention_varlen(torch.randn(0, 3, 8), k, v, none, none)
 
 
 def test_autocast_decides_the_dtype() -> None:

@@ -121,6 +121,10 @@ def test_a_window_that_hides_nothing_is_none(method: nf.Method) -> None:
     causal = nf.attention(q, k, v, is_causal=True, offset=10, method=method)
     for window in ((-1, -1), (-1, 0), (-1, 7), (39, 7)):
         assert torch.equal(nf.attention(q, k, v, is_causal=True, offset=10, method=method, window_size=window), causal)
+    # Places do not matter where there are no bounds.
+    for window in ((-1, -1), (700, 700)):
+        assert torch.equal(nf.attention(q, k, v, method=method, offset=3, window_size=window), plain)
+        assert torch.equal(nf.estimate(q, k, v, method=method, offset=3, window_size=window).output, plain)
     # A bound on the right alone is a causal mask.
     assert torch.equal(nf.attention(q, k, v, method=method, offset=7, window_size=(-1, 3)), causal)
 
@@ -241,6 +245,34 @@ def test_no_table_of_all_pairs(method: nf.Method, window: Window, softcap: float
         output, lse = nf.attention(q, k, v, method=method, window_size=window, softcap=softcap, return_lse=True)
         (output.sum() + lse.sum()).backward()
     assert n * 4 <= largest.entries < n * n / 4
+
+
+BANDS: dict[str, dict[str, Any]] = {
+    "padding": {"is_causal": True, "attn_mask": (torch.arange(600) % 7 > 0).view(1, 1, 1, 600)},
+    "offset": {"is_causal": True, "offset": -3},
+    "right": {"window_size": (-1, 5)},
+    "left": {"window_size": (5, -1)},
+    "both": {"window_size": (400, 3)},
+}
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("case", BANDS)
+def test_exact_attention_keeps_no_table(case: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass makes masks again, for one block of rows and for several, and drops the same pairs."""
+    q, k, v = (x.requires_grad_() for x in inputs(1, 1, queries=600, dim=4))
+    for block in (64 << 20, 1 << 17):
+        monkeypatch.setattr("nearfield.chunks.BLOCK_BYTES", block)
+        saved: list[Tensor] = []
+        call: dict[str, Any] = {"dropout_p": 0.5, "softcap": softcap, "method": nf.Exact(), "generator": seeded(1)}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            output, lse = nf.attention(q, k, v, return_lse=True, **call, **BANDS[case])
+        kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+        assert sum(kept.values()) < 600 * 600 / 2
+        # Each output is linear in the values, with the pairs that were dropped.
+        (slope,) = torch.autograd.grad(output.sum(), v)
+        torch.testing.assert_close((slope * v).sum(), output.sum())
+        assert torch.autograd.grad(torch.where(lse > -torch.inf, lse, 0.0).sum(), q)[0].isfinite().all()
 
 
 @pytest.mark.usefixtures("short_windows")
@@ -406,12 +438,14 @@ def test_windows_that_are_refused() -> None:
     table = torch.zeros(600, 600)
     with pytest.raises(ValueError, match=r"window_size=\(5, 1\) can be combined only.*Put the window into the mask"):
         attend(q, k, v, table, window_size=(5, 1))
-    with pytest.raises(ValueError, match=r"offset=3 shifts a causal mask.*or a window_size"):
-        attend(q, k, v, offset=3, window_size=(-1, -1))
-    with pytest.raises(ValueError, match="leave out window or window_size"):
-        attend(q, k, v, is_causal=True, window_size=(300, 0), method=nf.Cells(window=64))
+    for window in ((300, 0), (300, 1), (300, -1), (3, 3)):
+        with pytest.raises(ValueError, match=r"hides some of those; leave out window or window_size"):
+            attend(q, k, v, window_size=window, method=nf.Cells(window=64))
     with pytest.raises(ValueError, match=r"joint=True promises.*leave out joint, or use Exact"):
         attend(q, k, v, window_size=(300, 1), method=nf.TopK(eps=0.4, delta=0.1, joint=True))
+    # Exact attention serves these, at once.
+    short = attend(q, k, v, window_size=(200, 1), method=nf.TopK(eps=0.4, delta=0.1, joint=True))
+    assert torch.equal(short, attend(q, k, v, window_size=(200, 1), method=nf.Exact()))
     for window in ((300, 1), (300, -1)):
         with pytest.raises(ValueError, match=r"TopK has an index that is built already.*pass index=KMeansIndex\(\)"):
             attend(q, k, v, window_size=window, method=nf.TopK(k=4, index=nf.ExactIndex().build(k[0])))

@@ -19,7 +19,7 @@ from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.trial import Prepared, prepare
 from nearfield.cells.triton.limits import unsupported
-from nearfield.checks import check_positive
+from nearfield.checks import MOST, check_positive
 from nearfield.kernels import backends
 from nearfield.kernels.ready import Ready, remember
 from nearfield.problem import Call, Problem, is_traced
@@ -48,10 +48,11 @@ class Cells:
     Args:
         cell_size: keys per cell; None: by the number of keys (16 at 8k, 64 at 32k, 128 at 131k; on a GPU 32, 64, 128).
         probes: cells opened per row, or per block of rows; None: by the number of keys.
-        samples: far keys drawn per row: 0, or at least 2.
+        samples: far keys drawn per row, at most as many as there are keys: 0, or at least 2.
         window: causal only: how many of the latest keys are always near, rounded up to whole segments beyond a row's own. All
             others go on to count, through cells; `window_size` of `attention` hides them.
-        sinks: how many of the first keys are near for every row.
+        sinks: how many of the first keys are near for every row. In a `window_size` with bounds on both sides they are the first
+            of the keys that a block of rows has in common, and where keys are served in reverse order the last ones.
         partition: `KMeans()`, `Blocks()`, `HashBuckets()`, or a `Partition` of your own.
         segment: causal only: keys per segment; None: by the number of keys.
         share: how many queries of a head open cells together: 1 (each by itself), 16, 32, 64, 128 or 256. With a causal mask they
@@ -60,7 +61,8 @@ class Cells:
             given.
 
     Cost for n queries and keys with cells of about sqrt(n): O(n^1.5 dim) time, O(n dim) memory, forward and backward. Gradients
-    are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed.
+    are the exact gradients of the estimator; which cells were opened and which keys drawn is held fixed. With `samples`, so
+    are the factors by which drawn keys count (one over the chance to draw them), though these depend on queries and keys.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 2000, 64).unbind(0)
@@ -217,16 +219,21 @@ class Cells:
                 f"{', segment=512' if causal else ''})"
             )
         on_gpu = backends.runs_triton(problem.key.device)
-        segment = (self.segment or defaults.default_segment(length, on_gpu)) if causal else 0
-        cell_size = self.cell_size or defaults.default_cell_size(length, causal, on_gpu)
+        # Sizes beyond all keys mean all of them. Operators take numbers of 64 bits.
+        given_segment, given_size, sinks = (x if x is None else min(x, MOST) for x in (self.segment, self.cell_size, self.sinks))
+        segment = (given_segment or defaults.default_segment(length, on_gpu)) if causal else 0
+        cell_size = given_size or defaults.default_cell_size(length, causal, on_gpu)
+        samples = self.samples if isinstance(length, torch.SymInt) else min(self.samples, max(2, length))
         probes = self.probes or defaults.default_probes(length, cell_size, causal, on_gpu, share)
-        sizes = CellSizes(problem.group_size, segment, 0, self.sinks, cell_size, probes, self.samples, share=share)
+        sizes = CellSizes(problem.group_size, segment, 0, sinks or 0, cell_size, probes, samples, share=share)
         if not causal:
             return sizes._replace(probes=max(1, min(probes, sizes.cells_in(length))))
         # A traced program serves all lengths, so it has all levels.
         levels = defaults.MOST_SPAN_LEVELS if is_traced() else defaults.span_levels(length, segment)
         most = length // segment * sizes.cells_in(segment)
-        return sizes._replace(probes=max(1, min(probes, most)), window=-(-(self.window or 0) // segment), span_levels=levels)
+        return sizes._replace(
+            probes=max(1, min(probes, most)), window=-(-min(self.window or 0, MOST) // segment), span_levels=levels
+        )
 
 
 def _no_seed(query: Tensor, engine: str) -> Tensor:

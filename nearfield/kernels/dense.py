@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nearfield.kernels.reference import masked
+from nearfield.kernels.reference import log_normaliser, masked
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -32,7 +32,9 @@ def sink_share(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
     """e^(sink - lse), the weight of a sink beside which the log-normaliser is `lse`; 0 where there is nothing at all."""
-    return (sink - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
+    gap = sink - lse.masked_fill(lse == -torch.inf, torch.inf)
+    # Beside a sink of +inf no key counts, and the difference is NaN.
+    return gap.masked_fill(sink == torch.inf, 0.0).exp()
 
 
 def dense_attention(
@@ -56,7 +58,8 @@ def dense_attention(
         return checkpoint(dense_attention, query, key, value, mask, scale, softcap, sink, dropout_p, use_reentrant=False)
     compute = torch.promote_types(query.dtype, torch.float32)
     logits = dense_logits(query, key, mask, scale, softcap)
-    lse = logits.logsumexp(-1)
+    # Only numbers that are added can hide a row with a gradient: that of -inf - (-inf) is NaN.
+    lse = logits.logsumexp(-1) if mask is None or mask.dtype == torch.bool else log_normaliser(logits)
     if sink is not None:
         lse = sink_share(lse, sink.to(compute)[:, None])[1]
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

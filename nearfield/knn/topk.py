@@ -184,7 +184,7 @@ class TopK:
     def _sizes(self, rows: Rows, promise: TailPromise | None) -> tuple[int, int]:
         """Near and drawn keys per row."""
         if promise is None:
-            return default_k(self.k, rows.length), self.tail or 0
+            return default_k(self.k, rows.length), min(self.tail or 0, rows.length)
         return promise.sizes(rows.length, rows.count, rows.values.shape[-1], self.k, self.tail)
 
     def is_async(self, problem: Problem, backend: str) -> bool:
@@ -195,7 +195,7 @@ class TopK:
 
     def attend_rows(self, rows: Rows, built: BuiltIndex, k: int, call: Call) -> Tensor:
         """Output `[batch, rows, value_dim]` of rows with `k` near keys each, by an index of their keys that is there already."""
-        most, tail = int(rows.visible.max()), self.tail or 0
+        most, tail = int(rows.visible.max()), min(self.tail or 0, rows.length)
         promise = self._promise()
         if promise is not None:
             k, tail = self._sizes(rows, promise)

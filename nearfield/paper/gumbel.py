@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
+from nearfield.checks import MOST, check_fraction, check_index, check_not_negative, check_positive
 from nearfield.kernels import backends
 from nearfield.knn.index.base import BuiltIndex, Index, row_table
 from nearfield.knn.index.exact import ExactIndex
@@ -84,7 +84,7 @@ class LazyGumbel:
         check_fraction("eps", self.eps)
         check_fraction("delta", self.delta)
         check_positive("k", self.k, optional=True)
-        check_positive("draws", self.draws, optional=True)
+        check_positive("draws", self.draws, optional=True, most=MOST)
         check_index("index", self.index)
         check_not_negative("slack", self.slack, optional=True)
         if self.estimator not in ("median", "mean"):

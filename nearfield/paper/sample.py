@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_generator, check_index, check_not_negative, check_positive, general_mask_error
+from nearfield.checks import MOST, check_generator, check_index, check_not_negative, check_positive, general_mask_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Index
@@ -62,7 +62,7 @@ def sample(
         >>> found.ids.shape, bool(found.certified.all())
         (torch.Size([1, 2, 64, 5]), True)
     """
-    check_positive("draws", draws)
+    check_positive("draws", draws, most=MOST)
     check_positive("k", k, optional=True)
     check_not_negative("slack", slack, optional=True)
     index = ExactIndex() if index is None else index

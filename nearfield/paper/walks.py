@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
+from nearfield.checks import MOST, check_fraction, check_index, check_not_negative, check_positive
 from nearfield.chunks import row_blocks
 from nearfield.kernels import backends
 from nearfield.knn.index.base import PADDING, Index, default_k
@@ -70,7 +70,7 @@ class RandomWalk:
     any_window = True
 
     def __post_init__(self) -> None:
-        check_positive("walks", self.walks, least=2)
+        check_positive("walks", self.walks, least=2, most=MOST)
         check_positive("k", self.k, optional=True)
         check_index("index", self.index)
         check_not_negative("slack", self.slack, optional=True)
@@ -106,7 +106,7 @@ class PrintedWalk:
         check_fraction("eps", self.eps)
         check_fraction("delta", self.delta)
         check_positive("k", self.k, optional=True)
-        check_positive("walks", self.walks, optional=True)
+        check_positive("walks", self.walks, optional=True, most=MOST)
         check_index("index", self.index)
 
     @torch.no_grad()

@@ -119,8 +119,9 @@ def test_each_row_goes_the_cheaper_way() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
-def test_the_normaliser_of_a_full_softmax_is_known(scale: float, is_causal: bool) -> None:
-    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=seeded(9)).unbind(0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_normaliser_of_a_full_softmax_is_known(dtype: torch.dtype, scale: float, is_causal: bool) -> None:
+    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=seeded(9)).to(dtype).unbind(0)
     est = nf.estimate(q, k, v, is_causal=is_causal, scale=scale, method=nf.LazyGumbel(draws=4), generator=seeded(10))
     assert est.info["dense_rows"] == 160
     logits = (scale * q.double()) @ k.double().mT

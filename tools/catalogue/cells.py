@@ -341,7 +341,7 @@ MUTANTS = (
     Mutant(
         "cells: window rounded down",
         "Cells._sizes",
-        "window=-(-(self.window or 0) // segment)",
+        "window=-(-min(self.window or 0, MOST) // segment)",
         "window=(self.window or 0) // segment",
         ("test_windows_are_whole_segments",),
     ),

@@ -10,6 +10,7 @@ NORMALISER = "test_the_normaliser_has_a_gradient"
 COMPILED = "test_compiled_with_a_cap_and_sinks"
 ENGINE = "test_the_engine_is_the_specification"
 WINDOWS = "test_windows.py::test_methods_that_read_all_keys_are_exact"
+KEEPS_NONE = "test_exact_attention_keeps_no_table"
 WITH_SINKS = "test_with_padding_caps_and_sinks"
 
 MUTANTS = (
@@ -292,17 +293,123 @@ MUTANTS = (
     ),
     Mutant(
         "window: exact attention makes the mask of all rows",
-        "exact:_blocks",
-        "if problem.window is not None:",
-        "if False:",
+        "exact:_width",
+        "if problem.window is None:",
+        "if True:",
         ("test_no_table_of_all_pairs",),
     ),
     Mutant(
-        "window: a call without bounds is not plain",
-        "check_window",
-        "return None if pair == (-1, -1) else",
-        "return",
+        "window: bounds that are none do not say where rows stand",
+        "problem:check",
+        "has_window, window_size = window_size is not None, bands.check_window(window_size)",
+        "window_size = bands.check_window(window_size)\n    has_window = window_size is not None",
+        ("test_a_window_that_hides_nothing_is_none",),
+    ),
+    Mutant(
+        "window: Cells(window=) in reverse order",
+        "_check_window",
+        "if isinstance(method, Cells) and method.window is not None:",
+        "if isinstance(method, Cells) and method.window is not None and window[1] >= 0:",
         ("test_windows_that_are_refused",),
+    ),
+    Mutant(
+        "exact attention keeps its masks",
+        "exact:_sdpa",
+        "parts.append(_recomputed(attend, *inputs) if again else attend(*inputs))",
+        "parts.append(attend(*inputs))",
+        (KEEPS_NONE,),
+    ),
+    Mutant(
+        "exact attention keeps masks that it made before",
+        "exact:_sdpa",
+        "inputs = query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys], block.mask, problem.sink",
+        "mask = block.whole_mask(block.mask, key.device)\n"
+        "        inputs = query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys], mask, problem.sink",
+        (KEEPS_NONE,),
+    ),
+    Mutant(
+        "exact attention drops other pairs in the backward pass",
+        "exact:_attend_block",
+        "with _seeded(seeds, problem):",
+        "with _seeded(Seeds(None, key.device), problem):",
+        (KEEPS_NONE,),
+    ),
+    Mutant(
+        "offset: numbers beyond 64 bits",
+        "bands:resolve",
+        "if type(offset) is int and abs(offset) >= LARGE:",
+        "if False:",
+        ("test_any_integer_is_an_offset",),
+    ),
+    Mutant(
+        "offset: far bounds come nearer by themselves",
+        "bands:_nearer",
+        "near - clamp(offset - left)",
+        "clamp(left)",
+        ("test_any_integer_is_an_offset",),
+    ),
+    Mutant(
+        "masks: a row hidden by numbers has a NaN gradient",
+        "kernels.dense:dense_attention",
+        "lse = logits.logsumexp(-1) if mask is None or mask.dtype == torch.bool else log_normaliser(logits)",
+        "lse = logits.logsumexp(-1)",
+        ("test_masked_row_of_a_general_mask",),
+    ),
+    Mutant(
+        "masks: a NaN query spoils a row that sees nothing",
+        "isolate_non_finite",
+        "sees = sees & allowed.any(-1)",
+        "sees = sees",
+        ("test_masked_row_of_a_general_mask",),
+    ),
+    Mutant(
+        "sinks: one of +inf has a NaN gradient",
+        "dense:sink_weight",
+        "gap.masked_fill(sink == torch.inf, 0.0).exp()",
+        "gap.exp()",
+        ("test_a_sink_that_takes_everything",),
+    ),
+    Mutant(
+        "sinks: one of -inf spoils rows without keys",
+        "exact:zeros",
+        "x[..., :0].sum(dtype=lse.dtype)",
+        "(0 * x).sum(dtype=lse.dtype)",
+        ("test_rows_without_keys_are_tensors_of_their_own",),
+    ),
+    Mutant(
+        "softcap: one that float32 does not hold",
+        "problem:_check_range",
+        "torch.finfo(dtype).max < abs(value) < math.inf",
+        "False",
+        ("test_logits.py::test_what_is_refused",),
+    ),
+    Mutant(
+        "merge: an output without weight counts",
+        "merge:merge",
+        ".masked_fill(unseen[..., None], 0.0)",
+        "",
+        ("test_an_output_without_weight_may_hold_anything",),
+    ),
+    Mutant(
+        "a tail beyond all keys asks for room",
+        "TopK._sizes",
+        "min(self.tail or 0, rows.length)",
+        "self.tail or 0",
+        ("test_a_tail_longer_than_the_keys_is_exact",),
+    ),
+    Mutant(
+        "samples beyond all keys ask for room",
+        "Cells._sizes",
+        "min(self.samples, max(2, length))",
+        "self.samples",
+        ("test_sizes_beyond_all_keys_are_all_keys",),
+    ),
+    Mutant(
+        "packed: no sequences are not checked",
+        "attend_packed",
+        "groups[0, 0] = []",
+        "return query",
+        ("test_no_sequences_at_all",),
     ),
     Mutant(
         "window: packed sequences stand at their first key",

@@ -188,6 +188,13 @@ MUTANTS = (
         ("test_lazy_costs.py",),
     ),
     Mutant(
+        "the sums of a full softmax take the place of its weights",
+        "cumulative_weights",
+        "weights.cumsum(-1, dtype=torch.float64)",
+        "weights.double().cumsum_(-1)",
+        ("test_the_normaliser_of_a_full_softmax_is_known",),
+    ),
+    Mutant(
         "full scans of an index are not told",
         "Tally.warn",
         "(share := self._scans()) <= MOST_SCANS",

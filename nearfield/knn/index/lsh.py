@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.checks import check_integer, check_positive
+from nearfield.checks import MOST, check_integer, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Found
@@ -132,7 +132,7 @@ class ConcentricLSH:
         )
 
     def __post_init__(self) -> None:
-        check_positive("rungs", self.rungs)
+        check_positive("rungs", self.rungs, most=MOST)
         check_positive("tables", self.tables)
         check_positive("flips", self.flips, least=0)
         check_positive("shells", self.shells)
