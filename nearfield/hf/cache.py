@@ -270,9 +270,10 @@ class CellCache(Cache):
                 "same order; call reset() and begin again"
             )
         first = next((i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)), layer_idx)
-        own = self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        layers: list[Any] = self.layers
+        own = layers[layer_idx].get_seq_length() if layer_idx < len(layers) else 0
         if layer_idx > first:
-            is_whole = own + new == self.layers[first].get_seq_length()
+            is_whole = own + new == layers[first].get_seq_length()
         else:
             # A layer that borrows keys from another one never has any; one that has lost them is found when its turn comes.
             is_whole = all(length in (0, own) for length in self._lengths())
@@ -281,8 +282,8 @@ class CellCache(Cache):
             can_crop = least and all(isinstance(layer, CellLayer) for layer in self.layers)
             remedy = f"crop({least}) to go on from the tokens that all layers have, or reset()" if can_crop else "reset()"
             raise RuntimeError(
-                f"the layers of this cache have {least} to {most} tokens: a call of the model was interrupted, or did not use all "
-                f"layers; call {remedy}"
+                f"the layers of this cache have {least} to {most} tokens: a call of the model was interrupted, or did not use all"
+                f" layers; call {remedy}"
             )
 
     def _lengths(self) -> list[int]:

@@ -161,7 +161,10 @@ class Memory:
         return answer
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file. If that fails or is interrupted, a file that was there before stays as it was."""
+        """Write a safetensors file. If that fails or is interrupted, a file that was there before stays as it was.
+
+        The same memory makes the same bytes. What an earlier save has left behind, because it was killed, is removed.
+        """
         write_memory(Path(path), self._contents)
 
     @staticmethod

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from nearfield.cells.sizes import CacheSizes
 from nearfield.checks import check_positive
 from nearfield.crossover import dtype_name
 from nearfield.hf.config import describe, parse_method
-from nearfield.tensor_file import check_digest, check_format, read_tensors, write_tensors
+from nearfield.tensor_file import check_digest, check_format, read_about, read_tensors, write_tensors
 
 FORMAT, VERSION = "nearfield-memory", "3"
 
@@ -116,20 +116,14 @@ def write_memory(path: Path, contents: Contents) -> None:
 
 def read_header(path: Path) -> dict[str, str]:
     """What a file says about itself: its model's fingerprint and dtype, among others. Raises ValueError if it is no memory."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            about = file.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(f"memory {path} cannot be read: {error}") from error
+    about = read_about("memory", path, _maker(path))
     _checked_header(path, about)
     return about
 
 
 def read_memory(path: Path, model: Any, verify: bool) -> Contents:
     """Read what `write_memory` has written, of a text that this model has read. Raises ValueError on any other file."""
-    about, tensors = read_tensors("memory", path, f"Memory.read(...).save({str(path)!r})")
+    about, tensors = read_tensors("memory", path, _maker(path))
     method, reading, layers = _checked_header(path, about)
     check_model(f"memory {path}", about["fingerprint"], about["dtype"], model)
     if verify:
@@ -171,6 +165,10 @@ def check_model(what: str, made_with: str, dtype: str, model: Any) -> None:
     raise ValueError(f"{what} was made with another model; let this one read the text, with Memory.read")
 
 
+def _maker(path: Path) -> str:
+    return f"Memory.read(...).save({str(path)!r})"
+
+
 def _checked_header(path: Path, about: dict[str, str]) -> tuple[Cells, Reading, int]:
     check_format("memory", path, about, (FORMAT, VERSION), "let the model read the text again, with Memory.read")
     try:
@@ -185,9 +183,14 @@ def _checked_header(path: Path, about: dict[str, str]) -> tuple[Cells, Reading, 
 
 
 def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method: Cells) -> list[dict[str, Tensor]]:
-    wanted = {TOKENS, BOUNDS} | {f"layers.{number}.{name}" for number in range(layers) for name in TENSORS}
-    if set(tensors) != wanted:
-        raise ValueError(f"memory {path} has the wrong tensors; {sorted(set(tensors) ^ wanted)[:3]} are missing or unknown")
+    # No more names are made than there are tensors, however many layers the header speaks of.
+    named = (f"layers.{number}.{name}" for number in range(layers) for name in TENSORS)
+    wrong = list(islice((name for name in chain((TOKENS, BOUNDS), named) if name not in tensors), 3))
+    if not wrong and len(tensors) > 2 + layers * len(TENSORS):
+        of_layers = {f"layers.{number}.{name}" for number in range(layers) for name in TENSORS}
+        wrong = sorted(set(tensors) - {TOKENS, BOUNDS} - of_layers)[:3]
+    if wrong:
+        raise ValueError(f"memory {path} has the wrong tensors; {wrong} are missing or unknown")
     shape, dtype = tuple(tensors[TOKENS].shape), tensors[TOKENS].dtype
     if len(shape) != 2 or shape[0] != 1 or dtype != torch.int64:
         raise ValueError(f"memory {path} has tokens of shape {shape} and {dtype}, not [1, length] and torch.int64")

@@ -99,7 +99,7 @@ class IndexStore:
     in float32 (float64 if they are), and their tables double when they are full. A key or value that is not finite makes NaN of
     all rows of its head that see it.
 
-    Every operation succeeds, or leaves the store as it was.
+    Every operation succeeds, or leaves the store as it was; only random numbers that were drawn are gone.
 
     Example:
         >>> from nearfield.knn.store import IndexStore

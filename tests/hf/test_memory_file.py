@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import stat
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +115,12 @@ def test_a_failed_save_leaves_what_was_there(
     if not there:
         saved.unlink()
 
-    def fail(tensors: Any, path: str, metadata: Any) -> None:
-        Path(path).write_bytes(before[: len(before) // 2])
+    def fail(file: Any, *_: Any) -> None:
+        file.write(before[: len(before) // 2])
         raise failure
 
     memory = hf.Memory.read(nets[1], tokens(1, 20), FEW)
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    monkeypatch.setattr("nearfield.tensor_file._write", fail)
     with pytest.raises(type(failure)):
         memory.save(saved)
     assert [path.read_bytes() for path in saved.parent.iterdir()] == ([before] if there else [])
@@ -247,6 +249,30 @@ def test_crafted_headers(nets: tuple[Any, Any], saved: Path, change: dict[str, s
     save_file(tensors, str(saved), {**about, **change})
     with pytest.raises(ValueError, match=rf"memory\.safetensors.*{message}"):
         hf.Memory.load(saved, nets[1], verify=False)
+
+
+def test_more_layers_than_there_are_tensors(nets: tuple[Any, Any], saved: Path) -> None:
+    """Refused at once: nobody goes through layers that are not there."""
+    with safe_open(str(saved), framework="pt") as file:
+        about, tensors = file.metadata(), {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    save_file(tensors, str(saved), {**about, "layers": "99999"})
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"wrong tensors; \['layers.2.keys', .*\] are missing"):
+            hf.Memory.load(saved, nets[1], verify=False)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 1.0
+
+
+def test_two_saves_are_the_same_bytes(nets: tuple[Any, Any], text: Tensor, saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    hf.Memory.load(saved, nets[1]).save(other)
+    assert other.read_bytes() == saved.read_bytes()
+    hf.Memory.read(nets[1], text, FEW).save(other)
+    assert other.read_bytes() == saved.read_bytes()
 
 
 @pytest.mark.parametrize("window", [5, 6])

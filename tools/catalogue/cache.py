@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "cache: a layer that has lost the prompt goes on",
         "CellCache._check_whole",
-        "is_whole = own + new == self.layers[first].get_seq_length()",
+        "is_whole = own + new == layers[first].get_seq_length()",
         "is_whole = True",
         ("test_cell_cache_interrupted.py",),
     ),

@@ -143,13 +143,12 @@ WAYS: dict[str, Way] = {"line": at_line, "allocation": at_allocation, "instructi
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("kind", MAKE)
 def test_an_operation_that_is_broken_off(kind: str, name: str) -> None:
-    assert_transaction(kind, name, at_line_of_stores, most=5)
+    assert_transaction(kind, name, at_line_of_stores, most=4)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("kind", MAKE)
-def test_memory_that_runs_out(kind: str, name: str) -> None:
-    assert_transaction(kind, name, at_allocation, most=3)
+def test_memory_that_runs_out(name: str) -> None:
+    assert_transaction("cells", name, at_allocation, most=3)
 
 
 @pytest.mark.slow
@@ -157,7 +156,7 @@ def test_memory_that_runs_out(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_operation_that_is_broken_off_anywhere(way: str, kind: str, name: str) -> None:
-    assert_transaction(kind, name, WAYS[way], most=None)
+    assert_transaction(kind, name, WAYS[way], most=500 if way == "instruction" else None)
 
 
 class Fails:
