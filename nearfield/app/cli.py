@@ -405,6 +405,34 @@ def chat(
         terminal.chat(_start(model, document, memory, keep, probes, device, dtype, download), sampling, system)
 
 
+@app.command()
+def serve(
+    model: str = typer.Argument(help=MODEL),
+    document: list[Path] = typer.Option([], "--document", metavar="FILE", help=DOCUMENTS),
+    memory: Path = typer.Option(None, "--memory", "-m", metavar="FILE", help=KEPT),
+    keep: bool = typer.Option(True, "--keep/--no-keep", help=KEEP),
+    probes: int = typer.Option(256, min=1, metavar="N", help=OPENED),
+    host: str = typer.Option(
+        "127.0.0.1", metavar="NAME", help="Where to listen. Others can reach it if that is not this machine."
+    ),
+    port: int = typer.Option(8000, min=0, max=65535, metavar="N", help="0 takes one that is free."),
+    waiting: int = typer.Option(8, min=0, metavar="N", help="Requests that may wait while another one is answered."),
+    seconds: float = typer.Option(300.0, min=0.1, metavar="X", help="Time for an answer, at most."),
+    tokens: int = typer.Option(512, min=1, metavar="N", help="Tokens of an answer, if a request does not say."),
+    most_tokens: int = typer.Option(4096, min=1, metavar="N", help="Tokens of any answer, at most."),
+    body: int = typer.Option(1_000_000, min=1, metavar="N", help="Bytes of a request, at most."),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Serve a language model and long documents: a page to ask questions, and /v1/chat/completions as OpenAI has it."""
+    from nearfield.app.serve import command
+
+    with _one_line_errors():
+        start = _start(model, document, memory, keep, probes, device, dtype, download)
+        command.serve(start, host, port, waiting, seconds, tokens, most_tokens, body)
+
+
 def _start(
     model: str, documents: list[Path], memory: Path | None, keep: bool, probes: int, device: str, dtype: str, download: bool
 ) -> Start:

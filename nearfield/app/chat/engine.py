@@ -27,7 +27,11 @@ WATCH_EVERY = {"cuda": 4}
 """Every how many steps heavy keys are counted. On a GPU that takes a slower path; elsewhere it costs next to nothing."""
 
 
-class TooLong(ValueError):
+class Unanswerable(ValueError):
+    """A chat that this model cannot go on with."""
+
+
+class TooLong(Unanswerable):
     """A prompt that leaves no room for an answer."""
 
 
@@ -109,7 +113,7 @@ class Engine:
         """tokens that a chat may have, with its answer"""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a chat that the model is to go on with. Raises ValueError if the model's template refuses it."""
+        """Tokens of a chat that the model is to go on with. Raises `Unanswerable` if the model's template refuses it."""
         text, is_chat = self._rendered(messages), bool(getattr(self.tokenizer, "chat_template", None))
         first = beginning(self.tokenizer)
         found = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -127,7 +131,7 @@ class Engine:
         try:
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
-            raise ValueError(f"the chat template of this model refuses these messages: {error}") from error
+            raise Unanswerable(f"the chat template of this model refuses these messages: {error}") from error
 
     def answer(
         self,
@@ -143,7 +147,7 @@ class Engine:
         """
         prompt = self.prompt(messages)
         if not prompt:
-            raise ValueError("the chat has no tokens; say something")
+            raise Unanswerable("the chat has no tokens; say something")
         if len(prompt) >= self.room:
             raise TooLong(f"the chat has {len(prompt)} tokens, but there is room for {self.room} with the answer")
         kept = Session() if session is None else session

@@ -31,7 +31,7 @@ def chat(start: Start, sampling: dict[str, float], system: str) -> None:
 
 def talk(engine: Engine, sampling: Sampling, before: list[Message], console: Console) -> None:
     """Read questions until there are no more, and answer each."""
-    from nearfield.app.chat.engine import Message, Session, TooLong
+    from nearfield.app.chat.engine import Message, Session, TooLong, Unanswerable
 
     session, messages = Session(), list(before)
     while (said := _question(console)) is not None:
@@ -51,11 +51,11 @@ def talk(engine: Engine, sampling: Sampling, before: list[Message], console: Con
                 console.print("\nstopped; the question is forgotten", style="dim")
             except TooLong as error:
                 console.print(f"{error}; /reset begins a new chat", style="yellow", highlight=False)
-            except ValueError as error:
+            except Unanswerable as error:
                 console.print(str(error), style="yellow", highlight=False, markup=False)
             else:
                 _write("\n")
-                _report(answer, console)
+                _report(answer, engine.documents is not None, console)
                 messages = [*asked, Message("assistant", answer.text)]
 
 
@@ -95,8 +95,10 @@ def _interrupted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _report(answer: Answer, console: Console) -> None:
+def _report(answer: Answer, has_documents: bool, console: Console) -> None:
     """What the answer's heads looked at, how fast it was, and how far attention was off."""
+    if has_documents and not answer.citations:
+        console.print("no passage of the documents stood out", style="dim")
     for number, found in enumerate(answer.citations, 1):
         where = f"{found.document}, line {found.line} ({found.position:.0%}), {found.share:.0%} of looks"
         console.print(f"[{number}] {where}: {found.excerpt}", style="cyan", highlight=False, markup=False, soft_wrap=True)
