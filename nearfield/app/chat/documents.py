@@ -15,14 +15,14 @@ from nearfield.app.evaluate.models import read_text
 STRIDE, BLOCKS = 16, 4
 """A passage has this many blocks of so many tokens."""
 
-EXCERPT = 200
+EXCERPT = 240
 """Characters to show of a passage."""
 
 CITED = 3
 """Passages to cite, at most."""
 
-LEAST = 2
-"""Times that heads have looked into a passage which is cited; what happens once may be chance."""
+LEAST, LEAST_SHARE = 2, 0.05
+"""Times that heads have looked into a passage which is cited, and their share of all; what is less may be chance."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Documents:
         while len(found) < CITED:
             sums = torch.nn.functional.pad(left, (0, BLOCKS - 1)).unfold(0, BLOCKS, 1).sum(1)
             best = int(sums.argmax()) if len(sums) else 0
-            if not len(sums) or int(sums[best]) < LEAST:
+            if not len(sums) or int(sums[best]) < max(LEAST, LEAST_SHARE * total):
                 break
             # Of passages with the same sum, the one in whose middle the looks are.
             best = max(0, best - int((left[best : best + BLOCKS].flip(0) == 0).long().cumprod(0).sum()) // 2)

@@ -25,7 +25,7 @@ def chat(start: Start, sampling: dict[str, float], system: str) -> None:
     engine = start.engine(console)
     from nearfield.app.chat.engine import Message, Sampling
 
-    console.print(f"{len(start.documents)} documents; {COMMANDS}", style="dim", highlight=False)
+    console.print(f"documents: {len(start.documents)}; {COMMANDS}", style="dim", highlight=False)
     talk(engine, Sampling(**sampling), [Message("system", system)] if system else [], console)  # type: ignore[arg-type]
 
 
@@ -108,12 +108,12 @@ def _report(answer: Answer, has_documents: bool, console: Console) -> None:
 def summary(answer: Answer) -> str:
     """One line about an answer."""
     ended = {"stop": "", "length": ", cut at the limit", "cut": ", stopped"}[answer.finish]
-    parts = [f"{answer.tokens} tokens{ended}", f"the first after {answer.seconds:.1f} s"]
+    parts = [f"tokens: {answer.tokens}{ended}", f"the first after {answer.seconds:.1f} s"]
     if answer.rate is not None:
         parts.append(f"{answer.rate:.1f} tokens per second")
     if answer.error is not None:
         error = answer.error
         parts.append(
-            f"error of attention {error.mean:.2%} on average, {error.worst:.2%} in the worst head ({error.steps} tokens audited)"
+            f"error of attention {error.mean:.2%} on average, {error.worst:.2%} in the worst head (audited: {error.steps})"
         )
     return "; ".join(parts)

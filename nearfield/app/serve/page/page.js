@@ -132,6 +132,7 @@ async function send() {
       asked.remove();
       item.remove();
       at("question").value = question;
+      at("empty").hidden = at("chat").children.length > 0;
     }
     running = null;
     at("send").disabled = false;
