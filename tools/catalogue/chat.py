@@ -12,7 +12,7 @@ SESSION = "test_a_session_reads_only_what_is_new_and_changes_no_answer"
 MUTANTS = (
     Mutant("chat: looks of another head", "HeavyKeys.add", "row // (len(place) // len(order))", "row * 0", (COUNTED,)),
     Mutant("chat: places taken for positions", "HeavyKeys.add", "order[head, found] + bounds", "found * 0 + bounds", (COUNTED,)),
-    Mutant("chat: a single look is cited", "LEAST", "2, 0.05", "1, 0.05", ("test_citations_name_file_line_and_words",)),
+    Mutant("chat: a single look is cited", "documents:LEAST", "2, 0.05", "1, 0.05", ("test_citations_name_file_line_and_words",)),
     Mutant("chat: a passage is cited twice", "Documents.cite", "= 0\n", "-= 0\n", ("test_citations_name_file_line_and_words",)),
     Mutant(
         "chat: half a character",
@@ -47,7 +47,9 @@ MUTANTS = (
         ("test_a_failure_or_an_interrupt_leaves_no_half_read_cache",),
     ),
     Mutant("chat: no audit", "_Listener._set", "step in AUDITED", "False", ("test_the_error_of_attention_is_told",)),
-    Mutant("chat: the seed counts for nothing", "_seeded", "torch.manual_seed(seed)", "pass", ("test_stop_strings_and_seeds",)),
+    Mutant(
+        "chat: the seed counts for nothing", "engine:_seeded", "torch.manual_seed(seed)", "pass", ("test_stop_strings_and_seeds",)
+    ),
     Mutant(
         "chat: Ctrl-C is not heard",
         "_interrupted",
