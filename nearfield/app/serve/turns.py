@@ -54,8 +54,9 @@ class Turns:
         self._is_closed.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    async def run(self, asked: Asked, heard: Callable[[str], None], is_left: threading.Event) -> Answer:
-        """The answer to a request, when it is its turn. `heard` is called in the model's thread."""
+    async def run(self, asked: Asked, heard: Callable[[str], None]) -> Answer:
+        """The answer to a request, when it is its turn; cancelled, it stops the model. `heard` is called in its thread."""
+        is_left = threading.Event()
         async with self._turn:
             end = time.monotonic() + self.limits.seconds
             work = asyncio.get_running_loop().run_in_executor(
@@ -83,7 +84,6 @@ class Turn:
 
     def __init__(self, turns: Turns, asked: Asked) -> None:
         self._turns, self._asked = turns, asked
-        self._is_left = threading.Event()
         self._said: asyncio.Queue[str | None] = asyncio.Queue()
         self._work: asyncio.Task[Answer] | None = None
 
@@ -95,7 +95,7 @@ class Turn:
             loop.call_soon_threadsafe(self._said.put_nowait, text)
 
         # The work goes on while words are sent: a client that reads slowly does not keep others waiting.
-        self._work = asyncio.create_task(self._turns.run(self._asked, heard, self._is_left))
+        self._work = asyncio.create_task(self._turns.run(self._asked, heard))
         self._work.add_done_callback(self._done)
         return self
 
@@ -106,9 +106,8 @@ class Turn:
             work.exception()  # whoever has left does not ask for it
 
     async def __aexit__(self, *error: object) -> None:
-        self._is_left.set()
         if self._work is not None:
-            self._work.cancel()  # if it still waits for its turn
+            self._work.cancel()
 
     async def words(self) -> AsyncIterator[str]:
         while (text := await self._said.get()) is not None:
