@@ -1,4 +1,4 @@
-"""The command line: `nearfield plan`, `explain`, `demo`, `bench`, `eval`, `tune`, `remember` and `ask`."""
+"""The command line: `nearfield plan`, `explain`, `demo`, `bench`, `eval`, `tune`, `remember`, `ask`, `chat` and `serve`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nearfield import __version__, crossover, user_cache
 from nearfield.app import arguments, wide_console
@@ -24,6 +25,9 @@ except ImportError as error:
     if __name__ == "__main__":
         sys.exit(NEEDS)
     raise ImportError(NEEDS) from error
+
+if TYPE_CHECKING:
+    from nearfield.app.chat.start import Start
 
 app = typer.Typer(
     cls=Commands,
@@ -362,6 +366,80 @@ def ask(
             dtype=arguments.dtype(dtype) if dtype else None,
             download=download,
         )
+
+
+DOCUMENTS = "A text file in UTF-8 to answer questions about; may be repeated. It is read once, before the first question."
+
+KEPT = "File for what is kept of the documents. Default: beside the first one, with .memory after its name."
+
+KEEP = "Keep what was read in a file, so that the next start finds it."
+
+OPENED = "Cells that a token opens, of 16 keys and more."
+
+
+@app.command()
+def chat(
+    model: str = typer.Argument(help=MODEL),
+    document: list[Path] = typer.Option([], "--document", metavar="FILE", help=DOCUMENTS),
+    memory: Path = typer.Option(None, "--memory", "-m", metavar="FILE", help=KEPT),
+    keep: bool = typer.Option(True, "--keep/--no-keep", help=KEEP),
+    probes: int = typer.Option(256, min=1, metavar="N", help=OPENED),
+    tokens: int = typer.Option(512, min=1, metavar="N", help="Tokens of an answer, at most."),
+    temperature: float = typer.Option(0.0, min=0.0, max=2.0, metavar="X", help="0 takes the likeliest token."),
+    top_p: float = typer.Option(1.0, min=0.01, max=1.0, metavar="X", help="Draw from the likeliest tokens of this weight."),
+    seed: int = typer.Option(0, metavar="N", help="Seed of what is drawn."),
+    system: str = typer.Option("", metavar="TEXT", help="What the model is told before the chat, if its template knows that."),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Chat with a language model about long documents. Each answer comes with the passages that it looked at.
+
+    One question per line; /reset begins a new chat, /quit leaves, and Ctrl-C stops an answer.
+    """
+    from nearfield.app.chat import terminal
+
+    with _one_line_errors():
+        arguments.check_seed(seed)
+        sampling = {"max_tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        terminal.chat(_start(model, document, memory, keep, probes, device, dtype, download), sampling, system)
+
+
+@app.command()
+def serve(
+    model: str = typer.Argument(help=MODEL),
+    document: list[Path] = typer.Option([], "--document", metavar="FILE", help=DOCUMENTS),
+    memory: Path = typer.Option(None, "--memory", "-m", metavar="FILE", help=KEPT),
+    keep: bool = typer.Option(True, "--keep/--no-keep", help=KEEP),
+    probes: int = typer.Option(256, min=1, metavar="N", help=OPENED),
+    host: str = typer.Option(
+        "127.0.0.1", metavar="NAME", help="Where to listen. Others can reach it if that is not this machine."
+    ),
+    port: int = typer.Option(8000, min=0, max=65535, metavar="N", help="0 takes one that is free."),
+    waiting: int = typer.Option(8, min=0, metavar="N", help="Requests that may wait while another one is answered."),
+    seconds: float = typer.Option(300.0, min=0.1, metavar="X", help="Time for an answer, at most."),
+    tokens: int = typer.Option(512, min=1, metavar="N", help="Tokens of an answer, if a request does not say."),
+    most_tokens: int = typer.Option(4096, min=1, metavar="N", help="Tokens of any answer, at most."),
+    body: int = typer.Option(1_000_000, min=1, metavar="N", help="Bytes of a request, at most."),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """Serve a language model and long documents: a page to ask questions, and /v1/chat/completions as OpenAI has it."""
+    from nearfield.app.serve import command
+
+    with _one_line_errors():
+        start = _start(model, document, memory, keep, probes, device, dtype, download)
+        command.serve(start, host, port, waiting, seconds, tokens, most_tokens, body)
+
+
+def _start(
+    model: str, documents: list[Path], memory: Path | None, keep: bool, probes: int, device: str, dtype: str, download: bool
+) -> Start:
+    from nearfield.app.chat.start import Start
+
+    place, kind = arguments.device(device) if device else None, arguments.dtype(dtype) if dtype else None
+    return Start(model, documents, memory, keep, probes, place, kind, download)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def remember(
 
     if positions not in (None, *POSITIONS):
         raise ValueError(f"--positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
-    model, tokenizer = _loaded(console, model_name, device, dtype, download)
+    model, tokenizer = loaded(console, model_name, device, dtype, download)
     tokens = token_ids(tokenizer, text).to(model.device)
     if tokens.shape[1] == 0:
         raise ValueError(f"{text} has no tokens; give a text to read")
@@ -87,7 +87,7 @@ def ask(
         raise ValueError(
             f"memory {memory} was made in {dtype_name(was)}; load it in {dtype_name(was)} (--dtype {dtype_name(was)})"
         )
-    model, tokenizer = _loaded(console, model_name, device, was, download)
+    model, tokenizer = loaded(console, model_name, device, was, download)
     with console.status(f"reading {memory}"):
         remembered = Memory.load(memory, model)
     # Every word is printed as soon as it is known.
@@ -106,7 +106,7 @@ def in_template(tokenizer: Any, question: str) -> str:
     return found
 
 
-def _loaded(
+def loaded(
     console: Console, name: str, device: torch.device | None, dtype: torch.dtype | None, download: bool
 ) -> tuple[Any, Any]:
     """A model that attends by nearfield, and its tokenizer."""

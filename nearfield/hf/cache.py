@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.heavy import HeavyKeys
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
@@ -337,6 +338,12 @@ class CellCache(Cache):
     def errors(self) -> dict[int, list[StepError]]:
         """By layer, the error of every call after the prompt that was made while `audit` was set."""
         return {number: layer.store.errors for number, layer in self._cell_layers().items()}
+
+    def watch(self, heavy: HeavyKeys | None) -> None:
+        """Count from now on which keys the steps of all layers look at most; None: no longer. For layers with `Cells`."""
+        for layer in self._cell_layers().values():
+            if isinstance(layer.store, CellStore):
+                layer.store.watch = heavy
 
     def plot_errors(self) -> Any:
         """A figure of `errors`: the relative error of every step, averaged over batch entries and heads, layer by layer.

@@ -6,6 +6,7 @@ from catalogue import (
     cache,
     calibrate,
     cells,
+    chat,
     commands,
     dropin,
     indices,
@@ -19,7 +20,7 @@ from catalogue import (
 )
 from catalogue.mutant import Mutant
 
-AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, pilot, theory, dropin)
+AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, chat, pilot, theory, dropin)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

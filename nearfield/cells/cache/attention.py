@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.heavy import HeavyKeys
 from nearfield.cells.cache.segments import CacheTables
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.far_field import MOST_SPREAD, best_columns, log_boost, score, squares
@@ -36,10 +37,12 @@ def scaled_queries(query: Tensor, heads: int, scale: float) -> Tensor:
     return query.to(compute).mul(scale).reshape(len(query) * heads, -1, query.shape[3])
 
 
-def cached_attention(state: CacheState, queries: Tensor, first: int, rows: int, probes: int) -> Tensor:
+def cached_attention(
+    state: CacheState, queries: Tensor, first: int, rows: int, probes: int, watch: HeavyKeys | None = None
+) -> Tensor:
     """Output `[batch * heads, group * rows, value_dim]` of `scaled_queries` of rows at the positions from `first` on.
 
-    They see all closed segments through cells, and the keys of the open end up to their own.
+    They see all closed segments through cells, and the keys of the open end up to their own. `watch` counts heavy keys.
     """
     heads, group_rows, _ = queries.shape
     near = slice(state.closed, first + rows)
@@ -66,7 +69,10 @@ def cached_attention(state: CacheState, queries: Tensor, first: int, rows: int, 
 
     own, sinks, inside, far = _softmax(state, parts)
     output = far_output(state.tables, queries, far).baddbmm_(own, values).baddbmm_(sinks, sink_values)
-    return output.add_(_from_rows(_to_rows(inside, rows) @ open_values, heads))
+    weight = _to_rows(inside, rows)
+    if watch is not None:
+        watch.add(state, place, weight)
+    return output.add_(_from_rows(weight @ open_values, heads))
 
 
 def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None) -> Routed:

@@ -79,8 +79,8 @@ def check_capturable(store: CellStore, query: Tensor) -> CacheState:
     from nearfield.cells.cache import decode
 
     state = store.state
-    if state is None or state.key_padding is not None or store.audit:
-        raise ValueError("a graph needs a store with keys, without padding and without audit")
+    if state is None or state.key_padding is not None or store.audit or store.watch is not None:
+        raise ValueError("a graph needs a store with keys, without padding, that is neither audited nor watched")
     missing = decode.unsupported(state, query, store.probes)
     if missing is not None:
         raise ValueError(f"the Triton kernels do not serve {missing}; call store.append and store.attend instead")

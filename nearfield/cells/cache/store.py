@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
+from nearfield.cells.cache.heavy import HeavyKeys
 from nearfield.cells.cache.state import CacheState, Saved
 from nearfield.cells.cache.steps import (
     StepError,
@@ -68,6 +69,8 @@ class CellStore:
         self.sizes = CacheSizes.of(self.method.segment, self.method.cell_size, self.method.window, self.method.sinks)
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
+        self.watch: HeavyKeys | None = None
+        """counts what `attend` looks at while it is set; such steps do not use the kernels, which keep no weights"""
         # All there is, in one attribute: an operation ends by setting it. While one writes over rows, `undo` has what was there.
         self._state: CacheState | None = None
 
@@ -261,7 +264,7 @@ class CellStore:
     def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
         """Attention of rows from position `first` on, which all see the same closed segments."""
         probes = self._probes(state.closed, len(state.tables))
-        if backends.runs_triton(query.device):
+        if backends.runs_triton(query.device) and self.watch is None:
             from nearfield.cells.cache import decode
 
             # The kernels see all stored keys, so they can only serve the latest row.
@@ -270,7 +273,8 @@ class CellStore:
                 rows = query.reshape(-1, query.shape[1] // state.heads, query.shape[3]).contiguous()
                 with backends.device_guard(query.device):
                     return decode.decode(state, rows, scale, probes, self.sizes.most_open(state.closed))
-        return cached_attention(state, scaled_queries(query, state.heads, scale), first, query.shape[2], probes)
+        queries = scaled_queries(query, state.heads, scale)
+        return cached_attention(state, queries, first, query.shape[2], probes, self.watch)
 
     def _rows_at_a_time(self, state: CacheState, heads: int) -> int:
         """How many rows to serve together, so that score tables and gathered keys stay within `BLOCK_BYTES`."""
