@@ -341,9 +341,12 @@ class CellCache(Cache):
 
     def watch(self, heavy: HeavyKeys | None) -> None:
         """Count from now on which keys the steps of all layers look at most; None: no longer. For layers with `Cells`."""
-        for layer in self._cell_layers().values():
-            if isinstance(layer.store, CellStore):
-                layer.store.watch = heavy
+        stores = [layer.store for layer in self._cell_layers().values()]
+        if any(isinstance(store, RequestStores) for store in stores):
+            raise ValueError("requests of different lengths cannot be watched together; watch the cache of one of them alone")
+        for store in stores:
+            if isinstance(store, CellStore):
+                store.watch = heavy
 
     def plot_errors(self) -> Any:
         """A figure of `errors`: the relative error of every step, averaged over batch entries and heads, layer by layer.

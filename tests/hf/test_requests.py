@@ -185,6 +185,7 @@ def test_bad_requests(net: Any) -> None:
         ("holds 2 requests, but the batch has 3", lambda: net(input_ids=torch.ones(3, 1).long(), past_key_values=cache)),
         ("no caches", lambda: hf.CellCache.batch([])),
         ("requests of its own", lambda: hf.CellCache.batch([cache])),
+        ("cannot be watched together", lambda: cache.watch(None)),
         ("from 0 to 1, got 2", lambda: cache.replace(2, read(net, prompts()[0]))),
         ("made by CellCache.batch", lambda: read(net, prompts()[0]).replace(0, cache)),
         ("one sequence, got a batch of 2", lambda: hf.CellCache.batch([batch_of_two(net)])),
