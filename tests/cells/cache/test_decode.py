@@ -174,7 +174,7 @@ def test_what_a_graph_cannot_go_on_with_is_said() -> None:
     with pytest.raises(ValueError, match=r"store\.attend instead"):
         check_capturable(store, query.double())
     store.audit = True
-    with pytest.raises(ValueError, match="without audit"):
+    with pytest.raises(ValueError, match="neither audited nor watched"):
         check_capturable(store, query)
     store.audit = False
     store.append(*torch.randn(2, 2, 2, 1, 16, device=DEVICE), torch.tensor([[True], [False]]))
