@@ -297,4 +297,18 @@ MUTANTS = (
         "(lambda *_: None)(",
         ("test_memory_file.py",),
     ),
+    Mutant(
+        "decode: a list of launches for fewer cells",
+        "decode:decode",
+        "sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks",
+        "sizes = keys.offset, state.sizes.sinks",
+        ("test_the_kernels_of_a_step_are_launched_from_a_list",),
+    ),
+    Mutant(
+        "decode: a list of launches for other memory",
+        "decode:_read_by",
+        "[keys.storage, values.storage, keys.base, values.base, state.sinks, state.device_length.tensor]",
+        "[keys.storage, values.storage, keys.base, values.base, state.sinks]",
+        ("test_the_kernels_of_a_step_are_launched_from_a_list",),
+    ),
 )

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import RECENT
+from nearfield.cells.cache.segments import PER_CELL
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts, read_cells, score_cells
 from nearfield.cells.triton.limits import MOST_PROGRAMS, unsupported_step
 from nearfield.cells.triton.tuning import decode_tiles
+from nearfield.kernels import cards
 from nearfield.kernels.launch import cdiv, dependent_launch, next_power_of_2, padded, precision
+from nearfield.kernels.replay import form, replayed
 
 STEPS = 8
 """Cuts of the range of scores into four: cells whose scores differ by less than a 65,536th of it count as equally good."""
@@ -44,22 +47,45 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
 
     `most_open`: how many keys may be in no closed segment; a captured graph serves all lengths up to it.
     """
-    entries, group, dim = queries.shape
-    keys, values, tables = state.keys, state.values, state.tables
-    value_dim, cells = values.storage.shape[3], len(tables)
+    keys, values = state.keys, state.values
     open_end = state.length - state.closed
     if keys.offset != values.offset:
         raise RuntimeError(f"keys from {keys.offset} on are stored, and values from {values.offset} on: the cache is broken")
     if open_end > most_open:
         raise ValueError(f"{open_end} keys are in no closed segment, and there may be at most {most_open}")
     is_captured = queries.is_cuda and torch.cuda.is_current_stream_capturing()
+    # Rounded up, so that the kernels of a step are those of the step before.
+    reserved = most_open if is_captured else min(most_open, next_power_of_2(open_end))
+    state.sync_device_length()
+    if state.key_padding is not None:  # which is a longer tensor at every step
+        return _decode(state, queries, scale, probes, reserved)
+    given = [queries, *_read_by(state)]
+    sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks
+    forms = [(x.shape[:2], x.shape[3:], form(x)) for x in given]
+    key = ("decode", scale, probes, reserved, sizes, *forms, cards.imposed_class())
+    return replayed(key, given, lambda: [_decode(state, queries, scale, probes, reserved)])[0]
+
+
+def _read_by(state: CacheState) -> list[Tensor]:
+    """What a step without padding reads of a state, each tensor once."""
+    tables, keys, values = state.tables, state.keys, state.values
+    tensors = [keys.storage, values.storage, keys.base, values.base, state.sinks, state.device_length.tensor]
+    tensors += [tables.cross, tables.pooled, *(getattr(tables, name).storage for name in PER_CELL)]
+    return [x for x in tensors if x is not None]
+
+
+def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reserved: int) -> Tensor:
+    """`decode`, with programs for `reserved` keys in no closed segment."""
+    entries, group, dim = queries.shape
+    keys, values, tables = state.keys, state.values, state.tables
+    value_dim, cells = values.storage.shape[3], len(tables)
     tiles = decode_tiles(max(dim, value_dim), queries.dtype, queries.device)
     members, probes = next_power_of_2(group), min(probes, cells)
     cell_tiles = cdiv(cells, tiles.cells)
     padded_cells = tiles.cells * cell_tiles
     candidates = _candidates(padded_cells, probes)
 
-    open_end_parts = cdiv(most_open if is_captured else open_end, tiles.open_end * tiles.open_end_tiles)
+    open_end_parts = cdiv(reserved, tiles.open_end * tiles.open_end_tiles)
     first_far = open_end_parts + 1
     far_parts = cdiv(padded_cells, tiles.far)
     readers = min(probes * cdiv(state.closed, tiles.opened * max(1, cells)), MOST_PROGRAMS)
@@ -73,7 +99,7 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
     grain_best = torch.empty(rows, max(1, padded_cells // GRAIN), dtype=torch.float32, device=device)
     opened, grain_list = torch.empty(2, entries, max(1, probes), dtype=torch.int32, device=device)
     output = queries.new_empty(entries, group, value_dim)
-    device_length = state.sync_device_length()
+    device_length = state.device_length.tensor
 
     key_base, value_base = (buffer.storage if buffer.base is None else buffer.base for buffer in (keys, values))
     key_batch, value_batch = (x.stride(0) if len(x) > 1 else 0 for x in (key_base, value_base))

@@ -22,6 +22,7 @@ from nearfield.cells.cache.graph import captured_reads, check_capturable
 from nearfield.cells.triton import far_field
 from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts
 from nearfield.cells.triton.tuning import decode_tiles
+from nearfield.kernels import replay
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {"cell_size": 4, "sinks": 5, "window": 8}
@@ -151,6 +152,29 @@ def test_a_mask_of_any_layout() -> None:
     store.mark(counts)
     counts[:] = False
     assert_alike((both(store)[0], both(other)[1]))
+
+
+def test_the_kernels_of_a_step_are_launched_from_a_list() -> None:
+    """From the third step on, and for another store of the same sizes at once. A closed segment is another list."""
+    replay.forget()
+    stores = [CellStore(nf.Cells(probes=3, segment=32, **SIZES)) for _ in range(2)]
+    for number, store in enumerate(stores):
+        store.append(*torch.randn(2, 2, 2, 140, 16, generator=seeded(number)).to(DEVICE))
+        store.close()
+    recorded: list[int] = []
+    for turn in range(4):
+        for number, store in enumerate(stores):
+            assert_alike(both(store))
+            recorded.append(sum(isinstance(tape, replay.Tape) for tape in replay._TAPES.values()))
+            store.append(*torch.randn(2, 2, 2, 1, 16, generator=seeded(10 * turn + number)).to(DEVICE))
+    # Appending to a full buffer moves it, and its rows lie further apart: another list.
+    assert recorded == [0, 1, 1, 2, 2, 2, 2, 2]
+    # The same memory with fewer cells in it, and as many keys outside of them.
+    closed, length = the(stores[1]).closed, stores[1].length
+    stores[1].crop(length - 32)
+    assert the(stores[1]).closed == closed - 32
+    assert_alike(both(stores[1]))
+    replay.forget()
 
 
 def test_a_graph_knows_what_it_was_captured_for() -> None:
