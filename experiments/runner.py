@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import replace
 
 import torch
@@ -66,13 +66,21 @@ def in_turn(todo: list[Unit], store: Store, say: Callable[[str], None]) -> Measu
 
 
 def side_by_side(experiment: Experiment, settings: Settings, todo: list[Unit], say: Callable[[str], None]) -> Measured:
-    """As they end. A unit is measured by a process that makes the plan again: what it calls cannot be sent there."""
+    """As they end. A unit is measured by a process that makes the plan again: what it calls cannot be sent there.
+
+    Where one fails, the others come to their end first.
+    """
     say(f"{settings.jobs} at a time")
     with ProcessPoolExecutor(settings.jobs, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(alone, experiment.plan, settings, unit.key): unit for unit in todo}
         try:
+            ended = list[Future[tuple[Rows, float]]]()
             for future in as_completed(running):
-                yield running[future], *future.result()
+                if future.exception() is None:
+                    yield running[future], *future.result()
+                ended.append(future)
+            for future in ended:
+                future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -344,8 +344,11 @@ class Ahead:
         if self.likely is None:
             return
         method, exact_heads = self.likely
-        with torch.set_grad_enabled(self.grads):
-            self.begun = run_choice(Choice(method, [], None, prepared, exact_heads), self.problem, self.own)
+        try:
+            with torch.set_grad_enabled(self.grads):
+                self.begun = run_choice(Choice(method, [], None, prepared, exact_heads), self.problem, self.own)
+        except torch.OutOfMemoryError:  # The pilot may choose what needs less.
+            self.begun = None
 
     def outcome(self, choice: Choice) -> Outcome:
         """What the pilot chose, which may have been begun."""

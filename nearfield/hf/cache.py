@@ -232,11 +232,9 @@ class CellCache(Cache):
     def lengths(self) -> list[int]:
         """How many keys each entry of the batch has; of a cache with padding, its padding among them."""
         layer = next(iter(self._cell_layers().values()), None)
-        if layer is None or not layer.store.length:
+        if layer is None:
             return []
-        if isinstance(layer.store, RequestStores):
-            return layer.store.lengths
-        return [layer.store.length] * layer.store.entries
+        return layer.store.lengths if isinstance(layer.store, RequestStores) else [layer.store.length] * layer.store.entries
 
     def attention_mask(self, new: int = 1) -> Tensor:
         """`[batch, keys + new]`, 0 before the first key of each request: the mask of a step with so many new tokens."""
@@ -265,11 +263,7 @@ class CellCache(Cache):
 
     def _check_whole(self, layer_idx: int, new: int) -> None:
         """Raise unless all layers before this one have `new` tokens more than those from this one on, which are alike."""
-        if self._torn is not None:
-            raise RuntimeError(
-                f"{self._torn} was interrupted, and the layers of this cache may no longer have the same batch entries in the "
-                "same order; call reset() and begin again"
-            )
+        self.check_torn()
         first = next((i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)), layer_idx)
         layers: list[Any] = self.layers
         own = layers[layer_idx].get_seq_length() if layer_idx < len(layers) else 0
@@ -294,21 +288,39 @@ class CellCache(Cache):
     @contextmanager
     def in_one_go(self, name: str) -> Iterator[None]:
         """For what changes layer after layer: if it ends half-way, the cache refuses to be used."""
+        self.check_torn()
         self._torn = name
         yield
         self._torn = None
 
+    def check_torn(self) -> None:
+        """Raise if some layers may have seen an operation that others have not."""
+        if self._torn is not None:
+            raise RuntimeError(
+                f"{self._torn} was interrupted, and the layers of this cache may no longer hold the same tokens of the same "
+                "batch entries; call reset() and begin again"
+            )
+
     def _in_all_layers(self, name: str, argument: Any) -> None:
         """Call a method of all layers. If that ends half-way, the cache refuses to be used."""
+        self.check_torn()
         self._torn = name
         for number, layer in enumerate(self.layers):
             try:
                 getattr(layer, name)(argument)
-            except Exception:
-                if number == 0 and isinstance(layer, CellLayer):
-                    self._torn = None  # A layer of ours that raises is as it was.
+            except Exception as error:
+                # A layer of ours that raises is as it was; requests are where they have refused.
+                if number == 0 and (type(layer) is CellLayer or (type(layer) is RequestLayer and type(error) is ValueError)):
+                    self._torn = None
                 raise
         self._torn = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if any(isinstance(layer, RequestLayer) for layer in self.layers):
+            # Lengths of layers would not tell: they are those of the longest request.
+            self._in_all_layers("crop", tokens_to_remove)
+        else:
+            super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._in_all_layers("reorder_cache", beam_idx)

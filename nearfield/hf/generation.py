@@ -28,7 +28,8 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, gr
             its last token, and keeps a cache of its own; from there on all of them are continued together. Nothing is padded, and
             each gets the tokens that it gets alone (up to the rounding of products with more rows; with sampling, other draws).
             So it is with a batch that is padded on the left, unless a `cache` is given, or the options ask for beams or several
-            results.
+            results. Rules of Transformers that count tokens (`max_length`, n-grams that are not to be repeated) see the padded
+            batch; use `max_new_tokens`.
         cache: what to use; None: `CellCache(config=model.config)`. For a list of prompts, a cache made by `CellCache.batch` whose
             requests have read all of their prompts but the last token; None: they are read here.
         graph: whether a step of the whole model, from token to logits, is captured in a CUDA graph and replayed, so that a step
@@ -87,12 +88,14 @@ def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, graph: boo
 def _run(model: Any, ids: Tensor, cache: CellCache, graph: bool | None, options: dict[str, Any]) -> Any:
     if graph is False or (graph is None and not _is_one(model, options, "num_beams")):
         return model.generate(ids, past_key_values=cache, **options)
+    if not _is_one(model, options, "num_beams"):
+        raise ValueError("graph=True, but beams change places at every step; leave out graph, or num_beams")
     with stepping(model, cache, graph):
         return model.generate(ids, past_key_values=cache, **options)
 
 
 def _is_one(model: Any, options: dict[str, Any], name: str) -> bool:
-    return (options.get(name) or getattr(_settings(model, options), name, None) or 1) == 1
+    return (_option(model, options, name) or 1) == 1
 
 
 def _starts(mask: Tensor) -> list[int] | None:
@@ -104,13 +107,18 @@ def _starts(mask: Tensor) -> list[int] | None:
     return starts.tolist() if int(starts.max()) < counts.shape[1] else None
 
 
-def _settings(model: Any, options: dict[str, Any]) -> Any:
-    return options.get("generation_config") or model.generation_config
+def _option(model: Any, options: dict[str, Any], name: str) -> Any:
+    """As Transformers finds it: given, or in a configuration that is given, or in that of the model."""
+    for place in (options.get("generation_config"), model.generation_config):
+        if options.get(name) is None and getattr(place, name, None) is not None:
+            return getattr(place, name)
+    return options.get(name)
 
 
 def _read_prompts(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> list[CellCache]:
     """A cache for each prompt, which holds all of its tokens but the last."""
-    chunk = options.pop("prefill_chunk_size", None) or getattr(_settings(model, options), "prefill_chunk_size", None)
+    chunk = _option(model, options, "prefill_chunk_size")
+    options.pop("prefill_chunk_size", None)
     caches = [CellCache(config=model.config) for _ in prompts]
     for ids, own in zip(prompts, caches, strict=True):
         read_prompt(model, ids[:-1], own, chunk)
@@ -125,22 +133,27 @@ def _continue_requests(
     for name in ("attention_mask", "position_ids", "past_key_values", "inputs_embeds"):
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for a list of prompts, which need none; leave it out, or pass prompts as one tensor")
+    for name in ("num_beams", "num_return_sequences"):
+        if not _is_one(model, options, name):
+            raise ValueError(f"{name}={_option(model, options, name)} needs prompts of one length; pass them as one tensor")
     if cache is None:
         cache = CellCache.batch(_read_prompts(model, prompts, options))
     expected = [len(ids) - 1 for ids in prompts]
-    if any(expected) and _checked(cache).lengths != expected:
+    if _checked(cache).lengths != expected:
         raise ValueError(
             f"the cache must hold all tokens of each prompt but the last, {expected}, got {cache.lengths}; make it with "
             "CellCache.batch"
         )
     longest = max(map(len, prompts))
-    # Padding is in no cache; Transformers wants a rectangle.
-    ids = torch.stack([torch.nn.functional.pad(x, (longest - len(x), 0)) for x in prompts])
+    # Padding is in no cache; Transformers wants a rectangle. Its penalties for repeated tokens count all of it, so they get none
+    # that a prompt does not have.
+    ids = torch.stack([torch.cat([x[:1].expand(longest - len(x)), x]) for x in prompts])
     mask = torch.stack([torch.arange(longest) >= longest - len(x) for x in prompts]).long().to(ids.device)
     found = _run(model, ids, cache, graph, {"attention_mask": mask, **options})
     if not isinstance(found, Tensor):
         return found
-    ends = _ends(options, _settings(model, options), found.device)
+    end = _option(model, options, "eos_token_id")
+    ends = torch.as_tensor([] if end is None else end, device=found.device).view(-1)
     return [_own_tokens(row, longest - len(prompt), longest, ends) for row, prompt in zip(found, prompts, strict=True)]
 
 
@@ -148,12 +161,6 @@ def _own_tokens(row: Tensor, start: int, longest: int, ends: Tensor) -> Tensor:
     """The tokens of one request: without padding before it, and after its end."""
     ended = torch.isin(row[longest:], ends).nonzero()
     return row[start : longest + int(ended[0]) + 1] if len(ended) else row[start:]
-
-
-def _ends(options: dict[str, Any], settings: Any, device: torch.device) -> Tensor:
-    """The tokens that end a sequence."""
-    given = options.get("eos_token_id", getattr(settings, "eos_token_id", None))
-    return torch.as_tensor([] if given is None else given, device=device).view(-1)
 
 
 def _as_ids(prompt: Any, number: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -31,6 +32,10 @@ IGNORED = {"attention_mask", "use_cache", "return_dict", "logits_to_keep", "toke
 knows its padding, and all else is as it was when the graph was captured."""
 
 
+EMPTY = "a request has no keys yet"
+_LOCK = threading.Lock()
+
+
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
@@ -53,16 +58,27 @@ class ModelStep:
         self.captures = 0
         """how often it was captured"""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the graph that was captured serves the next step."""
+        return self._captured is not None and all(map(_serves, stores_of(self.cache), self._captured.reads))
+
+    def prepare(self, ids: Tensor, positions: Tensor) -> None:
+        """Capture a graph, unless there is one for the next step. If that fails, nothing has happened to the cache."""
+        self.cache.check_torn()
+        if not self.is_ready or ids.shape != self.ids.shape:
+            self._captured = None  # Its memory is needed.
+            with backends.device_guard(ids.device):
+                self._captured = self._capture(ids, positions)
+
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        stores = stores_of(self.cache)
+        self.prepare(ids, positions)
         with backends.device_guard(ids.device):
-            if self._captured is None or not all(map(_serves, stores, self._captured.reads)) or ids.shape != self.ids.shape:
-                self._captured = None
-                self._capture(stores, ids, positions)
             captured = self._captured
             assert captured is not None
             self.ids.copy_(ids)
             self.positions.copy_(positions)
+            stores = stores_of(self.cache)
             states = [_state(store) for store in stores]
             for state in states:
                 state.sync_device_length()
@@ -76,8 +92,9 @@ class ModelStep:
                 store.state = state
         return captured.logits
 
-    def _capture(self, stores: list[CellStore], ids: Tensor, positions: Tensor) -> None:
+    def _capture(self, ids: Tensor, positions: Tensor) -> Captured:
         self.ids, self.positions = ids.clone(), positions.clone()
+        stores = stores_of(self.cache)
         for store in stores:
             store.close()
             store.reserve(store.sizes.next_close(store.closed) - store.length)
@@ -88,17 +105,19 @@ class ModelStep:
         # Outside of the graph first: it compiles kernels, and the device learns the number of keys.
         side, here = torch.cuda.Stream(ids.device), torch.cuda.current_stream(ids.device)
         side.wait_stream(here)
-        with torch.cuda.stream(side), _on_trial(self.cache):
-            self.forward(**options)
-        here.wait_stream(side)
+        try:
+            with torch.cuda.stream(side), _on_trial(self.cache):
+                self.forward(**options)
+        finally:
+            here.wait_stream(side)
         for store in stores:
             _state(store).sync_device_length()
         self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
         graph = torch.cuda.CUDAGraph()
         with _on_trial(self.cache), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self.forward(**options).logits
-        self._captured = Captured(graph, logits, [_reads(_state(store)) for store in stores])
         self.captures += 1
+        return Captured(graph, logits, [_reads(_state(store)) for store in stores])
 
 
 def _reads(state: CacheState) -> tuple[Any, ...]:
@@ -109,7 +128,9 @@ def _reads(state: CacheState) -> tuple[Any, ...]:
 
 def _serves(store: CellStore, reads: tuple[Any, ...]) -> bool:
     """Whether a graph that was captured for `reads` is right for the next step of a store."""
-    state = _state(store)
+    state = store.state
+    if state is None or store.audit or store.watch is not None:
+        return False
     has_room = state.length - state.keys.offset < state.keys.storage.shape[2]
     in_time = state.length < store.sizes.next_close(state.closed)
     return has_room and in_time and state.key_padding is None and all(x is y for x, y in zip(_reads(state), reads, strict=True))
@@ -145,12 +166,15 @@ def stores_of(cache: CellCache) -> list[CellStore]:
     return found
 
 
-def why_not(model: Any, cache: CellCache) -> str | None:
-    """What keeps the steps of a model from being captured; None: nothing."""
+def why_not(model: Any, cache: CellCache, mask: Tensor | None = None) -> str | None:
+    """What keeps the next step of a model from being captured; None: nothing. With a mask, this waits for the device."""
     device = model.device
     if not backends.runs_triton(device):
         return f"the model is on {device}, where no Triton kernels run"
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if any(x.device != device for x in model.parameters()):
+        return "the model is on several devices"
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]  # one for each kind of layer
     kinds = {str(x.get("rope_type", "default")) for x in ropes}
     if not kinds.isdisjoint(LOOKING):
@@ -159,55 +183,85 @@ def why_not(model: Any, cache: CellCache) -> str | None:
         stores = stores_of(cache)
     except TypeError:
         return "a layer of its cache has a window, or an index"
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
     for store in stores:
         if store.state is None:
-            return "the cache is empty"
+            return EMPTY
         like = store.state.keys.storage
+        query = like.new_empty(1, 1, 1, like.shape[3]).expand(like.shape[0], config.num_attention_heads, 1, -1)
         try:
-            check_capturable(store, like.new_empty(1, 1, 1, like.shape[3]).expand(like.shape[0], heads, 1, -1))
+            check_capturable(store, query)
         except ValueError as error:
             return str(error)
-    return None
+    if mask is None:
+        return None
+    first = cache.layers[0].store  # type: ignore[union-attr]
+    expected = first.counts(1).to(mask.device) if isinstance(first, RequestStores) else torch.ones_like(mask, dtype=torch.bool)
+    return None if torch.equal(mask.bool(), expected) else "its attention_mask hides keys"
 
 
 @contextmanager
 def stepping(model: Any, cache: CellCache, graph: bool | None) -> Iterator[None]:
     """`model(...)` with one new token per entry, and this cache, goes by a graph where it can. `graph`: None if it need not."""
-    forward = model.forward
-    step = ModelStep(model, cache)
-    told = False
+    forward, step = model.forward, ModelStep(model, cache)
+    told: set[str] = set()
+    failed: str | None = None
+
+    def tell(reason: str) -> None:
+        # The first step of a request without keys is never captured, and those after it may be.
+        if graph and reason != EMPTY:
+            raise ValueError(f"graph=True, but {reason}; leave it out, and steps are served without a graph")
+        if reason not in told:
+            _log.info("steps are served without a CUDA graph: %s", reason)
+            told.add(reason)
 
     @functools.wraps(forward)
     def stepped(*args: Any, **options: Any) -> Any:
-        nonlocal told
-        if args or not _is_step(options, cache):
+        nonlocal failed
+        ids = options.get("input_ids")
+        if args or options.get("past_key_values") is not cache or ids is None or ids.dim() != 2 or ids.shape[1] != 1:
             return forward(*args, **options)
-        reason = why_not(model, cache) if step.captures == 0 else None
+        reason = failed or _unknown(options)
+        if reason is None and not step.is_ready:
+            reason = why_not(model, cache, options.get("attention_mask") if step.captures == 0 else None)
         if reason is None:
-            logits: Any = step(options["input_ids"], options["position_ids"])
+            try:
+                step.prepare(ids, options["position_ids"])
+            except RuntimeError as error:
+                if graph:
+                    raise
+                failed = f"capturing one failed ({error})"
+                _log.warning("a model's step could not be captured in a CUDA graph, and goes on without: %s", error)
+                return forward(**options)
+            logits: Any = step(ids, options["position_ids"]).clone()
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        if graph:
-            raise ValueError(f"graph=True, but {reason}; leave it out, and steps are served without a graph")
-        if not told:
-            _log.info("steps are served without a CUDA graph: %s", reason)
-            told = True
-        return forward(*args, **options)
+        tell(reason)
+        return forward(**options)
 
-    own = model.__dict__.get("forward")  # of this model alone: somebody else has put it there
-    model.forward = stepped
+    obstacle = None if backends.runs_triton(model.device) else why_not(model, cache)
+    with _LOCK:
+        own = model.__dict__.get("forward")  # of this model alone: somebody else has put it there
+        if hasattr(own, "nearfield_step"):
+            obstacle = "this model is generating by a graph already"
+        if obstacle is None:
+            stepped.nearfield_step = step  # type: ignore[attr-defined]
+            model.forward = stepped
+    if obstacle is not None:
+        tell(obstacle)
     try:
         yield
     finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
+        if obstacle is None:
+            with _LOCK:
+                del model.forward
+                if own is not None:
+                    model.forward = own
 
 
-def _is_step(options: dict[str, Any], cache: CellCache) -> bool:
-    ids, positions = options.get("input_ids"), options.get("position_ids")
-    if options.get("past_key_values") is not cache or not cache.get_seq_length() or ids is None or positions is None:
-        return False
+def _unknown(options: dict[str, Any]) -> str | None:
+    """What a step is given, or asked for, that a graph does not know; None: nothing."""
+    ids, positions = options["input_ids"], options.get("position_ids")
+    if positions is None or positions.shape != ids.shape:
+        return "the step has no position_ids [batch, 1]"
     others = {name for name, value in options.items() if value is not None and value is not False}
     others -= IGNORED | {"input_ids", "position_ids", "past_key_values"}
-    return ids.dim() == 2 and ids.shape[1] == 1 and positions.shape == ids.shape and not others
+    return f"the step has {', '.join(sorted(others))}" if others else None

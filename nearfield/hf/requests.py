@@ -24,6 +24,8 @@ class RequestStores:
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
+        if len(set(map(id, stores))) < len(stores):
+            raise ValueError("every request needs a cache of its own, got one of them twice; copy.deepcopy(cache) makes another")
         self.stores = list(stores)
         self._checked = False
         """whether a mask was compared with the requests; those of later steps only grow"""
@@ -131,6 +133,8 @@ class RequestStores:
         fewer = self.length - length
         if fewer > min(self.lengths, default=0):
             raise ValueError(f"cannot remove {fewer} keys of every request: the shortest has {min(self.lengths)}")
+        for store in self.stores:
+            store.check_crop(store.length - fewer)
         for store in self.stores:
             store.crop(store.length - fewer)
 

@@ -208,9 +208,13 @@ class IndexStore:
         state = self._require_state()
         self._state = replace(state, key_padding=checked_padding(counts, state.key_padding, state.nothing, state.settled))
 
+    def check_crop(self, length: int) -> None:
+        """Raise unless the store can be cropped to this length."""
+        check_length(length, self.length)
+
     def crop(self, length: int) -> None:
         """Keep the first `length` keys. O(1), unless what the index has learned from is among the others."""
-        check_length(length, self.length)
+        self.check_crop(length)
         state = self._state
         if state is None or length == state.length:
             return

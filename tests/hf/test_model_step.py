@@ -50,7 +50,7 @@ def test_why_steps_are_not_captured() -> None:
     assert "the model is on cpu" in str(why_not(made, read(made, ids)))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(model_step.backends, "runs_triton", lambda device: True)
-        assert "empty" in str(why_not(made, hf.CellCache(SIZES, config=made.config)))
+        assert "no keys yet" in str(why_not(made, hf.CellCache(SIZES, config=made.config)))
         assert "an index" in str(why_not(made, read(made, ids, nearfield.TopK(4))))
         assert "audit" in str(why_not(made, read(made, ids, audit=True)))
         longer = net(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
@@ -73,9 +73,11 @@ def test_without_a_card_steps_go_on_as_they_are(caplog: pytest.LogCaptureFixture
     assert "forward" not in vars(made), "the model is as it was, also after an error"
 
 
-def test_a_forward_of_somebody_else_is_put_back() -> None:
+def test_the_model_gets_its_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_step.backends, "runs_triton", lambda device: True)
     made = net()
-    cache, calls, forward = read(made, tokens(1, 9)[0]), list[str](), made.forward
+    cache, other = (read(made, tokens(1, 9)[0], audit=True) for _ in range(2))
+    calls, forward = list[str](), made.forward
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append("call")
@@ -83,29 +85,69 @@ def test_a_forward_of_somebody_else_is_put_back() -> None:
 
     made.forward = counted
     with torch.no_grad(), stepping(made, cache, None):
-        assert made.forward is not counted
+        inner = made.forward
+        assert inner is not counted
+        with stepping(made, other, None):
+            assert made.forward is inner, "one at a time"
+            made(input_ids=tokens(1, 1), position_ids=torch.tensor([[9]]), past_key_values=other)
+        assert made.forward is inner
+        with pytest.raises(ValueError, match="generating by a graph already"), stepping(made, other, True):
+            pass
         made(input_ids=tokens(1, 1), position_ids=torch.tensor([[9]]), past_key_values=cache)
     assert made.forward is counted
-    assert calls == ["call"]
+    assert calls == ["call", "call"]
+    with pytest.raises(ValueError, match=r"graph=True, but a graph needs.*audited"), torch.no_grad(), stepping(made, cache, True):
+        made(input_ids=tokens(1, 1), position_ids=torch.tensor([[10]]), past_key_values=cache)
+    assert made.forward is counted
+
+
+def test_a_step_that_is_not_captured_goes_on_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Here there is no device to capture anything on."""
+    monkeypatch.setattr(model_step.backends, "runs_triton", lambda device: True)
+    monkeypatch.setattr(model_step, "why_not", lambda *_: None)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(ModelStep, "_capture", fails)
+    made, ids = net(), tokens(1, 40)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    expected = hf.generate(made, ids, cache=hf.CellCache(SIZES, config=made.config), graph=False, **options)
+    assert torch.equal(hf.generate(made, ids, cache=hf.CellCache(SIZES, config=made.config), **options), expected)
+    assert [record.levelname for record in caplog.records if "could not be captured" in record.message] == ["WARNING"]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        hf.generate(made, ids, graph=True, **options)
+    with pytest.raises(ValueError, match="beams change places"):
+        hf.generate(made, ids, graph=True, num_beams=2, **options)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, True),
-        ({"attention_mask": torch.ones(1, 10), "use_cache": True, "output_attentions": False, "labels": None}, True),
-        ({"past_key_values": None}, False),
-        ({"position_ids": None}, False),
-        ({"input_ids": torch.ones(1, 2).long()}, False),
-        ({"output_hidden_states": True}, False),
-        ({"labels": torch.ones(1, 1)}, False),
+        ({}, None),
+        ({"attention_mask": torch.ones(1, 10), "use_cache": True, "output_attentions": False, "labels": None}, None),
+        ({"position_ids": None}, "no position_ids"),
+        ({"position_ids": torch.ones(1, 2)}, "no position_ids"),
+        ({"output_hidden_states": True, "labels": 3}, "labels, output_hidden_states"),
     ],
 )
-def test_what_a_step_is(changes: dict[str, Any], expected: bool) -> None:
+def test_what_a_graph_does_not_know(changes: dict[str, Any], expected: str | None) -> None:
+    usual = {"input_ids": torch.ones(1, 1).long(), "position_ids": torch.ones(1, 1).long(), "past_key_values": 3}
+    found = model_step._unknown(usual | changes)
+    assert found is None if expected is None else expected in str(found)
+
+
+def test_a_mask_is_compared_before_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_step.backends, "runs_triton", lambda device: True)
+    monkeypatch.setattr(model_step, "check_capturable", lambda *_: None)
     made = net()
-    cache = read(made, tokens(1, 9)[0])
-    usual = {"input_ids": torch.ones(1, 1).long(), "position_ids": torch.ones(1, 1).long(), "past_key_values": cache}
-    assert model_step._is_step(usual | changes, cache) is expected
+    plain, both = read(made, tokens(1, 9)[0]), hf.CellCache.batch([read(made, tokens(1, n)[0]) for n in (9, 12)])
+    assert why_not(made, plain, torch.ones(1, 10)) is None
+    assert why_not(made, both, both.attention_mask()) is None
+    hidden = torch.ones(1, 10)
+    hidden[0, 0] = 0
+    assert "hides keys" in str(why_not(made, plain, hidden))
+    assert "hides keys" in str(why_not(made, both, torch.ones(2, 13)))
 
 
 @ON_GPU

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+import transformers
 from hf_models import model, tokens
 
 import nearfield
@@ -171,6 +172,42 @@ def test_a_step_that_fails_in_one_request_has_happened_to_none(net: Any, monkeyp
     assert both.lengths == [9, 12]
 
 
+def test_a_crop_that_ends_half_way_is_not_gone_on_with(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = hf.CellCache.batch([read(net, x) for x in prompts((9, 12))])
+    crop, calls = CellStore.crop, list[int]()
+
+    def fails(store: CellStore, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        crop(store, length)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CellStore, "crop", fails)
+        with pytest.raises(KeyboardInterrupt):
+            cache.crop(-1)
+    for use in (lambda: cache.crop(-1), lambda: cache.reorder_cache(torch.tensor([1, 0]))):
+        with pytest.raises(RuntimeError, match=r"crop was interrupted.*call reset"):
+            use()
+    cache.reset()
+    assert cache.lengths == [0, 0]
+
+
+def test_settings_of_the_model_count_where_those_given_are_silent(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"generation_config": transformers.GenerationConfig(max_new_tokens=12, do_sample=False)}
+    free = hf.generate(net, prompts(), **options)
+    end = int(free[0][LENGTHS[0] + 3])
+    monkeypatch.setattr(net.generation_config, "eos_token_id", end)
+    found = hf.generate(net, prompts(), **options)
+    new = free[0][LENGTHS[0] :].tolist()
+    assert len(found[0]) == LENGTHS[0] + new.index(end) + 1
+    monkeypatch.setattr(net.generation_config, "eos_token_id", None)
+    penalised = hf.generate(net, prompts(), repetition_penalty=1.5, max_new_tokens=12, do_sample=False)
+    for own, ids in zip(penalised, prompts(), strict=True):
+        (alone,) = hf.generate(net, [ids], repetition_penalty=1.5, max_new_tokens=12, do_sample=False)
+        assert torch.equal(own, alone)
+
+
 def test_bad_requests(net: Any) -> None:
     cache = hf.CellCache.batch([read(net, x) for x in prompts((9, 12))])
     plain = model("llama")
@@ -189,6 +226,9 @@ def test_bad_requests(net: Any) -> None:
         ("from 0 to 1, got 2", lambda: cache.replace(2, read(net, prompts()[0]))),
         ("made by CellCache.batch", lambda: read(net, prompts()[0]).replace(0, cache)),
         ("one sequence, got a batch of 2", lambda: hf.CellCache.batch([batch_of_two(net)])),
+        ("got one of them twice", lambda: hf.CellCache.batch([read(net, prompts()[0])] * 2)),
+        ("num_beams=2 needs prompts of one length", lambda: hf.generate(net, prompts(), num_beams=2)),
+        ("cannot remove 9 keys", lambda: cache.crop(-9)),
         ("knows its mask", lambda: read(net, prompts()[0]).attention_mask()),
         ("padded to 12", lambda: net(torch.ones(2, 1).long(), torch.ones(2, 12).long(), past_key_values=cache)),
     ]

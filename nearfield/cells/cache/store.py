@@ -52,7 +52,8 @@ class CellStore:
 
     Every operation succeeds, or leaves the store as it was: if it is interrupted or runs out of memory, `length` says whether
     the keys of an `append` are there, and any operation may be tried again. One that sorts a segment keeps a copy of its keys
-    and values until it has succeeded.
+    and values until it has succeeded. `copy.copy` makes a store that shares memory with this one: append to one of them only, or
+    use `copy.deepcopy`.
 
     Example:
         >>> from nearfield.cells.cache import CellStore
@@ -182,13 +183,19 @@ class CellStore:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` keys. Closed segments that reach into the window of the next key are opened again."""
+        self.check_crop(length)
+        state = self.state
+        if state is not None:
+            self._state = state.crop(length, self._most_closed(length), self._keep)
+
+    def check_crop(self, length: int) -> None:
+        """Raise unless the store can be cropped to this length."""
         check_length(length, self.length)
         state = self.state
         if state is not None:
-            most_closed = self._most_closed(length)
-            if max(bound for bound in state.bounds if bound <= most_closed) < state.memory_length:
+            kept = max(bound for bound in state.bounds if bound <= self._most_closed(length))
+            if kept < state.memory_length:
                 raise ValueError(f"cannot go back to {length} keys: the first {state.memory_length} belong to a memory")
-            self._state = state.crop(length, most_closed, self._keep)
 
     def select(self, entries: Tensor) -> None:
         """Keep these batch entries, in this order; an entry may be taken several times."""
