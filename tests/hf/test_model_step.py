@@ -99,6 +99,10 @@ def test_the_model_gets_its_forward_back(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=r"graph=True, but a graph needs.*audited"), torch.no_grad(), stepping(made, cache, True):
         made(input_ids=tokens(1, 1), position_ids=torch.tensor([[10]]), past_key_values=cache)
     assert made.forward is counted
+    del made.forward
+    with stepping(made, cache, None):
+        assert "forward" in vars(made)
+    assert "forward" not in vars(made)
 
 
 def test_a_step_that_is_not_captured_goes_on_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
