@@ -405,13 +405,6 @@ MUTANTS = (
         ("test_sizes_beyond_all_keys_are_all_keys",),
     ),
     Mutant(
-        "packed: no sequences are not checked",
-        "attend_packed",
-        "groups[0, 0] = []",
-        "return query",
-        ("test_no_sequences_at_all",),
-    ),
-    Mutant(
         "window: packed sequences stand at their first key",
         "attention_varlen",
         "if causal or window_size is not None else None",

@@ -735,7 +735,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradient= cut off by no_grad",
-        "_run",
+        "attention:_run",
         "rows = layout.rows",
         "rows = layout.rows.detach()",
         ("test_random_walks_with_grouped_queries_and_padding",),

@@ -203,9 +203,9 @@ MUTANTS = (
     ),
     Mutant(
         "ready: a tolerance is checked once",
-        "Auto.run",
-        "replace(call, signature=None)",
-        "call",
+        "Ahead.__post_init__",
+        "replace(self.call, signature=None)",
+        "self.call",
         ("test_a_tolerance_is_checked_in_every_call",),
     ),
     Mutant(

@@ -233,7 +233,7 @@ MUTANTS = (
         "generate: padding that penalties count",
         "_continue_requests",
         "torch.cat([x[:1].expand(longest - len(x)), x])",
-        "torch.cat([x.new_full((longest - len(x),), 10), x])",
+        "torch.cat([x.new_full((longest - len(x),), 49), x])",
         ("test_settings_of_the_model_count_where_those_given_are_silent",),
     ),
     Mutant(
