@@ -20,6 +20,7 @@ from nearfield.knn.store import IndexStore
 
 Store = CellStore | IndexStore
 BATCH, HEADS, GROUP, LENGTH, DIM = 2, 1, 2, 60, 4
+PLACE = {"device": "cpu"}
 CELLS = nf.Cells(segment=12, cell_size=4, probes=2, sinks=3, window=4)
 MAKE: dict[str, Callable[[], Store]] = {
     "cells": lambda: CellStore(CELLS),
@@ -29,8 +30,8 @@ MAKE: dict[str, Callable[[], Store]] = {
 
 
 def data() -> tuple[Tensor, Tensor, Tensor]:
-    key, value = torch.randn(2, BATCH, HEADS, LENGTH, DIM, generator=seeded(0))
-    return key, value, 2 * torch.randn(BATCH, HEADS * GROUP, LENGTH, DIM, generator=seeded(1))
+    key, value = torch.randn(2, BATCH, HEADS, LENGTH, DIM, generator=seeded(0)).to(PLACE["device"])
+    return key, value, 2 * torch.randn(BATCH, HEADS * GROUP, LENGTH, DIM, generator=seeded(1)).to(PLACE["device"])
 
 
 def some(entries: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +47,7 @@ PADDING[0, :7] = False
 def begun(kind: str, length: int, padded: bool, closed: bool) -> Store:
     store = MAKE[kind]()
     key, value, _ = some(EVERY, slice(0, length))
-    store.append(key, value, PADDING[:, :length] if padded else None)
+    store.append(key, value, PADDING[:, :length].to(PLACE["device"]) if padded else None)
     if closed:
         store.close()
     return store
@@ -61,7 +62,7 @@ def append_padding(store: Store) -> None:
     key, value, _ = some(EVERY, slice(store.length, store.length + 9))
     counts = torch.ones(BATCH, 9, dtype=torch.bool)
     counts[1, 3:5] = False
-    store.append(key, value, counts)
+    store.append(key, value, counts.to(PLACE["device"]))
 
 
 def attend(rows: int) -> Callable[[Store], Tensor]:
@@ -78,7 +79,7 @@ OPERATIONS: dict[str, tuple[Callable[[Store], Any], Callable[[str], Store]]] = {
     "close": (lambda store: store.close(), lambda kind: begun(kind, 45, False, False)),
     "crop": (lambda store: store.crop(21), lambda kind: begun(kind, 45, False, True)),
     "crop-padding": (lambda store: store.crop(31), lambda kind: begun(kind, 45, True, True)),
-    "mark": (lambda store: store.mark(PADDING[:, :30]), lambda kind: begun(kind, 30, False, False)),
+    "mark": (lambda store: store.mark(PADDING[:, :30].to(PLACE["device"])), lambda kind: begun(kind, 30, False, False)),
     "repeat": (lambda store: store.repeat(2), lambda kind: begun(kind, 40, True, True)),
     "reserve": (lambda store: store.reserve(50), lambda kind: begun(kind, 40, False, True)),
     "select": (lambda store: store.select(torch.tensor([1, 0])), lambda kind: begun(kind, 40, False, True)),
@@ -149,6 +150,15 @@ def test_an_operation_that_is_broken_off(kind: str, name: str) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_memory_that_runs_out(name: str) -> None:
     assert_transaction("cells", name, at_allocation, most=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("kind", ["cells", "offloaded"])
+def test_operations_that_are_broken_off_on_a_gpu(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACE, "device", "cuda")
+    for way in (at_line_of_stores, at_allocation):
+        assert_transaction(kind, name, way, most=8)
 
 
 @pytest.mark.slow
