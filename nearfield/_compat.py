@@ -5,11 +5,13 @@ Nothing else in the package uses a private name of another library. When one of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import torch._compile
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,6 +45,17 @@ def constant_for_compile(function: F) -> F:
     """`torch.compiler.assume_constant_result`, without importing the compiler and Triton. Seen in torch 2.11 and 2.13."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
+
+
+def outside_of_compiled(function: F) -> F:
+    """`torch.compiler.disable`, without importing the compiler where nothing is compiled. Seen in torch 2.11 and 2.13."""
+    disabled = torch._compile._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        return disabled(*args, **options) if torch.compiler.is_compiling() else function(*args, **options)
+
+    return cast(F, called)
 
 
 def version_of(x: Tensor) -> int | None:

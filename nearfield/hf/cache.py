@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from nearfield._compat import outside_of_compiled
 from nearfield.cells.cache.heavy import HeavyKeys
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore
@@ -65,8 +65,6 @@ class CellLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values `[batch, heads, new, dim]`; returns handles that only nearfield's attention can read."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError("a CellCache does not work under torch.compile; call the model uncompiled, or use StaticCache")
         key, value = to_autocast_dtype(key_states, value_states)
         self.store.append(key, value)
         return StoredKeys(self.store, key), StoredKeys(self.store, value)
@@ -257,6 +255,7 @@ class CellCache(Cache):
         both = zip((layer.store.stores for layer in before), new, strict=True)
         self.layers = [RequestLayer([*stores[:number], store, *stores[number + 1 :]]) for stores, store in both]
 
+    @outside_of_compiled
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._check_whole(layer_idx, key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
