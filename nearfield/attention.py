@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster, tell_if_unmeasured
 from nearfield.cells.method import Cells
+from nearfield.cells.trial import Prepared
 from nearfield.checks import (
     check_dropped_gradient,
     check_flag,
@@ -214,6 +215,28 @@ def attention(
     if outcome.lse is None:
         raise ValueError(f"{method!r}.run must return an Outcome with lse where call.return_lse is set, got None")
     return output, _spoil(problem, outcome.lse)
+
+
+class CausalResult(NamedTuple):
+    """What `causal_attention` returns."""
+
+    output: Tensor
+    lse: Tensor | None
+    prepared: Prepared | None
+    """the keys as the method has grouped them into cells; None: it has not"""
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, method: Method, offset: int = 0, return_lse: bool = False
+) -> CausalResult:
+    """`attention` with a causal mask and nothing else, and what it has found out about the keys. Internal."""
+    problem = check(query, key, value, None, 0.0, True, scale, True, offset, None, None, None)
+    groups: list[Prepared] = []
+    call = replace(_call(problem, None, "auto", None), groups=groups, return_lse=return_lse)
+    problem = _screened(problem, method, call, False)
+    outcome = _run(problem, method, call)
+    lse = None if outcome.lse is None or not return_lse else _spoil(problem, outcome.lse)
+    return CausalResult(_finish(problem, outcome.output), lse, groups[-1] if groups else None)
 
 
 def _unpacked(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Packed:

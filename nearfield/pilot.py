@@ -25,7 +25,7 @@ from nearfield.audit import CONFIDENCE, audit_rows, summary, value_norm_of_rows
 from nearfield.cells import sizes as defaults
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.trial import Prepared, try_budgets
+from nearfield.cells.trial import MOST_ENTRIES, Prepared, try_budgets
 from nearfield.exact import Exact
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
@@ -48,9 +48,6 @@ GROWTH = 2
 
 MOST_NEAR = 0.3
 """Opening more than this share of the keys is no faster than exact attention."""
-
-MOST_ENTRIES = 32768
-"""With more heads over the batch, keys are not grouped in one go."""
 
 AT_CROSSOVER = 0.7
 """About the time of cells at the crossover length, exact attention being 1. That is the first power of two at which they are
@@ -164,6 +161,8 @@ def run_pilot(
     problem = replace(problem)
     with full_precision(problem.query):
         prepared = cells.prepare(problem, call)
+        if call.groups is not None:
+            call.groups.append(prepared)
         meanwhile(prepared)
         numbers = draw_rows(problem, generator, per_head, len(budgets))
         by_budget: list[list[Audit]] = []

@@ -549,6 +549,8 @@ class Call:
     """whether `lse` of the outcome is wanted, with a gradient"""
     signature: Hashable = None
     """what calls like this one have in common: see `kernels.ready`; None: there is nothing to remember"""
+    groups: list[Any] | None = None
+    """where a method may leave keys that it has grouped into cells, a `cells.trial.Prepared`, for others; None: nobody asks"""
 
 
 class Method(Protocol):

@@ -17,7 +17,7 @@ from nearfield.cells.planned import planned_attention
 from nearfield.cells.sinks import beside_sinks, sunk_attention
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
-from nearfield.cells.trial import Prepared, prepare
+from nearfield.cells.trial import MOST_ENTRIES, Prepared, prepare
 from nearfield.cells.triton.limits import unsupported
 from nearfield.checks import MOST, check_positive
 from nearfield.kernels import backends
@@ -113,6 +113,10 @@ class Cells:
     def run(self, problem: Problem, call: Call) -> Outcome:
         if self.window is not None and not problem.is_causal:
             raise ValueError(f"window={self.window} needs is_causal=True: without it there are no latest keys")
+        if call.groups is not None and problem.key.shape[:2].numel() <= MOST_ENTRIES:
+            prepared = self.prepare(problem, call)
+            call.groups.append(prepared)
+            return self.run_prepared(problem, call, prepared)
         rows = problem.grouped
         recipe = self._recipe(problem, call)
         if recipe.engine == "triton" and call.signature is not None and not is_captured(problem.query):

@@ -40,6 +40,7 @@ class Spans:
 
     def __init__(self, segments: int, levels: int) -> None:
         self.all: list[Span] = []
+        self.segments = segments
         self.tallest = levels - 1
         self._base = []
         for level in range(min(levels, segments.bit_length())):

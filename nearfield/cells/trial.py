@@ -37,6 +37,10 @@ KEY_BYTES, CELL_BYTES = 48, 16
 """What a row needs for each of its keys and cells while it is tried; kernels read keys in place."""
 
 
+MOST_ENTRIES = 32768
+"""With more heads over the batch, keys are not grouped in one go."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What calls have in common that differ in their budgets alone: the cells of keys, their moments, and the order of rows."""

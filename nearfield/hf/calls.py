@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nearfield._compat import sdpa
-from nearfield.attention import attention
+from nearfield.attention import CausalResult, attention, causal_attention
+from nearfield.auto import Auto
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact, window_rows
 from nearfield.hf.masks import LazyMask, Pattern
@@ -57,10 +58,14 @@ class LayerCall:
         key, value = self.key[entries, :, keys], self.value[entries, :, keys]
         return replace(self, query=self.query[entries, :, rows], key=key, value=value)
 
+    @property
+    def prefills(self) -> bool:
+        """Whether `prefill` serves causal rows."""
+        return self.prefill is not None and not needs_grad(self.query, self.key, self.value)
+
     def by_method(self, is_causal: bool, key_padding: Tensor | None = None, offset: int | None = None) -> Tensor:
         """Attention by the method; `key_padding` `[batch, keys]` is False for padding, `offset` as in `attention`."""
         mask = None if key_padding is None else key_padding[:, None, None, :].to(self.query.device)
-        is_prefill = self.prefill is not None and is_causal and not needs_grad(self.query, self.key, self.value)
         return attention(
             self.query,
             self.key,
@@ -70,11 +75,20 @@ class LayerCall:
             is_causal,
             self.scale,
             enable_gqa=True,
-            method=self.prefill if is_prefill else self.method,
+            method=self.prefill if is_causal and self.prefills else self.method,
             offset=offset,
             softcap=self.softcap,
             s_aux=self.sinks,
         )
+
+    @property
+    def causal_method(self) -> Method:
+        """What serves causal rows."""
+        return (self.prefill if self.prefills else self.method) or Auto()
+
+    def causally(self, offset: int = 0, return_lse: bool = False) -> CausalResult:
+        """Causal attention by the method, without padding."""
+        return causal_attention(self.query, self.key, self.value, self.scale, self.causal_method, offset, return_lse)
 
     def exactly(self, mask: Tensor | None) -> Tensor:
         """Exact attention with any mask, by torch's SDPA where that knows the logits."""

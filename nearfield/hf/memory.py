@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ class Memory:
         _check_reader(model)
         method = Cells(probes=PROBES) if method is None else method
         check_method(method)
-        cache = CellCache(method, config=model.config)
+        # A file has the same segments for all layers, and cells in proportion.
+        cache = CellCache(method, config=model.config, regroup=True)
         others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
         if others:
             raise ValueError(f"a memory needs full attention in all layers, but this model has a {others.pop()}")
@@ -304,6 +306,7 @@ def _restored(tensors: dict[str, Tensor], bounds: Tensor, store: CellStore) -> C
     keys, values = tensors["keys"], tensors["values"]
     closed = tensors["order"].shape[2]
     state = CacheState(keys, values, store.sizes, store.method.partition, memory_length=closed)
+    cells = [0, *accumulate(store.sizes.cells(*ends) for ends in pairwise(bounds.tolist()))]
     moments = {attribute: getattr(state.tables, attribute).append(tensors[name]) for name, attribute in MOMENTS.items()}
     return state.but(
         keys=state.keys.append(keys[:, :, closed:]),
@@ -312,5 +315,6 @@ def _restored(tensors: dict[str, Tensor], bounds: Tensor, store: CellStore) -> C
         tables=state.tables.but(**moments, cross=tensors["cross"].clone(), pooled=tensors["pooled"].clone()),
         sinks=tensors["sinks"].clone(),
         bounds=bounds.tolist(),
+        cell_bounds=cells,
         settled=keys.shape[2],
     )

@@ -91,10 +91,32 @@ def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: boo
         padding = padding.expand(len(key), -1)
     store.mark(padding)
     if not is_prompt:
+        if isinstance(store, CellStore) and getattr(call.causal_method, "gives_lse", False):
+
+            def near(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+                found = replace(call, key=keys, value=values).causally(keys.shape[2] - call.rows, return_lse=True)
+                assert found.lse is not None
+                return found.output, found.lse
+
+            return store.attend(call.query, call.scale, near)
         return store.attend(call.query, call.scale)
-    output = serve(replace(call, key=key.latest, value=value.latest), mask, is_causal)
+    prompt = replace(call, key=key.latest, value=value.latest)
+    if padding is None and isinstance(store, CellStore) and _is_causal_prompt(mask, call.rows, is_causal):
+        found = prompt.causally()
+        store.close(found.prepared)
+        return found.output
+    output = serve(prompt, mask, is_causal)
     store.close()
     return output
+
+
+def _is_causal_prompt(mask: LazyMask | Tensor | None, rows: int, is_causal: bool) -> bool:
+    """Whether each of so many rows sees the keys up to its own, and no others."""
+    if mask is None:
+        return is_causal and rows > 1
+    if isinstance(mask, Tensor) or mask.pattern.sequence_of is not None or mask.pattern.others:
+        return False
+    return rows > 1 and mask.is_causal and bool(mask.shift == 0) and mask.keys == rows
 
 
 def _only_padding(mask: LazyMask | Tensor | None, call: LayerCall, length: int, is_prompt: bool) -> Tensor | None:

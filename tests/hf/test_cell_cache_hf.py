@@ -21,6 +21,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import nearfield
 from nearfield import hf
+from nearfield.cells import sizes as cells_sizes
+from nearfield.cells.cache import adopted
+from nearfield.cells.cache import store as cache_store
 
 NAME = "nearfield-cached"
 FAMILIES = ("llama", "gemma3", "gpt2")
@@ -75,6 +78,47 @@ def test_several_queries_at_a_time(nets: dict[str, tuple[Any, Any]], family: str
     theirs = generated(plain, DynamicCache(config=plain.config), given)
     assert torch.equal(generated(ours, cache, given, **options), theirs)
     assert max(error.relative.shape[2] for error in next(iter(cache.errors.values()))) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_by_the_engine_for_whole_sequences(
+    nets: dict[str, tuple[Any, Any]], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a chunk attend to each other by the registered method, and to what is closed through cells."""
+    plain, ours = nets[family]
+    served: list[int] = []
+    attend_chunk = cache_store.CellStore._attend_chunk
+
+    def counted(self: Any, state: Any, query: Tensor, *arguments: Any) -> Tensor:
+        served.append(query.shape[2])
+        return attend_chunk(self, state, query, *arguments)
+
+    monkeypatch.setattr(cache_store, "LEAST_CHUNK", 4)
+    monkeypatch.setattr(cache_store.CellStore, "_attend_chunk", counted)
+    given = {"input_ids": tokens(1, LENGTH).repeat(1, 2)}
+    cache = hf.CellCache(ALL, config=ours.config, audit=True)
+    theirs = generated(plain, DynamicCache(config=plain.config), given)
+    assert torch.equal(generated(ours, cache, given, prefill_chunk_size=10), theirs)
+    assert set(served) == {10, 6}  # of 46 tokens
+    assert max(float(error.relative.max()) for errors in cache.errors.values() for error in errors) < 2e-6
+
+
+@pytest.mark.parametrize("regroup", [False, True])
+def test_a_prompt_is_grouped_once(nets: dict[str, tuple[Any, Any]], regroup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, ours = nets["llama"]
+    for name, size in {"SEGMENT": 8, "FIXED_SEGMENTS": 2, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+        monkeypatch.setattr(cells_sizes, name, size)
+    monkeypatch.setattr(adopted, "LEAST_KEYS", 64)
+    given = {"input_ids": tokens(1, LENGTH).repeat(1, 4)}
+    cache = hf.CellCache(nearfield.Cells(probes=10**6, sinks=0), config=ours.config, regroup=regroup)
+    theirs = generated(plain, DynamicCache(config=plain.config), given)
+    assert torch.equal(generated(ours, cache, given), theirs)
+    # 92 tokens, of which 11 segments are closed: spans of 8, 2 and 1, of which the first one is long enough.
+    bounds = cache.layers[0].store.state.bounds[:2]
+    assert (bounds == [0, 64]) is not regroup
+    cache.reset()
+    assert torch.equal(generated(ours, cache, given), theirs)
+    assert (cache.layers[0].store.state.bounds[:2] == [0, 64]) is not regroup
 
 
 def test_assistant(nets: dict[str, tuple[Any, Any]]) -> None:

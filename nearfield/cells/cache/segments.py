@@ -11,6 +11,7 @@ from torch import Tensor
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.moments import tabulate
 from nearfield.cells.partition import Partition, build_cells
+from nearfield.cells.partition.halve import halve
 from nearfield.cells.partition.kmeans import ITERATIONS, KMeans
 from nearfield.cells.triton.limits import unsupported
 from nearfield.kernels import backends
@@ -102,32 +103,47 @@ class CacheTables:
 
 
 def close_segment(
-    keys: Tensor, values: Tensor, key_padding: Tensor | None, outside: Tensor, cells: int, partition: Partition
+    keys: Tensor,
+    values: Tensor,
+    key_padding: Tensor | None,
+    outside: Tensor,
+    cells: int,
+    partition: Partition,
+    given: Tensor | None = None,
+    first_outside: int | None = None,
 ) -> ClosedSegment:
     """Group the keys `[heads, segment, dim]` of a segment into cells.
 
     `key_padding` `[heads, segment]` is False for padding, which has no influence on the cells. `outside` `[heads, segment]` is
-    True for keys that belong to no cell: padding, and the first keys, which every query reads anyway.
+    True for keys that belong to no cell: padding, and the first keys, which every query reads anyway. `given` `[heads, segment]`:
+    the cell of each key that is not outside, where that is known. `first_outside`: says that just so many of the first keys are
+    outside, in every head; kernels in Triton need to know.
     """
     heads, segment, dim = keys.shape
     per_head = segment * max(dim, values.shape[2]) * torch.promote_types(keys.dtype, torch.float32).itemsize
     step = max(1, BYTES_AT_A_TIME // max(1, per_head))
+    by_kernels = first_outside is not None and first_outside < segment and _runs_kernels(cells, keys, values)
     parts = []
     for first in range(0, max(1, heads), step):
         some = slice(first, first + step)
-        padding = None if key_padding is None else key_padding[some]
-        parts.append(_close_heads(keys[some], values[some], padding, outside[some], cells, partition))
+        if given is None:
+            padding = None if key_padding is None else key_padding[some]
+            cell_of = _group(keys[some], padding, cells, partition)
+        else:
+            cell_of = given[some]
+        cell_of = cell_of.masked_fill(outside[some], -1)
+        if by_kernels and first_outside is not None:
+            parts.append(_close_by_kernels(keys[some], values[some], cell_of, first_outside, cells))
+        else:
+            parts.append(_close_heads(keys[some], values[some], cell_of.long(), outside[some], cells))
     if len(parts) == 1:
         return parts[0]
     return ClosedSegment(*(torch.cat(x) for x in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
-def _close_heads(
-    keys: Tensor, values: Tensor, key_padding: Tensor | None, outside: Tensor, cells: int, partition: Partition
-) -> ClosedSegment:
-    """`close_segment` for a few heads."""
+def _close_heads(keys: Tensor, values: Tensor, cell_of: Tensor, outside: Tensor, cells: int) -> ClosedSegment:
+    """`close_segment` for a few heads, whose keys have these cells; -1: outside."""
     heads, segment, _ = keys.shape
-    cell_of = _group(keys, key_padding, cells, partition).masked_fill(outside, -1)
     order = cell_of.argsort(dim=1, stable=True)
     # To `tabulate` all heads are one sequence, and each head is a span with cells of its own.
     first = torch.arange(heads, device=keys.device)[:, None] * cells
@@ -144,6 +160,21 @@ def _close_heads(
     return ClosedSegment(order, start, size, log_exists, centroid, variance, value, table.cross)
 
 
+def _close_by_kernels(keys: Tensor, values: Tensor, cell_of: Tensor, outside: int, cells: int) -> ClosedSegment:
+    """`_close_heads` without padding, on a GPU; so many of the first keys are outside."""
+    from nearfield.cells.triton.closing import tabulate_segment
+
+    found = tabulate_segment(keys, values, cell_of.int(), outside, cells)
+    size = found.size.float()
+    log_exists = torch.zeros_like(size).masked_fill_(size == 0, -torch.inf)
+    return ClosedSegment(found.order, found.start, size, log_exists, found.centroid, found.variance, found.value, found.cross)
+
+
+def _runs_kernels(cells: int, *tensors: Tensor) -> bool:
+    """Whether kernels in Triton serve tensors like these, with keys in so many cells."""
+    return backends.choose_triton("auto", tensors[0].device, unsupported(*tensors, cells=cells))
+
+
 def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Partition) -> Tensor:
     """The cell of each key, `[heads, segment]`. A head with padding gets fewer cells, in proportion to its real keys."""
     is_whole = torch.ones(len(keys), dtype=torch.bool) if key_padding is None else key_padding.all(1).cpu()
@@ -153,7 +184,7 @@ def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Part
     found = torch.full(key_padding.shape, -1, dtype=torch.int64, device=keys.device)
     if bool(is_whole.any()):
         whole = is_whole.nonzero()[:, 0].to(keys.device)
-        found[whole] = _group_whole(keys[whole], cells, partition)
+        found[whole] = _group_whole(keys[whole], cells, partition).long()
     for head in (~is_whole).nonzero()[:, 0].tolist():
         real = key_padding[head].nonzero()[:, 0]
         if len(real):
@@ -164,13 +195,21 @@ def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Part
 
 def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
     """The cell of each key where there is no padding: by the Triton kernels, if they can."""
-    missing = unsupported(keys, partition=partition, cells=cells)
-    if not backends.choose_triton("auto", keys.device, missing) or not isinstance(partition, KMeans):
+    if not isinstance(partition, KMeans) or not _runs_kernels(cells, keys):
         return _group_in_torch(keys, cells, partition)
     from nearfield.cells.triton.forward import group_keys
 
     # As many as in torch: a segment is grouped once, and read at every step.
-    return group_keys(keys, cells, partition.iterations_or(ITERATIONS), partition.seed).long()
+    return group_keys(keys, cells, partition.iterations_or(ITERATIONS), partition.seed)
+
+
+def halved(keys: Tensor, cell_of: Tensor, cells: int) -> Tensor:
+    """`cells.partition.halve.halve`, by the Triton kernels, if they can."""
+    if not _runs_kernels(cells, keys):
+        return halve(keys, cell_of, cells)
+    from nearfield.cells.triton.halve import halve as halve_by_kernels
+
+    return halve_by_kernels(keys, cell_of.int(), cells)
 
 
 def _group_in_torch(keys: Tensor, cells: int, partition: Partition) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.adopted import KnownCells
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.cache.segments import CacheTables, close_segment, cross_of
 from nearfield.cells.cache.steps import hidden_mask
@@ -77,6 +78,8 @@ class CacheState:
         """how many keys can no longer change from padding to real, or back"""
         self.bounds = [0]
         """0, and then where each closed segment ends"""
+        self.cell_bounds = [0]
+        """0, and then where its cells end"""
         self.undo: Saved = ()
         """rows that an operation has written over, or is about to; it has not come to its end"""
         self.in_graph = False
@@ -201,31 +204,35 @@ class CacheState:
         saved = tuple((rows, rows.clone()) for rows in (x.view(segment) for x in (self.keys, self.values)))
         keep(saved)
         for rows, before in saved:
-            torch.gather(before, 2, order[..., None].expand_as(rows), out=rows)
+            torch.gather(before, 2, order.long()[..., None].expand_as(rows), out=rows)
 
-    def close_next(self, end: int, keep: Keep) -> CacheState:
-        """With the next segment closed, which ends at key `end`: its keys are grouped into cells, and sorted."""
+    def close_next(self, end: int, keep: Keep, known: KnownCells | None = None) -> CacheState:
+        """With the next segment closed, which ends at key `end`: its keys are grouped into cells, and sorted.
+
+        `known`: their cells, where somebody has grouped them already.
+        """
         segment = slice(self.closed, end)
+        cells = self.sizes.cells(segment.start, end) if known is None else known.cells
         keys, values = (x.view(segment).flatten(0, 1) for x in (self.keys, self.values))
         padding = None if self.key_padding is None else self.key_padding[:, segment].repeat_interleave(self.heads, 0)
         outside, sinks = self._find_sinks(segment)
-        found = close_segment(
-            keys, values, padding, outside.repeat_interleave(self.heads, 0), self._cells_in(segment), self.partition
-        )
+        outside = outside.repeat_interleave(self.heads, 0)
+        most = self.sizes.sinks
+        first_outside = None if padding is not None else min(end, most) - min(segment.start, most)
+        given = None if known is None else known.cell_of
+        found = close_segment(keys, values, padding, outside, cells, self.partition, given, first_outside)
         order = found.order.unflatten(0, (-1, self.heads))
         closed = self.but(
             order=self.order.append(order),
             tables=self.tables.append(found, segment.start),
             sinks=sinks,
             bounds=[*self.bounds, end],
+            cell_bounds=[*self.cell_bounds, self.cell_bounds[-1] + cells],
             settled=max(self.settled, end),
             _sink_rows=None,
         )
         closed._reorder(segment, order, keep)
         return closed
-
-    def _cells_in(self, segment: slice) -> int:
-        return self.sizes.cells(segment.start, segment.stop)
 
     def _find_sinks(self, segment: slice) -> tuple[Tensor, Tensor]:
         """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the new `sinks`."""
@@ -272,6 +279,7 @@ class CacheState:
         """With the last segments open, which end at `ends`, and without those that begin at key `length` or later."""
         bounds = self.bounds[: -len(ends)]
         reopened = [slice(*segment) for segment in pairwise([bounds[-1], *ends])]
+        cell_bounds = self.cell_bounds[: len(bounds)]
         cross = self._cross_without(reopened)
         kept = [segment for segment in reopened if segment.start < length]
         state = self._truncated(max(length, kept[-1].stop if kept else bounds[-1]))
@@ -281,21 +289,20 @@ class CacheState:
             state._reorder(segment, _inverse(self.order.filled[:, :, segment]), keep)
         return state.but(
             order=self.order.truncate(bounds[-1]),
-            tables=self.tables.drop_last(sum(map(self._cells_in, reopened)), cross),
+            tables=self.tables.drop_last(len(self.tables) - cell_bounds[-1], cross),
             sinks=self.sinks.masked_fill(self.sinks >= bounds[-1], -1),
             bounds=bounds,
+            cell_bounds=cell_bounds,
             _sink_rows=None,
         )
 
     def _cross_without(self, segments: list[slice]) -> Tensor:
         """`tables.cross` without these segments, the last ones. Those on the CPU are copied over one by one."""
-        tables, last = self.tables, len(self.tables)
+        tables, cross = self.tables, self.tables.cross
         if segments[0].start == 0:
-            return torch.zeros_like(tables.cross)
-        cross = tables.cross
-        for segment in reversed(segments):
-            cells = slice(last - self._cells_in(segment), last)
-            last = cells.start
+            return torch.zeros_like(cross)
+        own = [slice(*ends) for ends in pairwise(self.cell_bounds[-len(segments) - 1 :])]
+        for segment, cells in zip(reversed(segments), reversed(own), strict=True):
             start = tables.start.flat[:, cells].long() - segment.start
             means = (x.flat[:, cells].to(cross.dtype) for x in (tables.centroid, tables.value))
             keys, values = (x.read(segment).flatten(0, 1) for x in (self.keys, self.values))

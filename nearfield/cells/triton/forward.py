@@ -199,7 +199,7 @@ def _kept(layout: Layout) -> Layout:
 def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
     """The cell `[heads, n]` of each key `[heads, n, dim]`, one of at most `cells`: see `partition.build_cells`."""
     heads, length, _ = keys.shape
-    keys, layout = dense(keys), _layout(length, cells, keys.device)
+    keys, layout = dense(keys), one_span_layout(length, cells, keys.device)
     found = torch.empty(heads, 1, length, dtype=torch.int32, device=keys.device)
     with backends.device_guard(keys.device):
         for some in entry_parts(heads):
@@ -210,5 +210,6 @@ def group_keys(keys: Tensor, cells: int, iterations: int, seed: int) -> Tensor:
 
 # Not in the cache of `layout_of`: a cache asks for longer and longer segments, once for each layer of a model.
 @lru_cache(maxsize=4)
-def _layout(length: int, cells: int, device: torch.device) -> Layout:
+def one_span_layout(length: int, cells: int, device: torch.device) -> Layout:
+    """The layout of keys that are all in one span, of so many cells."""
     return layout_of.__wrapped__(length, _one_span(max(1.0, length / cells)), device)

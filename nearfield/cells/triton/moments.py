@@ -335,12 +335,12 @@ def moments_of(keys: Tensor, values: Tensor, cell_of: Tensor, layout: Layout, si
 
 def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> Tables:
     """What kernels read, in their dtypes."""
-    cross, pooled, *columns = _covariances(keys, values, cell_of, moments, layout)
+    cross, pooled, *columns = covariances(keys, values, cell_of, moments, layout)
     low = moments.log_exists, moments.log2_size, moments.low_centroid, moments.low_variance, moments.low_value
     return Tables(moments.order, moments.starts, *low, cross, pooled, *columns)
 
 
-def _covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, ...]:
+def covariances(keys: Tensor, values: Tensor, cell_of: Tensor, moments: Moments, layout: Layout) -> tuple[Tensor, ...]:
     """By number of closed segments: the covariance `[entries, segments + 1, value_dim, dim]`, and how many keys it is over.
 
     Then `Tables.column_most` and `column_size`.

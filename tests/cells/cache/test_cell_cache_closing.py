@@ -18,6 +18,7 @@ from nearfield.kernels import backends
 
 pytest.importorskip("triton")
 
+from nearfield.cells.triton import closing
 from nearfield.cells.triton import forward as triton_forward
 from nearfield.cells.triton.layout import layout_of
 
@@ -101,12 +102,26 @@ def assert_same(found: ClosedSegment, expected: ClosedSegment) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (64, 24)])
-def test_a_segment_closed_by_kernels(dim: int, value_dim: int, dtype: torch.dtype, by_kernels: list[int]) -> None:
-    keys, values, outside = clustered(dim=dim).to(dtype), normal(HEADS, SEGMENT, value_dim).to(dtype), sinks()
-    found = close_segment(keys, values, None, outside, CELLS, TWICE)
+@pytest.mark.parametrize(("dim", "value_dim", "known"), [(16, 16, None), (64, 24, None), (16, 16, 5), (64, 24, 5), (16, 8, 0)])
+def test_a_segment_closed_by_kernels(
+    dim: int, value_dim: int, known: int | None, dtype: torch.dtype, by_kernels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is known how many keys are outside, kernels make the moments too."""
+    keys, values = clustered(dim=dim).to(dtype), normal(HEADS, SEGMENT, value_dim).to(dtype)
+    outside = sinks(first=5 if known is None else known)
+    tables = []
+    tabulate_segment = closing.tabulate_segment
+
+    def counted(*arguments: Any) -> Any:
+        tables.append(1)
+        return tabulate_segment(*arguments)
+
+    monkeypatch.setattr(closing, "tabulate_segment", counted)
+    found = close_segment(keys, values, None, outside, CELLS, TWICE, first_outside=known)
     assert by_kernels == [HEADS]
-    assert_right(found, keys, values, outside, CELLS)
+    assert len(tables) == (known is not None)
+    # What kernels read of 16-bit keys has 16 bits.
+    assert_right(found, keys, values, outside, CELLS, 1e-5 if dtype == torch.float32 or known is None else 0.05)
     assert int((found.size > 0).sum(1).min()) > 0.9 * CELLS
 
 

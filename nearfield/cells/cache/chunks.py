@@ -1,0 +1,51 @@
+"""Many rows at a time, such as a chunk of a prompt, attend to closed segments: by the engine for whole sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.cache.state import CacheState
+from nearfield.cells.operator import Given, Recipe
+from nearfield.cells.partition import Partition, to_plain
+from nearfield.cells.planned import planned_attention
+from nearfield.cells.sizes import CellSizes, MemoryPolicy
+from nearfield.cells.triton.limits import unsupported
+from nearfield.kernels import backends
+from nearfield.kernels.backends import full_precision
+
+
+def attend_to_closed(state: CacheState, query: Tensor, scale: float, probes: int, partition: Partition) -> tuple[Tensor, Tensor]:
+    """Output `[batch, heads, rows, value_dim]` and log-normaliser of queries that see all closed segments, through their cells.
+
+    Each row opens its own `probes` cells: query heads that share keys do not open cells together here, as they do in a step.
+    """
+    batch, heads, rows, _ = query.shape
+    # Rows of offloaded keys come over together: most cells are opened by one row or another.
+    keys, values = (x.filled[:, :, : state.closed].flatten(0, 1) for x in (state.keys, state.values))
+    queries = query.reshape(len(keys), -1, query.shape[3])
+    cells = len(state.tables)
+    # To get just these cells, the number of keys per cell may have to be a fraction.
+    size: int = state.closed / cells  # type: ignore[assignment]
+    sizes = CellSizes(heads // state.heads, 0, 0, min(state.sizes.sinks, state.closed), size, min(probes, cells), 0)
+    missing = unsupported(queries, keys, values, probes=sizes.probes, cells=cells)
+    engine = "triton" if backends.choose_triton("auto", query.device, missing) else "torch"
+    recipe = Recipe(sizes, scale, 0.0, *to_plain(partition), engine, MemoryPolicy())
+    visible = torch.full(queries.shape[:2], state.closed, device=query.device)
+    seed = torch.zeros((), dtype=torch.int64)
+    given = Given(cells_in_place(state)[:, None])
+    with full_precision(query):
+        found = planned_attention(queries, keys, values, visible, seed, recipe, given)
+    output = found.output.to(query.dtype).view(batch, heads, rows, -1)
+    return output, found.lse.view(batch, heads, rows)
+
+
+def cells_in_place(state: CacheState) -> Tensor:
+    """`[batch * heads, closed]`: the cell of the key at each place, -1 for one that is in none. Keys are sorted by cell."""
+    start = state.tables.start.flat.long()
+    place = torch.arange(state.closed, device=start.device).expand(len(start), -1).contiguous()
+    # An empty cell starts where the next one does. The search finds the last cell that starts there, which has the keys.
+    cell = torch.searchsorted(start.contiguous(), place, right=True) - 1
+    # Keys that are in no cell come first in their segment.
+    end = torch.cat([start.new_full((len(start), 1), -1), start + state.tables.size.flat.long()], 1).gather(1, cell + 1)
+    return cell.masked_fill_(place >= end, -1).int()
