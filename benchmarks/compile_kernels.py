@@ -34,6 +34,8 @@ from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.triton import backward as triton_backward
 from nearfield.cells.triton import forward as triton_forward
 from nearfield.cells.triton import trial
+from nearfield.cells.triton.closing import tabulate_segment
+from nearfield.cells.triton.halve import halve
 from nearfield.kernels import cards, exact_rows, pairs_triton
 from nearfield.knn import attend_triton
 from nearfield.knn.index.cells import CellIndex
@@ -191,6 +193,14 @@ def step(dim: int, dtype: torch.dtype) -> None:
         cache_decode.decode(store.state, query, dim**-0.5, store.probes, 4096)
 
 
+def close(dim: int, dtype: torch.dtype) -> None:
+    """Cells of a prompt that a cache takes over."""
+    keys, values = torch.randn(2, 2, 1024, dim).to(dtype)
+    cell_of = torch.zeros(2, 1024, dtype=torch.int32)
+    halve(keys, cell_of, 16)
+    tabulate_segment(keys, values, cell_of, 16, 32)
+
+
 def chosen_keys(dim: int, dtype: torch.dtype) -> None:
     rows, table, weights, ids = torch.randn(8, dim).to(dtype), torch.randn(9, dim).to(dtype), torch.randn(8, 5), torch.arange(40)
     pairs_triton.scores(rows, table, ids.view(8, 5) % 9)
@@ -221,6 +231,7 @@ def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) ->
         for version in VERSIONS[::3] if quick else VERSIONS:
             passes(dim, dtype, **version)
         step(dim, dtype)
+        close(dim, dtype)
         chosen_keys(dim, dtype)
         search(dim, dtype, quick)
     return list(compiler.seen.values())

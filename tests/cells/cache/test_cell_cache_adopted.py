@@ -101,6 +101,14 @@ def test_halves_are_nearly_as_tight_as_new_cells(dtype: torch.dtype) -> None:
     assert scatter(keys, found) < 1.08 * scatter(keys, fine) < 0.95 * scatter(keys, coarse)
 
 
+def test_halves_of_cells_with_keys_far_out() -> None:
+    """The direction, and where to cut across it, both matter here."""
+    generator = seeded(0)
+    keys = torch.randn(2, 600, DIM, generator=generator) * torch.randn(2, 600, 1, generator=generator).square()
+    found = halve(keys, build_cells(nf.KMeans(), keys, 20), 20)
+    assert scatter(keys, found) < 0.775 * scatter(keys, build_cells(nf.KMeans(), keys, 40))
+
+
 def test_keys_that_are_alike_or_alone_or_in_no_cell() -> None:
     keys = torch.randn(1, 9, 4, generator=seeded(0))
     keys[:, 3:6] = keys[:, 3:4]

@@ -73,6 +73,7 @@ def test_with_all_cells_opened_it_is_exact_attention(parts: list[int], segment: 
     # All before a chunk is closed, but for a window and what is too short for a segment.
     assert max(calls[1:], default=0) < max(parts[1:], default=1) + 100
     assert store.length == LENGTH
+    assert store.closed >= LENGTH - (30 if parts[-1] >= 30 else 80)
     assert torch.equal(store.keys, inputs()[1])  # type: ignore[arg-type]
 
 
@@ -119,8 +120,9 @@ def test_few_rows_and_padding_go_row_by_row() -> None:
     assert calls == []
 
 
-def test_in_which_cell_a_key_is() -> None:
-    store = CellStore(nf.Cells(sinks=5))
+@pytest.mark.parametrize("segment", [None, 4])
+def test_in_which_cell_a_key_is(segment: int | None) -> None:
+    store = CellStore(nf.Cells(sinks=5, segment=segment))
     read(store, [100, 100], nf.Exact())
     state = store.state
     assert state is not None
