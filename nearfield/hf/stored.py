@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearfield import _compat
-from nearfield.cells.cache.store import CellStore
+from nearfield.cells.cache.store import CellStore, Near
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.masks import LazyMask
 from nearfield.hf.requests import RequestStores
@@ -91,23 +91,29 @@ def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: boo
         padding = padding.expand(len(key), -1)
     store.mark(padding)
     if not is_prompt:
-        if isinstance(store, CellStore) and getattr(call.causal_method, "gives_lse", False):
-
-            def near(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-                found = replace(call, key=keys, value=values).causally(keys.shape[2] - call.rows, return_lse=True)
-                assert found.lse is not None
-                return found.output, found.lse
-
-            return store.attend(call.query, call.scale, near)
+        if call.rows > 1 and isinstance(store, CellStore) and getattr(call.causal_method, "gives_lse", False):
+            return store.attend(call.query, call.scale, _near(call))
         return store.attend(call.query, call.scale)
     prompt = replace(call, key=key.latest, value=value.latest)
-    if padding is None and isinstance(store, CellStore) and _is_causal_prompt(mask, call.rows, is_causal):
+    is_plain = padding is None and _is_causal_prompt(mask, call.rows, is_causal)
+    if is_plain and isinstance(store, CellStore) and store.wants_cells(call.rows):
         found = prompt.causally()
         store.close(found.prepared)
         return found.output
     output = serve(prompt, mask, is_causal)
     store.close()
     return output
+
+
+def _near(call: LayerCall) -> Near:
+    """How the rows of a chunk attend to keys that are not in cells yet: by the registered method."""
+
+    def near(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found = replace(call, key=keys, value=values).causally(keys.shape[2] - call.rows, return_lse=True)
+        assert found.lse is not None
+        return found.output, found.lse
+
+    return near
 
 
 def _is_causal_prompt(mask: LazyMask | Tensor | None, rows: int, is_causal: bool) -> bool:

@@ -56,6 +56,12 @@ def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., 
         assert word in shown
 
 
+def test_the_benchmark_of_cells_that_a_cache_takes_over_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_adopted", "--quick")
+    assert "local" in shown
+    assert "taken over" in shown
+
+
 def test_the_benchmark_of_the_default_runs(run: Callable[..., str]) -> None:
     shown = run("bench_default", "--quick")
     for word in ("randn", "clustered, causal", "exact", "pooled error"):

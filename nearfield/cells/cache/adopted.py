@@ -40,6 +40,11 @@ class KnownCells(NamedTuple):
         return KnownCells(self.end, cell_of, cells)
 
 
+def takes_over(sizes: CacheSizes, length: int) -> bool:
+    """Whether a cache of these sizes could use the cells of a call with so many keys: segments have no given length."""
+    return sizes.segment is None and length >= LEAST_KEYS
+
+
 def known_segments(prepared: Prepared, sizes: CacheSizes, length: int) -> list[KnownCells]:
     """The longest spans of a causal call as the first segments of a cache that holds the `length` keys of the call.
 
@@ -48,9 +53,7 @@ def known_segments(prepared: Prepared, sizes: CacheSizes, length: int) -> list[K
     of the call are not what the cache would make: another partition, other sinks, or segments of a length that somebody chose.
     """
     own = prepared.recipe.sizes
-    if sizes.segment is not None or own.sinks != sizes.sinks or not own.segment or prepared.recipe.partition != "KMeans":
-        return []
-    if length < LEAST_KEYS:
+    if own.sinks != sizes.sinks or not own.segment or prepared.recipe.partition != "KMeans" or not takes_over(sizes, length):
         return []
     found: list[KnownCells] = []
     closed = sizes.next_end(0, length)

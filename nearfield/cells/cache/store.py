@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.adopted import known_segments
+from nearfield.cells.cache.adopted import known_segments, takes_over
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.chunks import attend_to_closed
 from nearfield.cells.cache.heavy import HeavyKeys
@@ -236,10 +236,14 @@ class CellStore:
         `prepared`: what a causal call of `Cells` over all stored keys has grouped already; its longest spans become segments.
         """
         state = self._require_state()
-        if prepared is not None and not self.regroup and not state.closed and state.key_padding is None:
+        if prepared is not None and self.wants_cells(state.length) and state.key_padding is None:
             with torch.autocast(state.sinks.device.type, enabled=False):
                 state = self._adopt(state, prepared)
         self._state = self._close_before(state, state.length).offload_closed()
+
+    def wants_cells(self, keys: int) -> bool:
+        """Whether `close` could take over the cells of a prompt of so many keys."""
+        return not self.regroup and not self.closed and takes_over(self.sizes, keys)
 
     def _adopt(self, state: CacheState, prepared: Prepared) -> CacheState:
         """With the longest spans of a call closed, and one segment after them, up to where it would have ended without them."""
