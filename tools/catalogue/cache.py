@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "cache: covariance of values and keys forgotten",
         "far_output",
-        "tilt = products(queries, covariance).mul_(weight.sum(2, keepdim=True))",
-        "tilt = products(queries, covariance).mul_(0.0)",
+        ".mul_(weight.sum(2, keepdim=True))",
+        ".mul_(0.0)",
         (HAND, ENGINE),
     ),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -235,7 +236,6 @@ class CellStore:
         check_query(query, state.keys.storage, state.length)
         rows, first = query.shape[2], state.length - query.shape[2]
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
         if rows and state.closed > self._most_closed(first):
             raise ValueError(
                 f"the query at position {first} comes too late: a segment that it reads key by key is already closed; attend "
@@ -243,7 +243,16 @@ class CellStore:
             )
         if state.settled < state.length:
             state = state.but(settled=state.length)
-        start = 0
+        is_single = rows == 1 and query.device.type == "cpu"
+        if is_single:  # Most calls are steps of one token, and these are what a host waits for.
+            if first >= self.sizes.next_close(state.closed):
+                state = self._close_before(state, first)
+            with _without_autocast(query.device):
+                found = self._attend_rows(state, query, first, scale)
+            output = found.to(query.dtype).view(*query.shape[:3], -1)
+        else:
+            output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
+        start = rows if is_single else 0
         while start < rows:
             state = self._close_before(state, first + start)
             stop = min(rows, self.sizes.next_close(state.closed) - first)
@@ -253,7 +262,7 @@ class CellStore:
                 step = 1
             for row in range(start, stop, step):
                 block = slice(row, min(row + step, stop))
-                with torch.autocast(query.device.type, enabled=False):
+                with _without_autocast(query.device):
                     found = self._attend_rows(state, query[:, :, block], first + row, scale)
                 output[:, :, block] = found.view(output[:, :, block].shape)
             start = stop
@@ -296,6 +305,11 @@ class CellStore:
         if state is None:
             raise ValueError("nothing is stored yet; append keys and values first")
         return state
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Where autocast is off, nothing: to switch it off takes as long as three operations."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def check_method(method: object) -> None:
