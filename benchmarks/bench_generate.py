@@ -8,18 +8,24 @@ smollm2     SmolLM2-135M in float32, 8,192, 16,384 and 32,768 keys              
 qwen        Qwen2.5-Coder-1.5B in bfloat16, the same                                `make qwen`
 overhead    what a step takes per layer where there is next to nothing to compute   a minute
 
-A prompt of 8,192 tokens is read, the docstrings of Python's standard library unless --text is given; longer caches are made of
-it (`generate_prompt.py`). Caches take turns, a few steps each, and what counts is the median over the turns: by the clock, and of
-the processor, which other work on the machine changes less. They get the same tokens: those that come next in the text. A
-`StaticCache` has room for the steps that come and no more. Steps after those that are timed are audited: how far attention with
-cells is from exact attention, head by head.
+All caches are filled before any is timed, which takes 20 GB of memory for both models. A prompt of 8,192 tokens is read, the
+docstrings of Python's standard library unless --text is given; longer caches are made of it (`generate_prompt.py`). Caches take
+turns, a few steps each, and what counts is the median over the turns: by the clock, and of the processor. They get the same
+tokens: those that come next in the text. A `StaticCache` has room for the steps that come and no more. Steps after those that are
+timed are audited: how far attention with cells is from exact attention, head by head.
+
+Threads that wait for each other take many times as long where other work has the cores. With --wait, timing begins when others
+have left them, or after so many minutes; `busy_before` and `busy_after` say how many cores others had, right before and after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +45,39 @@ FOLDER = Path(__file__).parent.parent / "models"
 READ, LENGTHS = 8192, (8192, 16_384, 32_768)
 THREADS, ROUNDS, STEPS, AUDITED = 2, 9, 3, 4
 """A turn is so many steps, and each cache gets so many turns; after them, some steps are audited."""
+QUIET = 0.2
+"""Cores that others may have while steps are timed."""
 NAME = "nearfield-generate"
+
+
+@dataclass
+class Case:
+    """Caches of one length that hold the same keys, and the tokens that come next."""
+
+    section: str
+    model: Any
+    layers: Layers
+    read: int
+    following: torch.Tensor
+    rounds: int
+    caches: dict[str, Any] = field(default_factory=dict)
+    seconds_to_close: float = 0.0
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[2]
+
+    @property
+    def steps(self) -> int:
+        return (self.rounds + 1) * STEPS
+
+    def fill(self) -> None:
+        start = time.perf_counter()
+        self.caches["cells"] = cells_of(self.model, self.layers)
+        self.seconds_to_close = time.perf_counter() - start
+        room = self.length + self.steps
+        self.caches["static"] = filled(StaticCache(config=self.model.config, max_cache_len=room), self.layers)
+        self.caches["dynamic"] = filled(DynamicCache(config=self.model.config), self.layers)
 
 
 def main() -> None:
@@ -49,6 +87,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text in UTF-8 that is read in place of docstrings")
     parser.add_argument("--models", type=Path, default=FOLDER, help="the folder that models are in, and read prompts are kept in")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--wait", type=float, default=0.0, help="for at most so many minutes, until the machine is quiet")
     parser.add_argument("--out", type=Path, help="folder for generate.json")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written unless --out says where")
     options = parser.parse_args()
@@ -57,16 +96,27 @@ def main() -> None:
     if not options.quick:
         torch.set_num_threads(THREADS)
     hf.register(NAME, nf.Exact())
-    for section in options.only or (*MODELS, "overhead"):
-        if section == "overhead":
-            save(options, section, found := overhead(options.quick))
-            record.show(show_overhead(found))
-            continue
-        folder, dtype = MODELS[section]
-        if not options.quick and not (options.models / folder).exists():
-            print(f"skipped: no model in {options.models / folder} (`make {section}` fetches it)")
-            continue
-        decode(section, options, folder, dtype)
+    sections = options.only or (*MODELS, "overhead")
+    cases = [case for section in sections if section in MODELS for case in prepare(section, options)]
+    before = quiet(60 * options.wait)
+    print(f"timing, while others have {before:.2f} cores", flush=True)
+    if "overhead" in sections:
+        found = overhead(options.quick)
+        save(options, "overhead", found)
+        record.show(show_overhead(found))
+    times = [timed(case) for case in cases]
+    after = busy()
+    print(f"timed; others have {after:.2f} cores", flush=True)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for case, spent in zip(cases, times, strict=True):
+        own = rows.setdefault(case.section, [])
+        row = {"keys": case.length, "read": case.read, **spent, "seconds_to_close": case.seconds_to_close, **audited(case)}
+        own.append(row)
+        folder, dtype = MODELS[case.section]
+        others = {"busy_before": before, "busy_after": after}
+        results = {**others, "model": folder, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+        save(options, case.section, results | {"text": str(options.text or "docstrings of the standard library"), "rows": own})
+        record.show(show_decode(case.section, own))
 
 
 def save(options: argparse.Namespace, section: str, results: dict[str, Any]) -> None:
@@ -74,73 +124,91 @@ def save(options: argparse.Namespace, section: str, results: dict[str, Any]) -> 
         print("written:", record.merge("generate", section, results), flush=True)
 
 
-def decode(section: str, options: argparse.Namespace, folder: str, dtype: torch.dtype) -> None:
-    """All lengths of one model; saved after each."""
+def quiet(seconds: float) -> float:
+    """Wait until others use little of the processor, or for so many seconds; returns how many cores they have then."""
+    end = time.monotonic() + seconds
+    while (found := busy()) > QUIET and time.monotonic() < end:
+        time.sleep(5)
+    return found
+
+
+def busy(seconds: float = 2.0) -> float:
+    """How many cores are at work while this process sleeps (Linux)."""
+
+    def idle() -> int:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()
+        return int(fields[4]) + int(fields[5])  # idle, and waiting for a disk
+
+    start, before = time.monotonic(), idle()
+    time.sleep(seconds)
+    free = (idle() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
+    return max(0.0, (os.cpu_count() or 1) - free)
+
+
+@torch.no_grad()
+def prepare(section: str, options: argparse.Namespace) -> Iterator[Case]:
+    """All lengths of one model, with caches that are filled; none if there is no such model."""
+    folder, dtype = MODELS[section]
     if options.quick:
         model, lengths, rounds = tiny_model(), [1500, 2048], 1
         ids = torch.randint(50, (1, 1600), generator=torch.Generator().manual_seed(0))
         prompt = generate_prompt.read(model, ids[:, :1500])
+    elif not (options.models / folder).exists():
+        print(f"skipped: no model in {options.models / folder} (`make {section}` fetches it)")
+        return
     else:
         model, lengths, rounds = generate_prompt.load(options.models / folder, dtype), options.lengths, options.rounds
         ids = generate_prompt.token_ids(options.models / folder, options.text, READ + (rounds + 1) * STEPS + AUDITED)
         prompt = generate_prompt.kept(model, ids[:, :READ], options.models / "prompts" / f"{folder}-{READ}.pt")
     read = prompt[0][0].shape[2]
-    rows: list[dict[str, Any]] = []
     for length in lengths:
         layers = generate_prompt.extended(model, prompt, length)
-        rows.append({"keys": length, "read": min(length, read), **measure(model, layers, ids[:, read:], rounds)})
-        record.show(show_decode(section, rows[-1:]))
-        results = {"model": folder, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
-        save(options, section, results | {"text": str(options.text or "docstrings of the standard library"), "rows": rows})
-    record.show(show_decode(section, rows))
+        case = Case(section, model, layers, min(length, read), ids[:, read:], rounds)
+        case.fill()
+        print(f"{section}, {length:,} keys: caches are filled, ours in {case.seconds_to_close:.0f} s", flush=True)
+        yield case
 
 
 @torch.no_grad()
-def measure(model: Any, layers: Layers, following: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Seconds of a step with each cache, interleaved, and what ours reads and how far it is off. `following`: token ids."""
-    length, timed = layers[0][0].shape[2], (rounds + 1) * STEPS
-    ours, seconds_to_close = cells_of(model, layers)
-    caches: dict[str, Any] = {
-        "cells": ours,
-        "static": filled(StaticCache(config=model.config, max_cache_len=length + timed), layers),
-        "dynamic": filled(DynamicCache(config=model.config), layers),
-    }
-    wall: dict[str, list[float]] = {name: [] for name in caches}
-    processor: dict[str, list[float]] = {name: [] for name in caches}
-    for turn in range(rounds + 1):
-        for name, cache in caches.items():
-            model.set_attn_implementation(NAME if name == "cells" else "sdpa")
+def timed(case: Case) -> dict[str, Any]:
+    """Seconds of a step with each cache, interleaved."""
+    wall: dict[str, list[float]] = {name: [] for name in case.caches}
+    processor: dict[str, list[float]] = {name: [] for name in case.caches}
+    for turn in range(case.rounds + 1):
+        for name in case.caches:
+            case.model.set_attn_implementation(NAME if name == "cells" else "sdpa")
             start, start_processor = time.perf_counter(), time.process_time()
             for step in range(turn * STEPS, (turn + 1) * STEPS):
-                step_of(model, cache, following, length, step)
+                step_of(case, name, step)
             if turn:  # the first one is to get warm
                 wall[name].append((time.perf_counter() - start) / STEPS)
                 processor[name].append((time.process_time() - start_processor) / STEPS)
+    median = {name: statistics.median(found) for name, found in wall.items()}
+    shown = ", ".join(f"{name} {1e3 * spent:.0f} ms" for name, spent in median.items())
+    print(f"{case.section}, {case.length:,} keys: {shown}", flush=True)
     return {
-        "seconds": {name: statistics.median(found) for name, found in wall.items()},
+        "seconds": median,
         "processor_seconds": {name: statistics.median(found) for name, found in processor.items()},
         "runs": wall,
         "processor_runs": processor,
-        "tokens_per_second": {name: 1 / statistics.median(found) for name, found in wall.items()},
-        "seconds_to_close": seconds_to_close,
-        **audited(model, ours, following, length, timed),
+        "tokens_per_second": {name: 1 / spent for name, spent in median.items()},
     }
 
 
-def step_of(model: Any, cache: Any, following: torch.Tensor, length: int, step: int) -> None:
+def step_of(case: Case, name: str, step: int) -> None:
     """Feed one more token of those that follow."""
-    model(following[:, step : step + 1], past_key_values=cache, position_ids=torch.tensor([[length + step]]))
+    token, position = case.following[:, step : step + 1], torch.tensor([[case.length + step]])
+    case.model(token, past_key_values=case.caches[name], position_ids=position)
 
 
-def cells_of(model: Any, layers: Layers) -> tuple[hf.CellCache, float]:
-    """A cache that holds these keys and values, closed as a prompt is, and how many seconds the closing took."""
+def cells_of(model: Any, layers: Layers) -> hf.CellCache:
+    """A cache that holds these keys and values, closed as a prompt is."""
     model.set_attn_implementation(NAME)
     cache = hf.CellCache(config=model.config)
-    start = time.perf_counter()
     for layer, (key, value) in zip(cache.layers, layers, strict=True):
         layer.store.append(key, value)
         layer.store.close()
-    return cache, time.perf_counter() - start
+    return cache
 
 
 def filled(cache: Any, layers: Layers) -> Any:
@@ -150,12 +218,14 @@ def filled(cache: Any, layers: Layers) -> Any:
     return cache
 
 
-def audited(model: Any, cache: hf.CellCache, following: torch.Tensor, length: int, done: int) -> dict[str, Any]:
+@torch.no_grad()
+def audited(case: Case) -> dict[str, Any]:
     """The error of some more steps, and how many keys they read of how many."""
-    model.set_attn_implementation(NAME)
+    cache = case.caches["cells"]
+    case.model.set_attn_implementation(NAME)
     cache.audit = True
-    for step in range(done, done + AUDITED):
-        step_of(model, cache, following, length, step)
+    for step in range(case.steps, case.steps + AUDITED):
+        step_of(case, "cells", step)
     cache.audit = False
     errors = torch.stack([torch.cat([step.relative.flatten() for step in steps]) for steps in cache.errors.values()])
     store = cache.layers[0].store
