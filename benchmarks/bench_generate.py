@@ -8,14 +8,15 @@ smollm2     SmolLM2-135M in float32, 8,192, 16,384 and 32,768 keys              
 qwen        Qwen2.5-Coder-1.5B in bfloat16, the same                                `make qwen`
 overhead    what a step takes per layer where there is next to nothing to compute   a minute
 
-All caches are filled before any is timed, which takes 20 GB of memory for both models. A prompt of 8,192 tokens is read, the
+All caches are filled before any is timed, which takes 17 GB of memory for both models. A prompt of 8,192 tokens is read, the
 docstrings of Python's standard library unless --text is given; longer caches are made of it (`generate_prompt.py`). Caches take
 turns, a few steps each, and what counts is the median over the turns: by the clock, and of the processor. They get the same
 tokens: those that come next in the text. A `StaticCache` has room for the steps that come and no more. Steps after those that are
 timed are audited: how far attention with cells is from exact attention, head by head.
 
-Threads that wait for each other take many times as long where other work has the cores. With --wait, timing begins when others
-have left them, or after so many minutes; `busy_before` and `busy_after` say how many cores others had, right before and after it.
+Threads that wait for each other take many times as long where other work has the cores. So `others` says, for every turn, how
+many cores other processes had. With --wait, a turn begins when they have left them, and one in which they came back is repeated,
+for so many minutes in all; medians are over turns that had the machine for themselves (`quiet_turns`), or over all if none had.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Case:
 
     section: str
     model: Any
-    layers: Layers
+    length: int
     read: int
     following: torch.Tensor
     rounds: int
@@ -64,20 +65,17 @@ class Case:
     seconds_to_close: float = 0.0
 
     @property
-    def length(self) -> int:
-        return self.layers[0][0].shape[2]
+    def turns(self) -> int:
+        """The most there may be: some are repeated."""
+        return 4 * self.rounds + 1
 
-    @property
-    def steps(self) -> int:
-        return (self.rounds + 1) * STEPS
-
-    def fill(self) -> None:
+    def fill(self, layers: Layers) -> None:
         start = time.perf_counter()
-        self.caches["cells"] = cells_of(self.model, self.layers)
+        self.caches["cells"] = cells_of(self.model, layers)
         self.seconds_to_close = time.perf_counter() - start
-        room = self.length + self.steps
-        self.caches["static"] = filled(StaticCache(config=self.model.config, max_cache_len=room), self.layers)
-        self.caches["dynamic"] = filled(DynamicCache(config=self.model.config), self.layers)
+        room = self.length + self.turns * STEPS
+        self.caches["static"] = filled(StaticCache(config=self.model.config, max_cache_len=room), layers)
+        self.caches["dynamic"] = filled(DynamicCache(config=self.model.config), layers)
 
 
 def main() -> None:
@@ -93,28 +91,31 @@ def main() -> None:
     options = parser.parse_args()
     if options.out:
         record.RESULTS = options.out
-    if not options.quick:
-        torch.set_num_threads(THREADS)
     hf.register(NAME, nf.Exact())
     sections = options.only or (*MODELS, "overhead")
     cases = [case for section in sections if section in MODELS for case in prepare(section, options)]
-    before = quiet(60 * options.wait)
-    print(f"timing, while others have {before:.2f} cores", flush=True)
+    filling, until = torch.get_num_threads(), time.monotonic() + 60 * options.wait
+    if not options.quick:
+        torch.set_num_threads(THREADS)
     if "overhead" in sections:
-        found = overhead(options.quick)
+        quiet(until)
+        start = Usage()
+        found = overhead(options.quick) | {"others": start.others()}
         save(options, "overhead", found)
         record.show(show_overhead(found))
-    times = [timed(case) for case in cases]
-    after = busy()
-    print(f"timed; others have {after:.2f} cores", flush=True)
+    times = [timed(case, until) for case in cases]
     rows: dict[str, list[dict[str, Any]]] = {}
     for case, spent in zip(cases, times, strict=True):
         own = rows.setdefault(case.section, [])
         row = {"keys": case.length, "read": case.read, **spent, "seconds_to_close": case.seconds_to_close, **audited(case)}
         own.append(row)
         folder, dtype = MODELS[case.section]
-        others = {"busy_before": before, "busy_after": after}
-        results = {**others, "model": folder, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+        results = {
+            "threads_to_close": filling,
+            "model": folder,
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
         save(options, case.section, results | {"text": str(options.text or "docstrings of the standard library"), "rows": own})
         record.show(show_decode(case.section, own))
 
@@ -124,25 +125,27 @@ def save(options: argparse.Namespace, section: str, results: dict[str, Any]) -> 
         print("written:", record.merge("generate", section, results), flush=True)
 
 
-def quiet(seconds: float) -> float:
-    """Wait until others use little of the processor, or for so many seconds; returns how many cores they have then."""
-    end = time.monotonic() + seconds
-    while (found := busy()) > QUIET and time.monotonic() < end:
-        time.sleep(5)
-    return found
+class Usage:
+    """What the machine and this process have done so far (Linux)."""
+
+    def __init__(self) -> None:
+        fields = [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        self.all = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idling, and waiting for a disk
+        self.own, self.clock = time.process_time(), time.perf_counter()
+
+    def others(self) -> float:
+        """How many cores other processes have had since then."""
+        now = Usage()
+        return max(0.0, (now.all - self.all - (now.own - self.own)) / (now.clock - self.clock))
 
 
-def busy(seconds: float = 2.0) -> float:
-    """How many cores are at work while this process sleeps (Linux)."""
-
-    def idle() -> int:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()
-        return int(fields[4]) + int(fields[5])  # idle, and waiting for a disk
-
-    start, before = time.monotonic(), idle()
-    time.sleep(seconds)
-    free = (idle() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
-    return max(0.0, (os.cpu_count() or 1) - free)
+def quiet(until: float) -> None:
+    """Wait until others leave the processor alone, or until that time."""
+    while time.monotonic() < until:
+        start = Usage()
+        time.sleep(1)
+        if start.others() < QUIET:
+            return
 
 
 @torch.no_grad()
@@ -158,41 +161,52 @@ def prepare(section: str, options: argparse.Namespace) -> Iterator[Case]:
         return
     else:
         model, lengths, rounds = generate_prompt.load(options.models / folder, dtype), options.lengths, options.rounds
-        ids = generate_prompt.token_ids(options.models / folder, options.text, READ + (rounds + 1) * STEPS + AUDITED)
+        ids = generate_prompt.token_ids(options.models / folder, options.text, READ + (4 * rounds + 1) * STEPS + AUDITED)
         prompt = generate_prompt.kept(model, ids[:, :READ], options.models / "prompts" / f"{folder}-{READ}.pt")
     read = prompt[0][0].shape[2]
     for length in lengths:
-        layers = generate_prompt.extended(model, prompt, length)
-        case = Case(section, model, layers, min(length, read), ids[:, read:], rounds)
-        case.fill()
+        case = Case(section, model, length, min(length, read), ids[:, read:], rounds)
+        case.fill(generate_prompt.extended(model, prompt, length))
         print(f"{section}, {length:,} keys: caches are filled, ours in {case.seconds_to_close:.0f} s", flush=True)
         yield case
 
 
 @torch.no_grad()
-def timed(case: Case) -> dict[str, Any]:
+def timed(case: Case, until: float) -> dict[str, Any]:
     """Seconds of a step with each cache, interleaved."""
-    wall: dict[str, list[float]] = {name: [] for name in case.caches}
-    processor: dict[str, list[float]] = {name: [] for name in case.caches}
-    for turn in range(case.rounds + 1):
-        for name in case.caches:
-            case.model.set_attn_implementation(NAME if name == "cells" else "sdpa")
-            start, start_processor = time.perf_counter(), time.process_time()
-            for step in range(turn * STEPS, (turn + 1) * STEPS):
-                step_of(case, name, step)
-            if turn:  # the first one is to get warm
-                wall[name].append((time.perf_counter() - start) / STEPS)
-                processor[name].append((time.process_time() - start_processor) / STEPS)
-    median = {name: statistics.median(found) for name, found in wall.items()}
-    shown = ", ".join(f"{name} {1e3 * spent:.0f} ms" for name, spent in median.items())
-    print(f"{case.section}, {case.length:,} keys: {shown}", flush=True)
+    turns: list[dict[str, Any]] = []
+    for turn in range(case.turns):
+        if turn:  # the first one is to get warm
+            quiet(until)
+        start = Usage()
+        found = {name: _turn(case, name, turn) for name in case.caches}
+        if turn:
+            turns.append({"others": start.others(), **found})
+            shown = ", ".join(f"{name} {1e3 * spent:.0f} ms" for name, (spent, _) in found.items())
+            print(f"{case.section}, {case.length:,} keys: {shown}; others {turns[-1]['others']:.2f} cores", flush=True)
+        enough = sum(turn["others"] < QUIET for turn in turns) if time.monotonic() < until else len(turns)
+        if enough >= case.rounds:
+            break
+    alone = [turn for turn in turns if turn["others"] < QUIET]
+    median = [{name: statistics.median(turn[name][kind] for turn in alone or turns) for name in case.caches} for kind in (0, 1)]
     return {
-        "seconds": median,
-        "processor_seconds": {name: statistics.median(found) for name, found in processor.items()},
-        "runs": wall,
-        "processor_runs": processor,
-        "tokens_per_second": {name: 1 / spent for name, spent in median.items()},
+        "seconds": median[0],
+        "processor_seconds": median[1],
+        "tokens_per_second": {name: 1 / spent for name, spent in median[0].items()},
+        "quiet_turns": len(alone),
+        "others": [turn["others"] for turn in turns],
+        "runs": {name: [turn[name][0] for turn in turns] for name in case.caches},
+        "processor_runs": {name: [turn[name][1] for turn in turns] for name in case.caches},
     }
+
+
+def _turn(case: Case, name: str, turn: int) -> tuple[float, float]:
+    """Seconds of a step by the clock, and of the processor."""
+    case.model.set_attn_implementation(NAME if name == "cells" else "sdpa")
+    start, start_processor = time.perf_counter(), time.process_time()
+    for step in range(turn * STEPS, (turn + 1) * STEPS):
+        step_of(case, name, step)
+    return (time.perf_counter() - start) / STEPS, (time.process_time() - start_processor) / STEPS
 
 
 def step_of(case: Case, name: str, step: int) -> None:
@@ -224,7 +238,8 @@ def audited(case: Case) -> dict[str, Any]:
     cache = case.caches["cells"]
     case.model.set_attn_implementation(NAME)
     cache.audit = True
-    for step in range(case.steps, case.steps + AUDITED):
+    done = cache.get_seq_length() - case.length
+    for step in range(done, done + AUDITED):
         step_of(case, "cells", step)
     cache.audit = False
     errors = torch.stack([torch.cat([step.relative.flatten() for step in steps]) for steps in cache.errors.values()])

@@ -87,10 +87,12 @@ def measure(case: Case, model: Any) -> dict[str, Any]:
     exact_gb = sum(x.nbytes for pair in stored for x in pair) / 1e9
     del exact, stored
     models.free()
+    failed: dict[str, str] = {}
     try:
         runs["transformers"] = _transformers(model, padded, mask)
-    except torch.OutOfMemoryError as error:
-        print("  transformers:", str(error).split(". ")[0], flush=True)
+    except (RuntimeError, TypeError, ValueError) as error:  # out of memory, or another version of Transformers
+        failed["transformers"] = str(error).split(". ")[0]
+        print("  transformers:", failed["transformers"], flush=True)
     ms = models.medians(runs)
     return {
         "case": case.name,
@@ -103,6 +105,7 @@ def measure(case: Case, model: Any) -> dict[str, Any]:
         "ratio": ms["padded"] / ms["cells"],
         "cache_gb": {"cells": sum(cache.nbytes.values()) / 1e9, "padded": exact_gb},
         "alone": alike,
+        "failed": failed,
     }
 
 
