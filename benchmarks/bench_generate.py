@@ -103,21 +103,23 @@ def main() -> None:
         found = overhead(options.quick) | {"others": start.others()}
         save(options, "overhead", found)
         record.show(show_overhead(found))
-    times = [timed(case, until) for case in cases]
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for case, spent in zip(cases, times, strict=True):
-        own = rows.setdefault(case.section, [])
+    for case in cases:
+        spent = timed(case, until)
         row = {"keys": case.length, "read": case.read, **spent, "seconds_to_close": case.seconds_to_close, **audited(case)}
-        own.append(row)
+        row |= {"threads": torch.get_num_threads(), "threads_to_close": filling}
         folder, dtype = MODELS[case.section]
-        results = {
-            "threads_to_close": filling,
-            "model": folder,
-            "dtype": str(dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-        }
-        save(options, case.section, results | {"text": str(options.text or "docstrings of the standard library"), "rows": own})
-        record.show(show_decode(case.section, own))
+        results = {"model": folder, "dtype": str(dtype).removeprefix("torch.")}
+        results |= {"text": str(options.text or "docstrings of the standard library"), "rows": rows_with(case.section, row)}
+        save(options, case.section, results)
+        record.show(show_decode(case.section, [row]))
+
+
+def rows_with(section: str, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of other lengths that were saved before, and this one."""
+    path = record.RESULTS / "generate.json"
+    saved = record.read_sections("generate").get(section, {"rows": []}) if path.exists() else {"rows": []}
+    rows = {old["keys"]: old for old in saved["rows"]} | {row["keys"]: row}
+    return [rows[keys] for keys in sorted(rows)]
 
 
 def save(options: argparse.Namespace, section: str, results: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ def section(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(load("generate_models"), "ROUNDS", 1)
     monkeypatch.setattr(load("generate_models"), "STEPS", 2)
     monkeypatch.setattr(load("generate_prefill"), "MOST_ROUNDS", 1)
+    monkeypatch.setattr(load("record"), "RESULTS", tmp_path)  # --out sets it: this puts it back
 
     def run(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--section", name, "--out", str(tmp_path), *arguments])
@@ -124,6 +125,7 @@ def test_names_of_cases(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPa
 
 
 def test_the_benchmark_on_a_cpu(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(load("record"), "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--only", "smollm2", "overhead", "--out", str(tmp_path)])
     load("bench_generate").main()
     saved = {name: found["results"] for name, found in json.loads((tmp_path / "generate.json").read_text()).items()}
