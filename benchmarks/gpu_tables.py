@@ -1,5 +1,5 @@
-"""The tables of docs/benchmarks.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json and
-topk_gpu.json.
+"""The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json,
+topk_gpu.json and generate.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -19,7 +19,7 @@ from typing import Any
 from record import read_sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/benchmarks.md", "docs/gpu.md", "docs/peers.md")
+PAGES = ("docs/benchmarks.md", "docs/cache.md", "docs/gpu.md", "docs/peers.md")
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
 NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
@@ -164,6 +164,39 @@ def topk(sections: dict[str, Any]) -> str:
     return rows_of([*head, "peak, GiB", "recall", "keys scored"], *found)
 
 
+def generate(sections: dict[str, Any]) -> str:
+    """Decoding whole models on a CPU."""
+    head = ["model", "keys", "`CellCache`, tokens per second", "`StaticCache`", "`DynamicCache`"]
+    found = []
+    for row, model in _generated(sections):
+        speed = row["tokens_per_second"]
+        found.append([model, f"{row['keys']:,}", *(_ratio(speed[name]) for name in ("cells", "static", "dynamic"))])
+        found[-1] += [f"{1e3 * row['processor_seconds'][name]:.0f}" for name in ("cells", "static", "dynamic")]
+    return rows_of([*head, "processor, ms a step: `CellCache`", "`StaticCache`", "`DynamicCache`"], *found)
+
+
+def generate_errors(sections: dict[str, Any]) -> str:
+    """What a step reads there, and how far it is off."""
+    head = ["model", "keys", "of them read by the model", "times as fast as the faster other cache", "keys read by a step"]
+    found = []
+    for row, model in _generated(sections):
+        faster = min(row["seconds"][name] for name in ("static", "dynamic"))
+        cells = [
+            model,
+            f"{row['keys']:,}",
+            f"{row['read']:,}",
+            f"{faster / row['seconds']['cells']:.2f}",
+            f"{row['keys_read']:,}",
+        ]
+        found.append(cells + [f"{row['error'][name]:.1%}" for name in ("mean", "worst_layer", "worst")])
+    return rows_of([*head, "error, mean", "worst layer", "worst head"], *found)
+
+
+def _generated(sections: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    names = {"smollm2": "SmolLM2-135M, float32", "qwen": "Qwen2.5-Coder-1.5B, bfloat16"}
+    return [(row, label) for name, label in names.items() if name in sections for row in sections[name]["rows"]]
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -173,6 +206,8 @@ def table(name: str) -> str:
         "gpu parts": parts,
         "gpu floor": floor,
     }
+    if name.startswith("generate"):
+        return {"generate": generate, "generate errors": generate_errors}[name](read_sections("generate"))
     if name.startswith("peers "):
         _, section, kind = name.split(" ")
         return peers(read_sections("peers"), section, kind)

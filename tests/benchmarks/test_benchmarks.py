@@ -88,19 +88,6 @@ def test_the_benchmark_of_the_default_on_a_gpu_runs_without_one(load: Callable[[
     assert found["ms"].keys() == {"sdpa", "default", "always", "cells"}
 
 
-def test_the_benchmark_of_models_on_a_gpu_runs_without_one(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    bench = load("bench_generate_gpu")
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench, "STEPS", 2)
-    nf.hf.register(bench.OURS)
-    found = bench.measure(bench.Case("tiny", 1536, batch=2))
-    assert found["case"] == "tiny-1536x2"
-    assert found["ms"].keys() == {"exact", "cells"}
-    assert found["ratio"] == found["ms"]["exact"] / found["ms"]["cells"]
-    assert found["keys_read"] < 1536 // 2
-
-
 def test_the_benchmark_of_top_k_on_a_gpu_runs_without_one(load: Callable[[str], Any]) -> None:
     """With all keys near there is nothing to miss; the error of SDPA is that of rounding."""
     bench = load("bench_topk_gpu")

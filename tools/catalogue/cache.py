@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "cache: covariance of values and keys forgotten",
         "far_output",
-        "tilt = products(queries, covariance).mul_(weight.sum(2, keepdim=True))",
-        "tilt = products(queries, covariance).mul_(0.0)",
+        ".mul_(weight.sum(2, keepdim=True))",
+        ".mul_(0.0)",
         (HAND, ENGINE),
     ),
     Mutant(
@@ -384,20 +384,20 @@ MUTANTS = (
     Mutant(
         "cache: a chunk forgets what is closed",
         "CellStore._attend_chunk",
-        "if not state.closed:",
-        "if True:",
+        "if state.closed:",
+        "if False:",
         ("test_cell_cache_chunks.py",),
     ),
     Mutant(
         "cache: a chunk leaves its keys open",
-        "CellStore.attend",
-        "state, start = self._close_before(state, state.length), rows",
-        "start = rows",
+        "CellStore._attend_chunk",
+        "return self._close_before(state, state.length), output",
+        "return state, output",
         ("test_cell_cache_chunks.py", "test_chunks_by_the_engine_for_whole_sequences"),
     ),
     Mutant(
         "cache: a chunk closes segments that its first row reads key by key",
-        "CellStore.attend",
+        "CellStore._attend_chunk",
         "state = self._close_before(state, first)\n",
         "state = self._close_before(state, state.length)\n",
         ("test_cell_cache_chunks.py",),

@@ -606,7 +606,7 @@ MUTANTS = (
     ),
     Mutant(
         "hf: prompts share rows in the first pass of checkpointing",
-        "AttentionFunction.__call__",
+        "AttentionFunction._serve",
         " and not module.training",
         "",
         ("test_checkpointing_computes_both_passes_alike",),

@@ -47,14 +47,14 @@ def cached_attention(
     heads, group_rows, _ = queries.shape
     near = slice(state.closed, first + rows)
     keys, values = (x.view(near).flatten(0, 1).to(queries.dtype) for x in (state.keys, state.values))
-    logits = queries @ keys.transpose(1, 2)
+    logits = torch.bmm(queries, keys.transpose(1, 2))
     hidden = state.hidden_mask(near, first, rows, group_rows // rows)
     parts = [logits if hidden is None else logits.masked_fill_(hidden, -torch.inf)]
     if not state.closed:
-        return _softmax(state, parts)[0] @ values
+        return torch.bmm(_softmax(state, parts)[0], values)
 
     sink_keys, sink_values, absent = state.sink_rows(queries.dtype)
-    logits = queries @ sink_keys.transpose(1, 2)
+    logits = torch.bmm(queries, sink_keys.transpose(1, 2))
     parts.append(logits if absent is None else logits.masked_fill_(absent, -torch.inf))
     near_lse = None
     if group_rows > rows:
@@ -63,7 +63,7 @@ def cached_attention(
     place, missing = opened_places(state.tables, routed.opened, heads)
     found = state.gather(place.view(heads, -1), queries.dtype)
     open_keys, open_values = (x.view(heads * rows, place.shape[1], x.shape[2]) for x in found)
-    logits = (_to_rows(queries, rows) @ open_keys.transpose(1, 2)).masked_fill_(missing[:, None], -torch.inf)
+    logits = torch.bmm(_to_rows(queries, rows), open_keys.transpose(1, 2)).masked_fill_(missing[:, None], -torch.inf)
     parts.append(_from_rows(logits, heads))
     parts.append(routed.far_logits)
 
@@ -72,7 +72,7 @@ def cached_attention(
     weight = _to_rows(inside, rows)
     if watch is not None:
         watch.add(state, place, weight)
-    return output.add_(_from_rows(weight @ open_values, heads))
+    return output.add_(_from_rows(torch.bmm(weight, open_values), heads))
 
 
 def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None) -> Routed:
@@ -84,11 +84,11 @@ def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse
     and the latest ones. A group of one query needs no normaliser: None.
     """
     heads, group_rows, _ = queries.shape
-    centroid, variance = (x.flat.to(queries.dtype) for x in (tables.centroid, tables.variance))
-    first = products(queries, centroid, tables.log_exists.flat[:, None])
-    spread = products(squares(queries), variance).clamp_(max=MOST_SPREAD)
+    flat = tables.flat
+    first = products(queries, flat.centroid.to(queries.dtype), flat.log_exists[:, None])
+    spread = torch.bmm(squares(queries), flat.variance.to(queries.dtype).transpose(1, 2)).clamp_(max=MOST_SPREAD)
     scores = score(first, spread)
-    log_masses = first.add_(log_boost(spread)).add_(tables.size.flat.log()[:, None])
+    log_masses = first.add_(log_boost(spread)).add_(flat.log_size)
     if near_lse is not None:
         scores -= torch.logaddexp(log_masses.logsumexp(2), near_lse)[..., None]
         scores = scores.view(heads, -1, rows, scores.shape[2]).amax(1)
@@ -100,7 +100,7 @@ def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse
 def opened_places(tables: CacheTables, opened: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """The places of all keys in the opened cells, `[heads * rows, most]`, and True where a row has fewer of them than that."""
     cells = opened.view(heads, -1)
-    size, start = (x.flat.gather(1, cells).view_as(opened).long() for x in (tables.size, tables.start))
+    size, start = (x.gather(1, cells).view_as(opened).long() for x in (tables.flat.size, tables.flat.start))
     stop = size.cumsum(1)
     total = stop[:, -1:]
     most = int(total.max()) if total.numel() else 0
@@ -113,9 +113,8 @@ def opened_places(tables: CacheTables, opened: Tensor, heads: int) -> tuple[Tens
 
 def far_output(tables: CacheTables, queries: Tensor, weight: Tensor) -> Tensor:
     """What cells add to the output `[heads, group * rows, value_dim]`, with weights `[heads, group * rows, cells]`."""
-    covariance = tables.cross.flatten(0, 1) / tables.pooled.clamp(min=1).view(-1, 1, 1)
-    tilt = products(queries, covariance).mul_(weight.sum(2, keepdim=True))
-    return tilt.baddbmm_(weight, tables.value.flat.to(queries.dtype))
+    tilt = torch.bmm(queries, tables.flat.covariance.transpose(1, 2)).mul_(weight.sum(2, keepdim=True))
+    return tilt.baddbmm_(weight, tables.flat.value.to(queries.dtype))
 
 
 def _recent(logits: Tensor, near: slice, first: int, rows: int) -> Tensor:
@@ -129,11 +128,15 @@ def _recent(logits: Tensor, near: slice, first: int, rows: int) -> Tensor:
 
 def _to_rows(x: Tensor, rows: int) -> Tensor:
     """`[heads, group * rows, any]` -> `[heads * rows, group, any]`."""
+    if rows == 1:
+        return x
     return x.unflatten(1, (x.shape[1] // rows, rows)).transpose(1, 2).flatten(0, 1)
 
 
 def _from_rows(x: Tensor, heads: int) -> Tensor:
     """`[heads * rows, group, any]` -> `[heads, group * rows, any]`."""
+    if len(x) == heads:
+        return x
     return x.unflatten(0, (heads, len(x) // heads)).transpose(1, 2).flatten(1, 2)
 
 

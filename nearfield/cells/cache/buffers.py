@@ -146,9 +146,9 @@ class Buffer:
 
         If the base is on another device, only the rows that are asked for are copied over.
         """
-        head = torch.arange(len(place), device=place.device)[:, None]
         if self.base is None:
-            return _take(self.storage, place + head * self.storage.shape[2])
+            return self.take(self.numbers(place))
+        head = torch.arange(len(place), device=place.device)[:, None]
         batch, heads, rows = self.base.shape[:3]
         number = place.clamp(max=self.offset - 1) + head % (batch * heads) * rows
         early = _take(self.base, number.to(self.base.device)).to(place.device, non_blocking=True)
@@ -156,6 +156,15 @@ class Buffer:
             return early
         own = _take(self.storage, (place - self.offset).clamp(min=0) + head * self.storage.shape[2])
         return torch.where((place < self.offset)[..., None], early, own)
+
+    def numbers(self, place: Tensor) -> Tensor:
+        """Where rows are in the storage, counted through all heads, if there is no base: for `place` as in `gather`."""
+        rows = self.storage.shape[2]
+        return place + torch.arange(0, len(place) * max(1, rows), max(1, rows), device=place.device)[:, None]
+
+    def take(self, number: Tensor) -> Tensor:
+        """The rows at `numbers`."""
+        return _take(self.storage, number)
 
     def select(self, entries: Tensor) -> Buffer:
         """With these batch entries, in this order."""
@@ -174,4 +183,4 @@ class Buffer:
 
 def _take(x: Tensor, number: Tensor) -> Tensor:
     """Rows of `[batch, heads, rows, ...]`, counted through all heads."""
-    return x.flatten(0, 2).index_select(0, number.view(-1)).unflatten(0, number.shape)
+    return x.flatten(0, 2).index_select(0, number.view(-1)).view(*number.shape, *x.shape[3:])

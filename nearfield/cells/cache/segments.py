@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,21 @@ PER_CELL = ("start", "size", "log_exists", "centroid", "variance", "value")
 """The parts of `CacheTables` that have a row per cell."""
 
 
+class FlatTables(NamedTuple):
+    """What every step reads of tables: views `[batch * heads, cells, ...]` of the parts in `PER_CELL`, and what they imply."""
+
+    start: Tensor
+    size: Tensor
+    log_exists: Tensor
+    centroid: Tensor
+    variance: Tensor
+    value: Tensor
+    log_size: Tensor
+    """`[heads, 1, cells]`"""
+    covariance: Tensor
+    """`[heads, value_dim, dim]`: that of values and keys around the means of their cells, the same for all cells of a head"""
+
+
 class CacheTables:
     """What a cache knows of its cells: those of all closed segments, in the order in which the segments were closed.
 
@@ -66,6 +81,19 @@ class CacheTables:
         """as in `ClosedSegment`, summed over all segments"""
         self.pooled = key.new_zeros((batch, heads), dtype=compute)
         """how many keys are in cells"""
+        self._flat: FlatTables | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_flat": None}  # a copy would have tensors of its own in place of views
+
+    @property
+    def flat(self) -> FlatTables:
+        """Made once: between two closed segments there are a thousand steps."""
+        if self._flat is None:
+            covariance = self.cross.flatten(0, 1) / self.pooled.clamp(min=1).view(-1, 1, 1)
+            views = {name: getattr(self, name).flat for name in PER_CELL}
+            self._flat = FlatTables(**views, log_size=views["size"].log()[:, None], covariance=covariance)
+        return self._flat
 
     def __len__(self) -> int:
         return self.size.length
@@ -73,7 +101,7 @@ class CacheTables:
     def but(self, **changes: Any) -> CacheTables:
         """These with some attributes changed."""
         made = object.__new__(type(self))
-        made.__dict__ = self.__dict__ | changes
+        made.__dict__ = self.__dict__ | {"_flat": None} | changes
         return made
 
     def append(self, closed: ClosedSegment, first: int) -> CacheTables:

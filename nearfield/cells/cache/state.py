@@ -322,7 +322,11 @@ class CacheState:
 
     def gather(self, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Some keys and values of each head: `[batch * heads, any, dim]` for `place` `[batch * heads, any]`."""
-        return self.keys.gather(place).to(dtype), self.values.gather(place).to(dtype)
+        keys, values = self.keys, self.values
+        if keys.base is None and values.base is None and keys.storage.shape[2] == values.storage.shape[2]:
+            number = keys.numbers(place)
+            return keys.take(number).to(dtype), values.take(number).to(dtype)
+        return keys.gather(place).to(dtype), values.gather(place).to(dtype)
 
     def hidden_mask(self, keys: slice, first: int, rows: int, group: int) -> Tensor | None:
         """True where a row does not see a key; see `steps.hidden_mask`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -275,7 +276,6 @@ class CellStore:
         check_query(query, state.keys.storage, state.length)
         rows, first = query.shape[2], state.length - query.shape[2]
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
         if rows and state.closed > self._most_closed(first):
             raise ValueError(
                 f"the query at position {first} comes too late: a segment that it reads key by key is already closed; attend "
@@ -283,25 +283,12 @@ class CellStore:
             )
         if state.settled < state.length:
             state = state.but(settled=state.length)
-        start = 0
-        if near is not None and self._is_chunk(state, rows):
-            state = self._close_before(state, first)
-            with torch.autocast(query.device.type, enabled=False):
-                output = self._attend_chunk(state, query, scale, near)
-            state, start = self._close_before(state, state.length), rows
-        while start < rows:
-            state = self._close_before(state, first + start)
-            stop = min(rows, self.sizes.next_close(state.closed) - first)
-            step = self._rows_at_a_time(state, query.shape[0] * query.shape[1])
-            # A value that is not finite, times a weight of zero, would be NaN in rows that do not see it: take single rows.
-            if stop - start > 1 and not bool(state.values.view(slice(state.closed, first + stop)).isfinite().all()):
-                step = 1
-            for row in range(start, stop, step):
-                block = slice(row, min(row + step, stop))
-                with torch.autocast(query.device.type, enabled=False):
-                    found = self._attend_rows(state, query[:, :, block], first + row, scale)
-                output[:, :, block] = found.view(output[:, :, block].shape)
-            start = stop
+        if rows == 1 and query.device.type == "cpu":  # Most calls are steps of one token, and these are what a host waits for.
+            state, output = self._attend_single(state, query, first, scale)
+        elif near is not None and self._is_chunk(state, rows):
+            state, output = self._attend_chunk(state, query, first, scale, near)
+        else:
+            state, output = self._attend_in_blocks(state, query, first, scale)
         state = state.offload_closed()
         if rows and self.audit:
             with torch.autocast(query.device.type, enabled=False):
@@ -313,19 +300,49 @@ class CellStore:
             self.errors.append(error)
         return output
 
+    # The next three return the state with all segments closed that rows from position `first` on see through cells, and the
+    # output of the rows.
+
+    def _attend_single(self, state: CacheState, query: Tensor, first: int, scale: float) -> tuple[CacheState, Tensor]:
+        if first >= self.sizes.next_close(state.closed):
+            state = self._close_before(state, first)
+        with _without_autocast(query.device):
+            found = self._attend_rows(state, query, first, scale)
+        return state, found.to(query.dtype).view(*query.shape[:3], -1)
+
+    def _attend_in_blocks(self, state: CacheState, query: Tensor, first: int, scale: float) -> tuple[CacheState, Tensor]:
+        rows, start = query.shape[2], 0
+        output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
+        while start < rows:
+            state = self._close_before(state, first + start)
+            stop = min(rows, self.sizes.next_close(state.closed) - first)
+            step = self._rows_at_a_time(state, query.shape[0] * query.shape[1])
+            # A value that is not finite, times a weight of zero, would be NaN in rows that do not see it: take single rows.
+            if stop - start > 1 and not bool(state.values.view(slice(state.closed, first + stop)).isfinite().all()):
+                step = 1
+            for row in range(start, stop, step):
+                block = slice(row, min(row + step, stop))
+                with _without_autocast(query.device):
+                    found = self._attend_rows(state, query[:, :, block], first + row, scale)
+                output[:, :, block] = found.view(output[:, :, block].shape)
+            start = stop
+        return state, output
+
+    def _attend_chunk(self, state: CacheState, query: Tensor, first: int, scale: float, near: Near) -> tuple[CacheState, Tensor]:
+        """By `near` to the keys after the last segment that the first row finds closed, and through cells to all before."""
+        state = self._close_before(state, first)
+        with _without_autocast(query.device):
+            keys, values = (x.view(slice(state.closed, state.length)) for x in (state.keys, state.values))
+            output, lse = near(keys, values)
+            if state.closed:
+                probes = self._probes(state.closed, len(state.tables))
+                past, past_lse = attend_to_closed(state, query, scale, probes, self.method.partition)
+                output = merge([output, past], [lse, past_lse])[0]
+        return self._close_before(state, state.length), output
+
     def _is_chunk(self, state: CacheState, rows: int) -> bool:
         """Whether so many rows are worth going through all keys for their sake."""
         return rows >= max(LEAST_CHUNK, state.length // CHUNK_SHARE) and state.key_padding is None and self.watch is None
-
-    def _attend_chunk(self, state: CacheState, query: Tensor, scale: float, near: Near) -> Tensor:
-        """Attention of the latest rows: `near` to the keys after the last closed segment, and through cells to all before."""
-        keys, values = (x.view(slice(state.closed, state.length)) for x in (state.keys, state.values))
-        output, lse = near(keys, values)
-        if not state.closed:
-            return output
-        probes = self._probes(state.closed, len(state.tables))
-        past, past_lse = attend_to_closed(state, query, scale, probes, self.method.partition)
-        return merge([output, past], [lse, past_lse])[0]
 
     def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
         """Attention of rows from position `first` on, which all see the same closed segments."""
@@ -355,6 +372,11 @@ class CellStore:
         if state is None:
             raise ValueError("nothing is stored yet; append keys and values first")
         return state
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Where autocast is off, nothing: to switch it off takes as long as three operations."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def check_method(method: object) -> None:
