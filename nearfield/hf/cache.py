@@ -11,7 +11,7 @@ from torch import Tensor
 from nearfield._compat import outside_of_compiled
 from nearfield.cells.cache.heavy import HeavyKeys
 from nearfield.cells.cache.steps import StepError
-from nearfield.cells.cache.store import CellStore
+from nearfield.cells.cache.store import CellStore, check_resident
 from nearfield.cells.method import Cells
 from nearfield.hf.config import by_layer
 from nearfield.hf.register import registered_methods
@@ -38,9 +38,11 @@ class CellLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, method: CacheMethod | None = None, audit: bool = False, offload: bool = False) -> None:
-        self._offload = offload
-        self.store = _make_store(Cells() if method is None else method, audit, offload)
+    def __init__(
+        self, method: CacheMethod | None = None, audit: bool = False, offload: bool = False, resident: int | None = None
+    ) -> None:
+        self._offload, self._resident = offload, resident
+        self.store = _make_store(Cells() if method is None else method, audit, offload, resident)
 
     # In Transformers the next three are attributes.
 
@@ -84,7 +86,7 @@ class CellLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.store = _make_store(self.store.method, self.store.audit, self._offload)
+        self.store = _make_store(self.store.method, self.store.audit, self._offload, self._resident)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the latest `-tokens_to_remove` tokens. A positive number says how many to keep, as in older versions."""
@@ -115,7 +117,7 @@ class RequestLayer(CellLayer):
     store: RequestStores
 
     def __init__(self, stores: Sequence[CellStore | IndexStore]) -> None:
-        self._offload = False
+        self._offload, self._resident = False, None
         self.store = RequestStores(stores)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -123,17 +125,20 @@ class RequestLayer(CellLayer):
 
     def reset(self) -> None:
         stores = self.store.stores
-        self.store = RequestStores([_make_store(x.method, x.audit, getattr(x, "offload", False)) for x in stores])
+        self.store = RequestStores(
+            [_make_store(x.method, x.audit, getattr(x, "offload", False), getattr(x, "resident", None)) for x in stores]
+        )
 
 
-def _make_store(method: CacheMethod, audit: bool, offload: bool) -> CellStore | IndexStore:
+def _make_store(method: CacheMethod, audit: bool, offload: bool, resident: int | None = None) -> CellStore | IndexStore:
     """An empty store for this method; raises where there is none."""
     if isinstance(method, Cells):
-        return CellStore(method, audit=audit, offload=offload)
+        return CellStore(method, audit=audit, offload=offload, resident=resident)
     if not can_search(method):
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
     if offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
+    check_resident(resident, offload)
     return IndexStore(method, audit=audit)
 
 
@@ -156,6 +161,9 @@ class CellCache(Cache):
             off at any time.
         offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
             step moves only the keys and values of the cells it opens, and the first ones. For `Cells` only.
+        resident: with `offload`, on a GPU that runs the Triton kernels: how many keys per layer, head and batch entry stay on
+            the card as well, with their values, because they were opened lately. None: what eight steps open; 0: none. Results
+            are the same bit for bit; see `CellStore`.
 
     A call of the model that is interrupted leaves some layers with its tokens and others without. The next call is then refused,
     with an error that says how to go on: `crop(n)` to the n tokens that all layers have (for layers with a window, `reset()`).
@@ -181,6 +189,7 @@ class CellCache(Cache):
         config: Any = None,
         audit: bool = False,
         offload: bool = False,
+        resident: int | None = None,
     ) -> None:
         if hasattr(method, "get_text_config") or hasattr(method, "config"):
             told = "model" if hasattr(method, "config") else "model.config"
@@ -190,8 +199,8 @@ class CellCache(Cache):
             )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         for one in self.methods.values():
-            _make_store(one, audit, offload)  # raises if it cannot be
-        self._audit, self._offload = audit, offload
+            _make_store(one, audit, offload, resident)  # raises if it cannot be
+        self._audit, self._offload, self._resident = audit, offload, resident
         self._torn: str | None = None
         """an operation that some layers may have seen, and others not"""
         kinds = DynamicCache(config=config).layers
@@ -202,7 +211,8 @@ class CellCache(Cache):
             self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
 
     def _next_layer(self) -> CellLayer:
-        return CellLayer(self.methods.get(len(self.layers), self.methods["default"]), self._audit, self._offload)
+        method = self.methods.get(len(self.layers), self.methods["default"])
+        return CellLayer(method, self._audit, self._offload, self._resident)
 
     @classmethod
     def batch(cls, caches: Sequence[CellCache]) -> CellCache:
@@ -221,7 +231,8 @@ class CellCache(Cache):
         if len(set(map(len, stores))) > 1:
             raise ValueError(f"the caches must be of one model, got {[*map(len, stores)]} layers")
         made = cls(caches[0].methods["default"])
-        made.methods, made._audit, made._offload = caches[0].methods, caches[0]._audit, caches[0]._offload
+        first = caches[0]
+        made.methods, made._audit, made._offload, made._resident = first.methods, first._audit, first._offload, first._resident
         made.layer_class_to_replicate = None
         made.layers = [RequestLayer(layer) for layer in zip(*stores, strict=True)]
         return made
