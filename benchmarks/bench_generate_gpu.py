@@ -7,7 +7,8 @@
 Models have the shapes of Llama 3.2 1B and Llama 3.1 8B and random weights: times do not depend on these. Keys and values are
 those of the family `clustered`, in memory of their own for every layer. Exact attention is torch's, over exactly the keys that
 there are, without a mask; query heads that share keys are rows of one call, and the fastest backend counts. The loop of
-`generate` is not part of a step.
+`generate` is not part of a step. With offload, `found_resident` says for each layer which share of the opened cells was found on
+the card; tokens and weights are random here, and a model that reads a text may find more of them or fewer.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ class Case:
     keys: int
     batch: int = 1
     offload: bool = False
+    resident: int | None = None
+    """offloaded keys that stay on the card; None: the default"""
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-{self.keys}" + (f"x{self.batch}" if self.batch > 1 else "") + ("-offload" if self.offload else "")
+        many = f"x{self.batch}" if self.batch > 1 else ""
+        offload = "-offload" if self.offload else ""
+        return f"{self.shape}-{self.keys}{many}{offload}" + ("" if self.resident is None else f"-{self.resident}")
 
 
 CASES = (
@@ -62,6 +67,7 @@ CASES = (
     Case("1b", 65_536, batch=16),
     Case("8b", 262_144),
     Case("8b", 262_144, offload=True),
+    Case("8b", 262_144, offload=True, resident=0),
 )
 QUICK = (Case("tiny", 2048), Case("tiny", 1536, batch=2))
 
@@ -167,24 +173,29 @@ def exact_step(model: Any, case: Case, key: Tensor, value: Tensor) -> tuple[Call
 
 def our_step(model: Any, case: Case, key: Tensor, value: Tensor) -> tuple[Callable[[], Any], hf.CellCache]:
     model.set_attn_implementation(OURS)
-    cache = hf.CellCache(config=model.config, offload=case.offload)
-    first = CellStore(offload=case.offload)
+    cache = hf.CellCache(config=model.config, offload=case.offload, resident=case.resident)
+    first = CellStore(offload=case.offload, resident=case.resident)
     first.append(key[:, :, :-1], value[:, :, :-1])
     first.close()
     for layer in cache.layers:
         layer.store = copy.deepcopy(first)
-    ids = torch.ones(case.batch, 1, dtype=torch.long, device=DEVICE)
+
+    def token() -> tuple[Tensor, Tensor]:
+        # Any token: the same one again and again would open the same cells, and find them on the card.
+        ids = torch.randint(model.config.vocab_size, (case.batch, 1), device=DEVICE)
+        return ids, torch.full_like(ids, cache.get_seq_length())
+
     if not CUDA:
 
         def uncaptured() -> Any:
-            positions = torch.full_like(ids, cache.get_seq_length())
+            ids, positions = token()
             return model(input_ids=ids, position_ids=positions, past_key_values=cache).logits
 
         return uncaptured, cache
     step = ModelStep(model, cache)
 
     def run() -> Any:
-        return step(ids, torch.full_like(ids, cache.get_seq_length()))
+        return step(*token())
 
     run()
     return run, cache
@@ -198,7 +209,7 @@ def measure(case: Case) -> dict[str, Any]:
     ours, cache = our_step(model, case, key, value)
     resident = None
     if case.offload:
-        resident, _ = our_step(model, replace(case, offload=False), key, value)
+        resident, _ = our_step(model, replace(case, offload=False, resident=None), key, value)
     exact, backend = exact_step(model, case, key, value)
     model.set_attn_implementation(OURS)
     steps = {"exact": exact, "cells": ours, **({"resident": resident} if resident else {})}
@@ -220,6 +231,7 @@ def measure(case: Case) -> dict[str, Any]:
         "backend": backend,
         "ms": ms,
         "ratio": ms["exact"] / ms["cells"],
+        "found_resident": [layer.store.found_resident for layer in cache.layers],
         "keys_read": round(opened + store.length - store.closed),
         "cells": store.cells,
         "memory_gb": {name: size / 1e9 for name, size in cache.nbytes.items()},

@@ -434,6 +434,13 @@ def test_copies(way: str) -> None:
         assert_consistent(store)
 
 
+def test_copies_know_nothing_of_what_is_on_the_card() -> None:
+    store = begun(48, 200)
+    store.attend(next(drifting(1)))
+    assert store.nbytes["resident"] > 0
+    assert copy.deepcopy(store).nbytes["resident"] == 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["line", "allocation"])
 def test_steps_that_are_broken_off(way: str) -> None:
