@@ -348,7 +348,7 @@ MUTANTS = (
     ),
     Mutant(
         "resident: keys that are not offloaded yet are looked for in slots",
-        "triton.decode:load_kept",
+        "load_resident",
         "tl.where(place < offset, before, stored",
         "tl.where(place < 1 << 30, before, stored",
         ("test_a_segment_that_is_closed",),

@@ -59,6 +59,8 @@ class Resident:
         self.keys = keys
         """how many keys of each head may be on the card; None: what `STEPS_KEPT` steps open"""
         self.pool: Pool | None = None
+        self._rows = (0, 0)
+        """of the pool: for how many entries it is, and how many rows of each are offloaded"""
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"pool": None}
@@ -77,10 +79,15 @@ class Resident:
     def made(self, keys: Buffer, values: Buffer, cells: int, probes: int) -> Pool | None:
         """The pool, for a state with these keys and values in so many cells. None while a graph is captured and there is none
         yet: its memory would be the graph's."""
+        rows = keys.storage.shape[0] * keys.storage.shape[1], keys.offset
         if self.pool is None and not (keys.storage.is_cuda and torch.cuda.is_current_stream_capturing()):
             # Not of inference mode, since the next step may be outside of it.
             with torch.inference_mode(False):
-                self.pool = self._make(keys, values, cells, self.slots(keys.offset, cells, probes))
+                pool = self._make(keys, values, cells, self.slots(keys.offset, cells, probes))
+            self._rows = rows
+            self.pool = pool
+        if self.pool is not None and self._rows != rows:
+            raise RuntimeError(f"cells on the card are for {self._rows} heads and keys, not for {rows}: the cache is broken")
         return self.pool
 
     def _make(self, keys: Buffer, values: Buffer, cells: int, slots: int) -> Pool:

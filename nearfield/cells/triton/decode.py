@@ -198,7 +198,7 @@ def load_places(stored, base, place, real, column, wide, dim, offset, HAS_BASE: 
 
 
 @triton.jit
-def load_kept(stored, base, pool, place, at_pool, is_kept, real, column, wide, dim, offset):
+def load_resident(stored, base, pool, place, at_pool, is_kept, real, column, wide, dim, offset):
     """`load_places` with a base, where some places are in a pool on the card too: rows `at_pool` if `is_kept`."""
     # One load from any memory, and not one from each, which would take a buffer each. Addresses with columns are what is
     # chosen from: Triton forgets how addresses of rows are aligned, and would load number by number.
@@ -611,7 +611,7 @@ def read_cells(
                 is_new = early & (said < ABSENT)
                 into = tl.where(is_kept, said, pending(said))
                 row_of = into * PIECE + lane % PIECE
-                key = load_kept(
+                key = load_resident(
                     keys,
                     key_base,
                     key_pool,
@@ -624,7 +624,7 @@ def read_cells(
                     dim,
                     offset,
                 )
-                value = load_kept(
+                value = load_resident(
                     values,
                     value_base,
                     value_pool,

@@ -299,12 +299,12 @@ def seek(pool: dict[str, Tensor], opened: Tensor, start: Tensor, size: Tensor, o
 @pytest.mark.parametrize("slots", [1, 5, 12, 40])
 def test_the_pieces_used_longest_ago_make_way(slots: int) -> None:
     """Against lists: which pieces are on the card, step by step, where ages differ by one or by thousands of steps."""
-    generator, entries, cells, offset = seeded(3), 2, 20, 600
+    generator, entries, cells, offset = seeded(3), 2, 20, 300
     size = torch.randint(0, 60, (entries, cells), generator=generator)
     start = 3 + size.cumsum(1) - size
     like = torch.empty(0, dtype=torch.int32, device=DEVICE)
     pool = {
-        "slot_of": like.new_full((entries, offset // PIECE + cells + 1), -1),
+        "slot_of": like.new_full((entries, 2 * offset // PIECE + cells + 1), -1),
         "piece_of": like.new_full((entries, slots), -1),
         "used": like.new_zeros((entries, slots)),
         "is_filled": like.new_zeros((entries, slots)),
