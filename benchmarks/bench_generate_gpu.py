@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases, such as 1b-131072")
     parser.add_argument("--list", action="store_true", help="print the names of cases, and end")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for the timed rounds of a prompt")
-    parser.add_argument("--resident", type=float, help="handed to a store that is offloaded, if it has such an option")
+    parser.add_argument("--resident", type=int, help="offloaded keys per head that stay on the card")
     parser.add_argument("--model", type=Path, help="folder of Qwen2.5-Coder-1.5B")
     parser.add_argument("--text", type=Path, help="what it reads")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written unless --out says where")

@@ -180,17 +180,18 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int =
 
 
 def step(dim: int, dtype: torch.dtype) -> None:
-    """A step of a cache, as on a card."""
-    store = CellStore(nf.Cells(segment=512, cell_size=32, probes=6))
-    store.append(*torch.randn(2, 1, 2, 2000, dim).to(dtype))
-    store.close()
-    assert store.state is not None
-    for moment in ("centroid", "variance", "value"):
-        buffer = getattr(store.state.tables, moment)
-        buffer.storage = buffer.storage.to(dtype)
-    query = torch.randn(2, 4, dim).to(dtype)
-    with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
-        cache_decode.decode(store.state, query, dim**-0.5, store.probes, 4096)
+    """A step of a cache, as on a card: with all keys there, and with some of them."""
+    for offload in (False, True):
+        store = CellStore(nf.Cells(segment=512, cell_size=32, probes=6), offload=offload)
+        store.append(*torch.randn(2, 1, 2, 2000, dim).to(dtype))
+        store.close()
+        assert store.state is not None
+        for moment in ("centroid", "variance", "value"):
+            buffer = getattr(store.state.tables, moment)
+            buffer.storage = buffer.storage.to(dtype)
+        query = torch.randn(2, 4, dim).to(dtype)
+        with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
+            cache_decode.decode(store.state, query, dim**-0.5, store.probes, 4096)
 
 
 def close(dim: int, dtype: torch.dtype) -> None:

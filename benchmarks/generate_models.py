@@ -156,22 +156,27 @@ def captured(step: Step) -> Step:
     return graph.replay
 
 
-def cells_step(model: Any, cache: hf.CellCache, entries: int = 1, name: str = OURS) -> Step:
-    """A step with a cache, captured; it returns the logits. Until the last one, the model has to have this attention."""
-    ids = torch.ones(entries, 1, dtype=torch.long, device=DEVICE)
+def cells_step(model: Any, cache: hf.CellCache, entries: int = 1, name: str = OURS, at_random: bool = False) -> Step:
+    """A step with a cache, captured, for the same token every time or for one at random; it returns the logits. Until the last
+    one, the model has to have this attention."""
     model.set_attn_implementation(name)
+    same = torch.ones(entries, 1, dtype=torch.long, device=DEVICE)
+
+    def ids() -> Tensor:
+        return torch.randint(model.config.vocab_size, (entries, 1), device=DEVICE) if at_random else same
+
     if not CUDA:
 
         def uncaptured() -> Any:
             model.set_attn_implementation(name)
             mask = {"attention_mask": cache.attention_mask()} if len(set(cache.lengths)) > 1 else {}
-            return model(input_ids=ids, position_ids=torch.tensor(cache.lengths)[:, None], past_key_values=cache, **mask).logits
+            return model(input_ids=ids(), position_ids=torch.tensor(cache.lengths)[:, None], past_key_values=cache, **mask).logits
 
         return uncaptured
     step, positions = ModelStep(model, cache), torch.tensor(cache.lengths, device=DEVICE)[:, None]
 
     def run() -> Any:
-        found = step(ids, positions)
+        found = step(ids(), positions)
         positions.add_(1)
         return found
 

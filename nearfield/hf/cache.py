@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from nearfield._compat import outside_of_compiled
 from nearfield.cells.cache.heavy import HeavyKeys
 from nearfield.cells.cache.steps import StepError
-from nearfield.cells.cache.store import CellStore
+from nearfield.cells.cache.store import CellStore, check_resident
 from nearfield.cells.method import Cells
 from nearfield.hf.config import by_layer
 from nearfield.hf.register import registered_methods
@@ -31,6 +31,19 @@ CacheMethod = Cells | IndexMethod
 """What a layer of a cache attends by: `Cells`, `TopK`, `LazyGumbel`, or a method of your own like the last two."""
 
 
+class StoreOptions(NamedTuple):
+    """How a layer keeps its keys: see `CellCache`."""
+
+    offload: bool = False
+    resident: int | None = None
+    regroup: bool = False
+
+    @staticmethod
+    def of(store: CellStore | IndexStore) -> StoreOptions:
+        """Those with which this one was made."""
+        return StoreOptions(store.offload, store.resident, store.regroup) if isinstance(store, CellStore) else StoreOptions()
+
+
 class CellLayer(CacheLayerMixin):
     """One layer of a `CellCache`: a `CellStore` or an `IndexStore` with the interface of Transformers."""
 
@@ -38,11 +51,9 @@ class CellLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(
-        self, method: CacheMethod | None = None, audit: bool = False, offload: bool = False, regroup: bool = False
-    ) -> None:
-        self._offload, self._regroup = offload, regroup
-        self.store = _make_store(Cells() if method is None else method, audit, offload, regroup)
+    def __init__(self, method: CacheMethod | None = None, audit: bool = False, options: StoreOptions | None = None) -> None:
+        self._options = StoreOptions() if options is None else options
+        self.store = _make_store(Cells() if method is None else method, audit, self._options)
 
     # In Transformers the next three are attributes.
 
@@ -86,7 +97,7 @@ class CellLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.store = _make_store(self.store.method, self.store.audit, self._offload, self._regroup)
+        self.store = _make_store(self.store.method, self.store.audit, self._options)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the latest `-tokens_to_remove` tokens. A positive number says how many to keep, as in older versions."""
@@ -117,7 +128,7 @@ class RequestLayer(CellLayer):
     store: RequestStores
 
     def __init__(self, stores: Sequence[CellStore | IndexStore]) -> None:
-        self._offload = self._regroup = False
+        self._options = StoreOptions()
         self.store = RequestStores(stores)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -125,19 +136,18 @@ class RequestLayer(CellLayer):
 
     def reset(self) -> None:
         stores = self.store.stores
-        names = ("offload", "regroup")
-        given = [[getattr(x, name, False) for name in names] for x in stores]
-        self.store = RequestStores([_make_store(x.method, x.audit, *own) for x, own in zip(stores, given, strict=True)])
+        self.store = RequestStores([_make_store(x.method, x.audit, StoreOptions.of(x)) for x in stores])
 
 
-def _make_store(method: CacheMethod, audit: bool, offload: bool, regroup: bool) -> CellStore | IndexStore:
+def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> CellStore | IndexStore:
     """An empty store for this method; raises where there is none."""
     if isinstance(method, Cells):
-        return CellStore(method, audit=audit, offload=offload, regroup=regroup)
+        return CellStore(method, audit=audit, **options._asdict())
     if not can_search(method):
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
-    if offload:
+    if options.offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
+    check_resident(options.resident, options.offload)
     return IndexStore(method, audit=audit)
 
 
@@ -160,6 +170,9 @@ class CellCache(Cache):
             off at any time.
         offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
             step moves only the keys and values of the cells it opens, and the first ones. For `Cells` only.
+        resident: with `offload`, on a GPU that runs the Triton kernels: how many keys per layer, head and batch entry stay on
+            the card as well, with their values, because they were opened lately. None: what eight steps open; 0: none. Results
+            are the same bit for bit; see `CellStore`.
         regroup: group the keys of a prompt anew, instead of taking over the cells of its attention where it was by `Cells`, from
             32,768 keys on; see `CellStore`.
 
@@ -187,6 +200,7 @@ class CellCache(Cache):
         config: Any = None,
         audit: bool = False,
         offload: bool = False,
+        resident: int | None = None,
         regroup: bool = False,
     ) -> None:
         if hasattr(method, "get_text_config") or hasattr(method, "config"):
@@ -196,9 +210,10 @@ class CellCache(Cache):
                 f"CellCache(config=model.config), not CellCache({told})"
             )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
+        options = StoreOptions(offload, resident, regroup)
         for one in self.methods.values():
-            _make_store(one, audit, offload, regroup)  # raises if it cannot be
-        self._audit, self._offload, self._regroup = audit, offload, regroup
+            _make_store(one, audit, options)  # raises if it cannot be
+        self._audit, self._options = audit, options
         self._torn: str | None = None
         """an operation that some layers may have seen, and others not"""
         kinds = DynamicCache(config=config).layers
@@ -210,7 +225,7 @@ class CellCache(Cache):
 
     def _next_layer(self) -> CellLayer:
         method = self.methods.get(len(self.layers), self.methods["default"])
-        return CellLayer(method, self._audit, self._offload, self._regroup)
+        return CellLayer(method, self._audit, self._options)
 
     @classmethod
     def batch(cls, caches: Sequence[CellCache]) -> CellCache:
@@ -229,7 +244,7 @@ class CellCache(Cache):
         if len(set(map(len, stores))) > 1:
             raise ValueError(f"the caches must be of one model, got {[*map(len, stores)]} layers")
         made = cls(caches[0].methods["default"])
-        for name in ("methods", "_audit", "_offload", "_regroup"):
+        for name in ("methods", "_audit", "_options"):
             setattr(made, name, getattr(caches[0], name))
         made.layer_class_to_replicate = None
         made.layers = [RequestLayer(layer) for layer in zip(*stores, strict=True)]

@@ -123,7 +123,8 @@ class ModelStep:
 def _reads(state: CacheState) -> tuple[Any, ...]:
     """What a captured step reads: while these are the same objects, they lie where they lay."""
     keys, values = state.keys, state.values
-    return keys.storage, values.storage, keys.base, values.base, state.sinks, state.tables, state.device_length.tensor
+    pool = None if state.resident is None else state.resident.pool
+    return keys.storage, values.storage, keys.base, values.base, state.sinks, state.tables, state.device_length.tensor, pool
 
 
 def _serves(store: CellStore, reads: tuple[Any, ...]) -> bool:

@@ -49,20 +49,11 @@ def test_decoding(section: RunSection) -> None:
     assert row["keys_read"] < 1536 // 2
 
 
-def test_an_offloaded_store_gets_what_it_knows(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = load("generate_decode")
-
-    class Knows:
-        def __init__(self, *, offload: bool = False, resident: float = 0.0) -> None: ...
-
-    class KnowsNot:
-        def __init__(self, *, offload: bool = False) -> None: ...
-
-    monkeypatch.setattr(decode, "CellStore", Knows)
-    assert decode.offloaded(0.2) == {"offload": True, "resident": 0.2}
-    assert decode.offloaded(None) == {"offload": True}
-    monkeypatch.setattr(decode, "CellStore", KnowsNot)
-    assert decode.offloaded(0.2) == {"offload": True}
+def test_decoding_with_offload(section: RunSection) -> None:
+    row = section("decode", "--only", "tiny-2048-offload", "--resident", "64")["tiny-2048-offload"]
+    assert row["ms"].keys() == {"exact", "cells", "nothing kept", "on the card"}
+    assert row["resident"] == 64
+    assert row["found_resident"] == [None, None]  # Kernels alone keep cells on a card.
 
 
 def test_reading_prompts(section: RunSection) -> None:

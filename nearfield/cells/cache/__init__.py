@@ -1,8 +1,9 @@
 """A key-value cache that a new token searches: it reads the cells it opens, and of all others only their moments.
 
 In reading order: `steps` (what all stores of keys share), `buffers` (tensors that grow), `segments` (how a segment becomes
-cells), `state` (what a store holds), `heavy` (which keys are looked at most), `attention` (of some rows to it, in PyTorch),
-`decode` (the same for the latest row, by Triton kernels), `store` (what a user calls) and `graph` (a step in a CUDA graph).
+cells), `resident` (which offloaded cells are on the card), `state` (what a store holds), `heavy` (which keys are looked at most),
+`attention` (of some rows to it, in PyTorch), `decode` (the same for the latest row, by Triton kernels), `store` (what a user
+calls) and `graph` (a step in a CUDA graph).
 """
 
 from __future__ import annotations

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import RECENT
+from nearfield.cells.cache.resident import PIECE, Pool
 from nearfield.cells.cache.segments import PER_CELL
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts, read_cells, score_cells
 from nearfield.cells.triton.limits import MOST_PROGRAMS, unsupported_step
+from nearfield.cells.triton.resident import find_slots
 from nearfield.cells.triton.tuning import decode_tiles
 from nearfield.kernels import cards
 from nearfield.kernels.launch import cdiv, dependent_launch, next_power_of_2, padded, precision
@@ -24,6 +26,12 @@ GRAIN = 16
 """Consecutive cells in a grain. Cells are chosen from the grains whose best cells are best."""
 
 COMPARED_PER_WARP = 2048
+
+MOST_AGE, AGE_STEPS = 4095, 6
+"""Steps for which a piece of a cell was not opened count up to the first number, and so many cuts into four tell them apart."""
+
+PIECES_AT_A_TIME = 16
+"""of each opened cell"""
 
 MERGED_AT_A_TIME = 128
 """parts of a row"""
@@ -57,13 +65,14 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
     # Rounded up, so that the kernels of a step are those of the step before.
     reserved = most_open if is_captured else min(most_open, next_power_of_2(open_end))
     state.sync_device_length()
+    pool = state.pool(probes)
     if state.key_padding is not None:  # which is a longer tensor at every step
-        return _decode(state, queries, scale, probes, reserved)
-    given = [queries, *_read_by(state)]
+        return _decode(state, queries, scale, probes, reserved, pool)
+    given = [queries, *_read_by(state), *(pool or ())]
     sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks
     forms = [(x.shape[:2], x.shape[3:], form(x)) for x in given]
     key = ("decode", scale, probes, reserved, sizes, *forms, cards.imposed_class())
-    return replayed(key, given, lambda: [_decode(state, queries, scale, probes, reserved)])[0]
+    return replayed(key, given, lambda: [_decode(state, queries, scale, probes, reserved, pool)])[0]
 
 
 def _read_by(state: CacheState) -> list[Tensor]:
@@ -74,7 +83,7 @@ def _read_by(state: CacheState) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reserved: int) -> Tensor:
+def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reserved: int, pool: Pool | None) -> Tensor:
     """`decode`, with programs for `reserved` keys in no closed segment."""
     entries, group, dim = queries.shape
     keys, values, tables = state.keys, state.values, state.tables
@@ -207,6 +216,11 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
         num_warps=max(tiles.warps, min(16, candidates * members // COMPARED_PER_WARP)),
         **dependent,
     )
+    # Without a pool the kernel does not read what it gets for it.
+    resident = dict.fromkeys(("slot_of", "is_filled", "key_pool", "value_pool"), queries)
+    if pool is not None:
+        _find_slots(pool, state, opened, pdl)
+        resident = {"slot_of": pool.slot_of, "is_filled": pool.is_filled, "key_pool": pool.keys, "value_pool": pool.values}
     if cells:
         read_cells[(entries, readers + far_parts)](
             queries=queries,
@@ -218,6 +232,7 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
             opened=opened,
             parts=parts,
             part_lse=part_lse,
+            **resident,
             **sizes,
             **places,
             cell_entry=tables.size.storage.stride(1),
@@ -229,13 +244,17 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
             first_far=first_far,
             far_parts=far_parts,
             readers=readers,
+            pieces=0 if pool is None else pool.pieces,
+            slots=0 if pool is None else pool.slots,
             scale=scale,
             BG=members,
             BP=next_power_of_2(probes),
             BK=tiles.opened,
             BC=tiles.far,
             **blocks,
+            PIECE=PIECE,
             HAS_BASE=has_base,
+            HAS_POOL=pool is not None,
             IP=input_precision,
             PDL=pdl,
             num_warps=tiles.warps,
@@ -265,3 +284,35 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
         **dependent,
     )
     return output
+
+
+def _find_slots(pool: Pool, state: CacheState, opened: Tensor, pdl: bool) -> None:
+    """Give the pieces of the cells `opened` `[entries, probes]` their slots."""
+    entries, probes = opened.shape
+    cells, slots = next_power_of_2(probes), next_power_of_2(pool.slots)
+    find_slots[(entries,)](
+        opened=opened,
+        start=state.tables.start.storage,
+        size=state.tables.size.storage,
+        slot_of=pool.slot_of,
+        piece_of=pool.piece_of,
+        used=pool.used,
+        is_filled=pool.is_filled,
+        clock=pool.clock,
+        counts=pool.counts,
+        missing=torch.empty_like(pool.piece_of),
+        cell_entry=state.tables.size.storage.stride(1),
+        offset=state.keys.offset,
+        probes=probes,
+        pieces=pool.pieces,
+        slots=pool.slots,
+        PIECE=PIECE,
+        MOST_AGE=MOST_AGE,
+        STEPS=AGE_STEPS,
+        BP=cells,
+        BJ=PIECES_AT_A_TIME,
+        BS=slots,
+        PDL=pdl,
+        num_warps=4 if max(cells * PIECES_AT_A_TIME, slots) <= 1024 else 8,
+        **({"launch_pdl": True} if pdl else {}),
+    )

@@ -101,4 +101,5 @@ def captured_reads(state: CacheState) -> list[Any]:
         state.device_length.tensor,
     ]
     tensors += [getattr(tables, name).storage for name in PER_CELL]
+    tensors += state.resident.pool if state.resident is not None and state.resident.pool is not None else ()
     return [tuple(state.bounds), *((x.data_ptr(), x.shape) for x in tensors if x is not None)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nearfield.cells.cache.adopted import KnownCells
 from nearfield.cells.cache.buffers import Buffer
+from nearfield.cells.cache.resident import Pool, Resident
 from nearfield.cells.cache.segments import CacheTables, close_segment, cross_of
 from nearfield.cells.cache.steps import hidden_mask
 from nearfield.cells.partition import Partition
@@ -59,8 +60,12 @@ class CacheState:
         partition: Partition,
         memory_length: int = 0,
         offload: bool = False,
+        resident: int | None = None,
     ) -> None:
-        """For keys and values like these. It holds the first `memory_length` of them, sorted already, and no others."""
+        """For keys and values like these. It holds the first `memory_length` of them, sorted already, and no others.
+
+        `resident`: how many offloaded keys stay on the card, see `Resident`.
+        """
         if memory_length and offload:
             raise ValueError("a memory stays where it is and cannot be offloaded; make its cache without offload")
         self.sizes, self.partition, self.offload = sizes, partition, offload
@@ -87,6 +92,8 @@ class CacheState:
         self._sink_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.device_length = DeviceLength(key.device)
         """shared by all states of a store: what a state says about it, it says by `sync_device_length`"""
+        self.resident = Resident(resident) if offload and resident != 0 else None
+        """which offloaded rows are on the card too, for kernels to read there; shared by states with the same rows offloaded"""
 
     def but(self, **changes: Any) -> CacheState:
         """This one with some attributes changed."""
@@ -170,6 +177,16 @@ class CacheState:
             count.set(self.length)
         return count.tensor
 
+    def pool(self, probes: int) -> Pool | None:
+        """Where kernels find offloaded rows that are on the card, for steps that open so many cells; None: there are none."""
+        if self.resident is None or self.keys.base is None or not len(self.tables):
+            return None
+        return self.resident.made(self.keys, self.values, len(self.tables), probes)
+
+    def _none_resident(self) -> Resident | None:
+        """For a state with other rows offloaded than this one, or with the same ones elsewhere."""
+        return None if self.resident is None else self.resident.anew()
+
     def settle_padding(self, key_padding: Tensor | None, keep: Keep) -> CacheState:
         """With the padding of all keys so far. Newly settled padding is set to zero, since it may hold anything, even NaN."""
         if key_padding is self.key_padding and self.settled == self.length:
@@ -189,6 +206,7 @@ class CacheState:
             **{name: getattr(self, name).select(entries) for name in ("keys", "values", "order", "tables")},
             sinks=self.sinks.index_select(0, entries),
             key_padding=None if self.key_padding is None else self.key_padding.index_select(0, entries),
+            resident=self._none_resident(),
             _sink_rows=None,
         )
 
@@ -254,7 +272,8 @@ class CacheState:
     def split(self, place: int) -> CacheState:
         """With rows before `place` on the CPU and the others on the device."""
         room = self.sizes.most_open(place)
-        return self.but(keys=self.keys.split(place, room), values=self.values.split(place, room))
+        split = {"keys": self.keys.split(place, room), "values": self.values.split(place, room)}
+        return self.but(**split, resident=self._none_resident())
 
     def crop(self, length: int, most_closed: int, keep: Keep) -> CacheState:
         """With the first `length` keys. Segments that end after key `most_closed` are opened again."""
@@ -293,6 +312,7 @@ class CacheState:
             sinks=self.sinks.masked_fill(self.sinks >= bounds[-1], -1),
             bounds=bounds,
             cell_bounds=cell_bounds,
+            resident=self._none_resident(),
             _sink_rows=None,
         )
 

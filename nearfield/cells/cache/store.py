@@ -28,6 +28,7 @@ from nearfield.cells.method import Cells
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.sizes import CacheSizes, default_cache_probes
 from nearfield.cells.trial import Prepared
+from nearfield.checks import check_positive
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.kernels import backends
 from nearfield.merge import merge
@@ -63,6 +64,12 @@ class CellStore:
         regroup: group the keys of a prompt anew, even if its attention has grouped them into cells already. Otherwise, from
             32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans: nearly as good on texts,
             and done in less time. Where keys that are alike are strewn over all of the text, cells of all keys are better.
+        resident: with `offload`, how many of these keys stay on the device as well, per head of each batch entry, with their
+            values: cells that were opened lately, so that a step moves only those that the latest steps have not opened. The
+            cells that were not opened for the longest time make way. None: what eight steps open, 28 sqrt(n) keys by default;
+            0: none; at most 262,144. It is for the Triton kernels and takes memory from the first step on that they serve.
+            Results are the same bit for bit. When a segment is closed, and after a `crop` into one, `select` or `repeat`, it
+            starts empty.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -81,10 +88,19 @@ class CellStore:
         torch.Size([1, 2, 1, 8])
     """
 
-    def __init__(self, method: Cells | None = None, *, audit: bool = False, offload: bool = False, regroup: bool = False) -> None:
+    def __init__(
+        self,
+        method: Cells | None = None,
+        *,
+        audit: bool = False,
+        offload: bool = False,
+        resident: int | None = None,
+        regroup: bool = False,
+    ) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
-        self.audit, self.offload = audit, offload
+        check_resident(resident, offload)
+        self.audit, self.offload, self.resident = audit, offload, resident
         self.sizes = CacheSizes.of(self.method.segment, self.method.cell_size, self.method.window, self.method.sinks)
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
@@ -164,7 +180,8 @@ class CellStore:
     def nbytes(self) -> dict[str, int]:
         """Bytes by what they are for: "keys" and "values" (with room to grow), "order" (where sorted keys came from), "moments".
 
-        With `offload` also "offloaded": keys and values in CPU memory, which "keys" and "values" then leave out.
+        With `offload` also "offloaded": keys and values in CPU memory, which "keys" and "values" then leave out, and "resident":
+        those of them that are on the device as well, and which they are.
         """
         state = self._state
         if state is None:
@@ -173,14 +190,23 @@ class CellStore:
         found["moments"] = state.tables.nbytes
         if self.offload:
             found["offloaded"] = sum(x.offloaded.nbytes for x in (state.keys, state.values) if x.offloaded)
+            found["resident"] = 0 if state.resident is None else state.resident.nbytes
         return found
+
+    @property
+    def found_resident(self) -> float | None:
+        """Of the keys in offloaded cells that were opened, the share that was found on the device (`resident`), counted in pieces
+        of up to 16 keys since it was last empty. None if nothing was counted. This waits for the device."""
+        pool = None if self._state is None or self._state.resident is None else self._state.resident.pool
+        looked, found = (0, 0) if pool is None else pool.counts.sum(0).tolist()
+        return found / looked if looked else None
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys and values `[batch, heads, new, dim]`; `counts` `[batch, new]` is False for padding."""
         check_new(key, value, counts)
         key, value, state = key.detach(), value.detach(), self.state
         if state is None:
-            state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload)
+            state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload, resident=self.resident)
         check_alike(key, value, state.keys.storage, state.values.storage)
         self._state = state.append(key, value, counts)
 
@@ -188,6 +214,8 @@ class CellStore:
         """Make room for this many more keys, so that appending them moves nothing."""
         state = self._require_state()
         self._state = state.but(keys=state.keys.reserve(keys), values=state.values.reserve(keys))
+        if backends.runs_triton(state.sinks.device):
+            state.pool(self.probes)
 
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys are padding: False in `counts` `[batch, length]`. None: none of them.
@@ -377,6 +405,13 @@ class CellStore:
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Where autocast is off, nothing: to switch it off takes as long as three operations."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def check_resident(resident: object, offload: bool) -> None:
+    """Raise unless so many offloaded keys can stay on the device."""
+    check_positive("resident", resident, optional=True, least=0)
+    if resident is not None and not offload:
+        raise ValueError(f"resident={resident!r} is for offload=True; without it all keys are on the device")
 
 
 def check_method(method: object) -> None:

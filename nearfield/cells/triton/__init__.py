@@ -11,6 +11,7 @@ attend               attention to all but the cells that a row opened; to everyt
 near                 attention to the keys of opened cells, cell by cell, and its gradients
 local, far           gradients of attention to keys seen one by one, and to closed cells
 decode               one step of a cache
+resident             which offloaded cells are on the card
 memory               how work is cut to fit
 tiles, tuning        block sizes, and those of a card
 candidates           which block sizes are right, and worth a try

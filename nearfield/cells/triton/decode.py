@@ -6,7 +6,9 @@
     merge_parts               merges what these have found
 
 The open end is all keys that are in no closed segment. Where cells are chosen, its most recent keys stand for it. Keys and values
-are found at *places*: those before `offset` are in a base that several batch entries may share, the others in the store.
+are found at *places*: those before `offset` are in a base that several batch entries may share, the others in the store. If the
+base is in CPU memory, cells that were opened lately are on the card as well; `find_slots` of `triton/resident.py`, which then
+comes before `read_cells`, says where.
 
 What a row has found is in `part_count` parts, each with a mean of values and a log-normaliser to base 2: `open_end_parts` of the
 open end, one of the sinks, `far_parts` of closed cells, and one for each reader of opened cells.
@@ -34,8 +36,19 @@ CHANGING = (
     "first_far",
     "far_parts",
     "readers",
+    "pieces",
+    "slots",
 )
 """Numbers that change as keys are added."""
+
+ABSENT = tl.constexpr(-1)
+"""In place of a slot: the piece of a cell is not on the card. See `triton/resident.py`."""
+
+
+@triton.jit
+def pending(slot):
+    """What is said of a piece whose slot may not hold it yet; and of that, the slot."""
+    return -2 - slot
 
 
 @triton.jit
@@ -182,6 +195,16 @@ def load_places(stored, base, place, real, column, wide, dim, offset, HAS_BASE: 
         return tl.where(early, before, found)
     else:
         return tl.load(stored + place * dim + column, mask=real & wide, other=0.0)
+
+
+@triton.jit
+def load_resident(stored, base, pool, place, at_pool, is_kept, real, column, wide, dim, offset):
+    """`load_places` with a base, where some places are in a pool on the card too: rows `at_pool` if `is_kept`."""
+    # One load from any memory, and not one from each, which would take a buffer each. Addresses with columns are what is
+    # chosen from: Triton forgets how addresses of rows are aligned, and would load number by number.
+    before = tl.where(is_kept, pool + at_pool * dim + column, base + place * dim + column)
+    where = tl.where(place < offset, before, stored + (place - offset) * dim + column)
+    return tl.load(where, mask=real & wide, other=0.0)
 
 
 @triton.jit
@@ -483,6 +506,10 @@ def read_cells(
     opened,
     parts,
     part_lse,
+    slot_of,
+    is_filled,
+    key_pool,
+    value_pool,
     heads,
     group,
     dim,
@@ -503,6 +530,8 @@ def read_cells(
     first_far,
     far_parts,
     readers,
+    pieces,
+    slots,
     scale,
     BG: tl.constexpr,
     BP: tl.constexpr,
@@ -511,11 +540,17 @@ def read_cells(
     BR: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
+    PIECE: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    HAS_POOL: tl.constexpr,
     IP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first jobs of an entry are readers of opened cells. The others take a tile of cells each; opened ones have no mass."""
+    """The first jobs of an entry are readers of opened cells. The others take a tile of cells each; opened ones have no mass.
+
+    With a pool, pieces of cells that are in it are read there. Others are read from the base, and those that have got a slot
+    are copied to it. Each piece has one reader, so that nobody reads what another one is copying.
+    """
     launch_dependents(PDL)
     entry = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
@@ -548,6 +583,11 @@ def read_cells(
         values += entry * value_entry
         key_base += base_offset(entry, heads, key_batch, key_head)
         value_base += base_offset(entry, heads, value_batch, value_head)
+        if HAS_POOL:
+            slot_of += entry * pieces
+            is_filled += entry * slots
+            key_pool += entry * slots * PIECE * dim
+            value_pool += entry * slots * PIECE * value_dim
         wait_for_previous(PDL)
         # Cells differ in size: the tiles of all opened ones are dealt out to the readers in turn.
         slot = tl.arange(0, BP)
@@ -563,22 +603,61 @@ def read_cells(
             lane = (tile - tl.sum(tl.where(is_own, before, 0), 0)) * BK + tl.arange(0, BK)
             inside = lane < tl.sum(tl.where(is_own, size_of, 0), 0)
             place = tl.sum(tl.where(is_own, start_of, 0), 0).to(tl.int64) + lane
-            key, value = load_both(
-                keys,
-                key_base,
-                values,
-                value_base,
-                place,
-                inside,
-                column,
-                wide,
-                dim,
-                value_column,
-                value_wide,
-                value_dim,
-                offset,
-                HAS_BASE,
-            )
+            if HAS_POOL:
+                piece = tl.sum(tl.where(is_own, start_of // PIECE + own, 0), 0) + lane // PIECE
+                early = inside & (place < offset)
+                said = tl.load(slot_of + piece, mask=early, other=ABSENT)
+                is_kept = said >= 0
+                is_new = early & (said < ABSENT)
+                into = tl.where(is_kept, said, pending(said))
+                row_of = into * PIECE + lane % PIECE
+                key = load_resident(
+                    keys,
+                    key_base,
+                    key_pool,
+                    place[None, :],
+                    row_of[None, :],
+                    is_kept[None, :],
+                    inside[None, :],
+                    column[:, None],
+                    wide[:, None],
+                    dim,
+                    offset,
+                )
+                value = load_resident(
+                    values,
+                    value_base,
+                    value_pool,
+                    place[:, None],
+                    row_of[:, None],
+                    is_kept[:, None],
+                    inside[:, None],
+                    value_column[None, :],
+                    value_wide[None, :],
+                    value_dim,
+                    offset,
+                )
+                tl.store(key_pool + row_of[None, :] * dim + column[:, None], key, mask=is_new[None, :] & wide[:, None])
+                value_at = row_of[:, None] * value_dim + value_column[None, :]
+                tl.store(value_pool + value_at, value, mask=is_new[:, None] & value_wide[None, :])
+                tl.store(is_filled + into, tl.full([BK], 1, tl.int32), mask=is_new & (lane % PIECE == 0))
+            else:
+                key, value = load_both(
+                    keys,
+                    key_base,
+                    values,
+                    value_base,
+                    place,
+                    inside,
+                    column,
+                    wide,
+                    dim,
+                    value_column,
+                    value_wide,
+                    value_dim,
+                    offset,
+                    HAS_BASE,
+                )
             logits = tl.dot(query, key, input_precision=IP) * (scale * LOG2E)
             logits = tl.where(inside[None, :], logits, -float("inf"))
             acc, m_i, l_i = add_tile(acc, m_i, l_i, logits, value, IP)

@@ -378,7 +378,7 @@ def test_generate(options: dict[str, Any]) -> None:
     assert torch.equal(*said)
     for one, other in zip(*(cache.errors[1] for cache in caches), strict=True):
         assert torch.equal(one.relative, other.relative)
-    assert set(caches[0].nbytes) == {"keys", "values", "order", "moments", "offloaded"}
+    assert set(caches[0].nbytes) == {"keys", "values", "order", "moments", "offloaded", "resident"}
     assert caches[0].nbytes["offloaded"] > caches[0].nbytes["keys"]
     caches[0].reset()
     assert all(layer.store.offload for layer in caches[0].layers)

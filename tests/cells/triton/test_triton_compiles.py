@@ -36,7 +36,7 @@ FORWARD = {
 }
 TOGETHER = {"_best_cells", "_vote", "_left_closed", "_list_keys", "_attend"}
 BACKWARD = {"_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv", "_local_dkv", "_near_dkv"}
-STEP = {"score_cells", "choose_and_read_open_end", "read_cells", "merge_parts"}
+STEP = {"score_cells", "choose_and_read_open_end", "find_slots", "read_cells", "merge_parts"}
 CHOSEN_KEYS = {"_pair_scores", "_pair_sums", "_pair_scatter"}
 ALL = FORWARD | TOGETHER | BACKWARD | STEP | CHOSEN_KEYS | {"_exact_rows", "_level_sums", "_halve"}
 
@@ -83,12 +83,13 @@ def test_versions_without_dependent_launch_never_see_the_name() -> None:
     script = """
 import triton.language.extra.cuda as cuda
 del cuda.gdc_wait, cuda.gdc_launch_dependents
-from nearfield.cells.triton import decode
+from nearfield.cells.triton import decode, resident
 from nearfield.kernels import launch
 assert not launch.HAS_PDL
 for function in (launch.wait_for_previous, launch.launch_dependents):
     assert "cuda" not in function.src.partition(":")[2], function.src
-for kernel in (decode.score_cells, decode.choose_and_read_open_end, decode.read_cells, decode.merge_parts):
+kernels = decode.score_cells, decode.choose_and_read_open_end, resident.find_slots, decode.read_cells, decode.merge_parts
+for kernel in kernels:
     assert "cuda" not in kernel.jitted.src and kernel.jitted.cache_key
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
