@@ -61,15 +61,10 @@ class CellStore:
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
             first ones. Results are the same. Reordering batch entries copies all that is on the CPU; reading `keys` or
             `values`, or an audit, copies all of it to the device.
-        regroup: group the keys of a prompt anew, even if its attention has grouped them into cells already. Otherwise, from
-            32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans: nearly as good on texts,
-            and done in less time. Where keys that are alike are strewn over all of the text, cells of all keys are better.
-        resident: with `offload`, how many of these keys stay on the device as well, per head of each batch entry, with their
-            values: cells that were opened lately, so that a step moves only those that the latest steps have not opened. The
-            cells that were not opened for the longest time make way. None: what eight steps open, 28 sqrt(n) keys by default;
-            0: none; at most 262,144. It is for the Triton kernels and takes memory from the first step on that they serve.
-            Results are the same bit for bit. When a segment is closed, and after a `crop` into one, `select` or `repeat`, it
-            starts empty.
+        regroup: True: group the keys of a prompt anew, even if its attention has grouped them into cells already. False: from
+            32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans, which takes less time;
+            errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text. None: False
+            where the Triton kernels run, else True.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -95,7 +90,7 @@ class CellStore:
         audit: bool = False,
         offload: bool = False,
         resident: int | None = None,
-        regroup: bool = False,
+        regroup: bool | None = None,
     ) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
@@ -104,7 +99,7 @@ class CellStore:
         self.sizes = CacheSizes.of(self.method.segment, self.method.cell_size, self.method.window, self.method.sinks)
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
-        self.regroup = regroup or type(self.method.partition) is not KMeans
+        self.regroup = regroup
         self.watch: HeavyKeys | None = None
         """counts what `attend` looks at while it is set; such steps do not use the kernels, which keep no weights"""
         # All there is, in one attribute: an operation ends by setting it. While one writes over rows, `undo` has what was there.
@@ -272,7 +267,10 @@ class CellStore:
 
     def wants_cells(self, keys: int) -> bool:
         """Whether `close` could take over the cells of a prompt of so many keys."""
-        return not self.regroup and not self.closed and takes_over(self.sizes, keys)
+        if self._state is None or self.closed or type(self.method.partition) is not KMeans:
+            return False
+        regroup = not backends.runs_triton(self._state.sinks.device) if self.regroup is None else self.regroup
+        return not regroup and takes_over(self.sizes, keys)
 
     def _adopt(self, state: CacheState, prepared: Prepared) -> CacheState:
         """With the longest spans of a call closed, and one segment after them, up to where it would have ended without them."""

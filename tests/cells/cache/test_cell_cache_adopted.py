@@ -21,6 +21,7 @@ from nearfield.cells.partition import build_cells
 from nearfield.cells.partition.halve import halve
 from nearfield.cells.sizes import CacheSizes
 from nearfield.cells.trial import Prepared
+from nearfield.kernels import backends
 
 BATCH, HEADS, GROUP, DIM, VALUE_DIM = 2, 2, 2, 16, 12
 CALL = nf.Cells(segment=16, cell_size=8, sinks=5)
@@ -49,7 +50,7 @@ def prepared_for(query: Tensor, key: Tensor, value: Tensor, method: nf.Method = 
 def filled(length: int, method: nf.Cells = ALL, call: nf.Method = CALL, **options: Any) -> tuple[CellStore, Prepared]:
     query, key, value = inputs(length + 20)
     own = [x[:, :, :length] for x in (query, key, value)]
-    store = CellStore(method, **options)
+    store = CellStore(method, **{"regroup": False} | options)
     store.append(*own[1:])
     return store, prepared_for(*own, method=call)
 
@@ -264,7 +265,7 @@ def test_its_error_is_that_of_keys_grouped_anew(monkeypatch: pytest.MonkeyPatch)
     prepared = prepared_for(*own, method=nf.Cells(cell_size=32))
     errors = []
     for given in (prepared, None):
-        store = CellStore()
+        store = CellStore(regroup=False)
         store.append(*own[1:])
         store.close(given)
         error = 0.0
@@ -289,7 +290,9 @@ def test_who_takes_no_cells_over() -> None:
     assert store.state is not None
     assert plain.state is not None
     assert store.state.bounds == plain.state.bounds
-    assert CellStore(nf.Cells(partition=nf.Blocks())).regroup
+    by_blocks = CellStore(nf.Cells(partition=nf.Blocks()), regroup=False)
+    by_blocks.append(*inputs(150)[1:])
+    assert not by_blocks.wants_cells(150)
     padded, prepared = filled(150)
     counts = torch.ones(BATCH, 150, dtype=torch.bool)
     counts[0, :3] = False
@@ -297,6 +300,16 @@ def test_who_takes_no_cells_over() -> None:
     padded.close(prepared)
     assert padded.state is not None
     assert padded.state.bounds == plain.state.bounds
+
+
+@pytest.mark.usefixtures("small")
+def test_by_default_cells_are_taken_over_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = filled(150, regroup=None)
+    assert not store.wants_cells(150)
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    assert store.wants_cells(150)
+    assert not store.wants_cells(63)
+    assert not filled(150, regroup=True)[0].wants_cells(150)
 
 
 @pytest.mark.long
