@@ -180,9 +180,9 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int =
 
 
 def step(dim: int, dtype: torch.dtype) -> None:
-    """A step of a cache, as on a card: with all keys there, and with some of them."""
-    for offload in (False, True):
-        store = CellStore(nf.Cells(segment=512, cell_size=32, probes=6), offload=offload)
+    """A step of a cache, as on a card: with all keys there, with some of them, and with none that are in cells."""
+    for kept in ({}, {"offload": True}, {"offload": True, "resident": 0}):
+        store = CellStore(nf.Cells(segment=512, cell_size=32, probes=6), **kept)
         store.append(*torch.randn(2, 1, 2, 2000, dim).to(dtype))
         store.close()
         assert store.state is not None

@@ -187,21 +187,18 @@ def base_offset(entry, heads, batch_stride, head_stride):
 @triton.jit
 def load_places(stored, base, place, real, column, wide, dim, offset, HAS_BASE: tl.constexpr):
     """Keys or values at some places. Places and columns span a block, in either order."""
+    # One load from any memory, and not one from each, which would take a buffer each. Addresses with columns are what is
+    # chosen from: Triton forgets how addresses of rows are aligned, and would load number by number.
     if HAS_BASE:
-        early = real & (place < offset)
-        late = real & (place >= offset)
-        found = tl.load(stored + (place - offset) * dim + column, mask=late & wide, other=0.0)
-        before = tl.load(base + place * dim + column, mask=early & wide, other=0.0)
-        return tl.where(early, before, found)
+        where = tl.where(place < offset, base + place * dim + column, stored + (place - offset) * dim + column)
     else:
-        return tl.load(stored + place * dim + column, mask=real & wide, other=0.0)
+        where = stored + place * dim + column
+    return tl.load(where, mask=real & wide, other=0.0)
 
 
 @triton.jit
 def load_resident(stored, base, pool, place, at_pool, is_kept, real, column, wide, dim, offset):
     """`load_places` with a base, where some places are in a pool on the card too: rows `at_pool` if `is_kept`."""
-    # One load from any memory, and not one from each, which would take a buffer each. Addresses with columns are what is
-    # chosen from: Triton forgets how addresses of rows are aligned, and would load number by number.
     before = tl.where(is_kept, pool + at_pool * dim + column, base + place * dim + column)
     where = tl.where(place < offset, before, stored + (place - offset) * dim + column)
     return tl.load(where, mask=real & wide, other=0.0)

@@ -105,6 +105,6 @@ def halve(keys: Tensor, cell_of: Tensor, cells: int) -> Tensor:
                 LLOYD=LLOYD_STEPS,
                 BM=MEMBERS,
                 BD=padded(dim),
-                num_warps=4,
+                num_warps=4 if dim <= 64 else 8,
             )
     return found
