@@ -10,7 +10,7 @@ from nearfield.cells.operator import Given, Recipe
 from nearfield.cells.partition import Partition, to_plain
 from nearfield.cells.planned import planned_attention
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
-from nearfield.cells.triton.limits import unsupported
+from nearfield.cells.triton.limits import MOST_PROBES, unsupported
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
 
@@ -18,13 +18,16 @@ from nearfield.kernels.backends import full_precision
 def attend_to_closed(state: CacheState, query: Tensor, scale: float, probes: int, partition: Partition) -> tuple[Tensor, Tensor]:
     """Output `[batch, heads, rows, value_dim]` and log-normaliser of queries that see all closed segments, through their cells.
 
-    Each row opens its own `probes` cells: query heads that share keys do not open cells together here, as they do in a step.
+    Each row opens its own `probes` cells: query heads that share keys do not open cells together here, as they do in a step. By
+    kernels in Triton these are at most `MOST_PROBES`, unless all cells are to be opened.
     """
     batch, heads, rows, _ = query.shape
     # Rows of offloaded keys come over together: most cells are opened by one row or another.
     keys, values = (x.filled[:, :, : state.closed].flatten(0, 1) for x in (state.keys, state.values))
     queries = query.reshape(len(keys), -1, query.shape[3])
     cells = len(state.tables)
+    if probes < cells and backends.runs_triton(query.device):
+        probes = min(probes, MOST_PROBES)
     # To get just these cells, the number of keys per cell may have to be a fraction.
     size: int = state.closed / cells  # type: ignore[assignment]
     sizes = CellSizes(heads // state.heads, 0, 0, min(state.sizes.sinks, state.closed), size, min(probes, cells), 0)
