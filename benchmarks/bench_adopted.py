@@ -53,7 +53,7 @@ def measure(name: str, query: Tensor, key: Tensor, value: Tensor) -> dict[str, A
     early = [x[:, :, :last].contiguous() for x in (query, key, value)]
     # As on a GPU: cells twice as large as those of a cache, and two iterations.
     sizes = {"cell_size": 2 * round(last / CellStore().sizes.cells(0, last)), "partition": nf.KMeans(iterations=2)}
-    prepared = causal_attention(*early, None, nf.Cells(**sizes)).prepared
+    prepared = causal_attention(*early, None, nf.Cells(**sizes), keep_cells=True).prepared
     group = query.shape[1] // key.shape[1]
     seen = torch.arange(key.shape[2]) <= torch.arange(last, key.shape[2])[:, None]
     keys, values = (x.repeat_interleave(group, 1) for x in (key, value))

@@ -223,15 +223,22 @@ class CausalResult(NamedTuple):
     output: Tensor
     lse: Tensor | None
     prepared: Prepared | None
-    """the keys as the method has grouped them into cells; None: it has not"""
+    """the keys as the method has grouped them into cells; None: it has not, or they are not kept"""
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, method: Method, offset: int = 0, return_lse: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    method: Method,
+    offset: int = 0,
+    return_lse: bool = False,
+    keep_cells: bool = False,
 ) -> CausalResult:
-    """`attention` with a causal mask and nothing else, and what it has found out about the keys. Internal."""
+    """`attention` with a causal mask and nothing else, and if asked for, what it has found out about the keys. Internal."""
     problem = check(query, key, value, None, 0.0, True, scale, True, offset, None, None, None)
-    groups: list[Prepared] = []
+    groups: list[Prepared] | None = [] if keep_cells else None
     call = replace(_call(problem, None, "auto", None), groups=groups, return_lse=return_lse)
     problem = _screened(problem, method, call, False)
     outcome = _run(problem, method, call)

@@ -36,7 +36,7 @@ class StoreOptions(NamedTuple):
 
     offload: bool = False
     resident: int | None = None
-    regroup: bool | None = None
+    regroup: bool = True
 
     @staticmethod
     def of(store: CellStore | IndexStore) -> StoreOptions:
@@ -171,10 +171,10 @@ class CellCache(Cache):
         offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
             step moves only the keys and values of the cells it opens, and the first ones. For `Cells` only.
         resident: with `offload`, on a GPU that runs the Triton kernels: how many keys per layer, head and batch entry stay on
-            the card as well, with their values, because they were opened lately. None: what eight steps open; 0: none. Results
-            are the same bit for bit; see `CellStore`.
-        regroup: whether to group the keys of a prompt anew, or to take over the cells of its attention where it was by `Cells`,
-            from 32,768 keys on. None: to take them over where the Triton kernels run; see `CellStore`.
+            the card as well, with their values, because they were opened lately. None: what eight steps open, but no more than an
+            eighth; 0: none. Results are the same bit for bit; see `CellStore`.
+        regroup: False: take over the cells of a prompt's attention where it was by `Cells`, from 32,768 keys on, instead of
+            grouping its keys anew; see `CellStore`.
 
     A call of the model that is interrupted leaves some layers with its tokens and others without. The next call is then refused,
     with an error that says how to go on: `crop(n)` to the n tokens that all layers have (for layers with a window, `reset()`).
@@ -201,7 +201,7 @@ class CellCache(Cache):
         audit: bool = False,
         offload: bool = False,
         resident: int | None = None,
-        regroup: bool | None = None,
+        regroup: bool = True,
     ) -> None:
         if hasattr(method, "get_text_config") or hasattr(method, "config"):
             told = "model" if hasattr(method, "config") else "model.config"

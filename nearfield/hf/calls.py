@@ -86,9 +86,10 @@ class LayerCall:
         """What serves causal rows."""
         return (self.prefill if self.prefills else self.method) or Auto()
 
-    def causally(self, offset: int = 0, return_lse: bool = False) -> CausalResult:
+    def causally(self, offset: int = 0, return_lse: bool = False, keep_cells: bool = False) -> CausalResult:
         """Causal attention by the method, without padding."""
-        return causal_attention(self.query, self.key, self.value, self.scale, self.causal_method, offset, return_lse)
+        given = self.query, self.key, self.value, self.scale, self.causal_method
+        return causal_attention(*given, offset, return_lse, keep_cells)
 
     def exactly(self, mask: Tensor | None) -> Tensor:
         """Exact attention with any mask, by torch's SDPA where that knows the logits."""

@@ -104,7 +104,7 @@ class Memory:
         _check_reader(model)
         method = Cells(probes=PROBES) if method is None else method
         check_method(method)
-        # A file has the same segments for all layers, and cells in proportion.
+        # Regrouped: a file has the same segments for all layers, and cells in proportion.
         cache = CellCache(method, config=model.config, regroup=True)
         others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
         if others:

@@ -97,7 +97,7 @@ def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: boo
     prompt = replace(call, key=key.latest, value=value.latest)
     is_plain = padding is None and _is_causal_prompt(mask, call.rows, is_causal)
     if is_plain and isinstance(store, CellStore) and store.wants_cells(call.rows):
-        found = prompt.causally()
+        found = prompt.causally(keep_cells=True)
         store.close(found.prepared)
         return found.output
     output = serve(prompt, mask, is_causal)

@@ -554,4 +554,32 @@ MUTANTS = (
         "*_read_by(state)]",
         ("test_kernels_are_launched_from_a_list",),
     ),
+    Mutant(
+        "cache: reopened segments are thought to have other cells",
+        "CacheState._cross_without",
+        "own = [slice(*ends) for ends in pairwise(self.cell_bounds[-len(segments) - 1 :])]",
+        "own = [slice(*ends) for ends in pairwise([0, *self.cell_bounds[-len(segments) :]])]",
+        ("test_it_can_be_cropped_anywhere",),
+    ),
+    Mutant(
+        "cache: more cells than keys",
+        "known_segments",
+        "max(0, min(most, round(math.log2(wanted / cells))))",
+        "max(0, round(math.log2(wanted / cells)))",
+        ("test_there_are_never_more_cells_than_keys",),
+    ),
+    Mutant(
+        "cache: chunks are rounded before they are merged",
+        "CellStore._attend_chunk",
+        "past.to(wide)",
+        "past.to(query.dtype).to(wide)",
+        ("test_a_chunk_in_16_bits_is_rounded_once",),
+    ),
+    Mutant(
+        "resident: room for all keys",
+        "Resident.slots",
+        ", closed // MOST_SHARE)",
+        ", closed)",
+        ("test_resident.py",),
+    ),
 )

@@ -66,5 +66,6 @@ def known_segments(prepared: Prepared, sizes: CacheSizes, length: int) -> list[K
         cells = span.segments * per_segment
         wanted = sizes.cells(start, end)
         cell_of = (prepared.given.cell_of[:, span.level, start:end] - edges[span.number]).clamp_(min=-1)
-        found.append(KnownCells(end, cell_of, cells, max(0, round(math.log2(wanted / cells)))))
+        most = math.floor(math.log2((end - start) / cells))  # no more cells than keys
+        found.append(KnownCells(end, cell_of, cells, max(0, min(most, round(math.log2(wanted / cells))))))
     return found

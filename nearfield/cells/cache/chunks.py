@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.segments import last_started
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.operator import Given, Recipe
 from nearfield.cells.partition import Partition, to_plain
@@ -17,6 +18,8 @@ from nearfield.kernels.backends import full_precision
 
 def attend_to_closed(state: CacheState, query: Tensor, scale: float, probes: int, partition: Partition) -> tuple[Tensor, Tensor]:
     """Output `[batch, heads, rows, value_dim]` and log-normaliser of queries that see all closed segments, through their cells.
+
+    Outputs are in the dtype of arithmetic, as far as the engine has them so.
 
     Each row opens its own `probes` cells: query heads that share keys do not open cells together here, as they do in a step. By
     kernels in Triton these are at most `MOST_PROBES`, unless all cells are to be opened.
@@ -39,16 +42,13 @@ def attend_to_closed(state: CacheState, query: Tensor, scale: float, probes: int
     given = Given(cells_in_place(state)[:, None])
     with full_precision(query):
         found = planned_attention(queries, keys, values, visible, seed, recipe, given)
-    output = found.output.to(query.dtype).view(batch, heads, rows, -1)
-    return output, found.lse.view(batch, heads, rows)
+    return found.output.view(batch, heads, rows, -1), found.lse.view(batch, heads, rows)
 
 
 def cells_in_place(state: CacheState) -> Tensor:
     """`[batch * heads, closed]`: the cell of the key at each place, -1 for one that is in none. Keys are sorted by cell."""
     start = state.tables.start.flat.long()
-    place = torch.arange(state.closed, device=start.device).expand(len(start), -1).contiguous()
-    # An empty cell starts where the next one does. The search finds the last cell that starts there, which has the keys.
-    cell = torch.searchsorted(start.contiguous(), place, right=True) - 1
+    cell, place = last_started(start, state.closed), torch.arange(state.closed, device=start.device)
     # Keys that are in no cell come first in their segment.
     end = torch.cat([start.new_full((len(start), 1), -1), start + state.tables.size.flat.long()], 1).gather(1, cell + 1)
     return cell.masked_fill_(place >= end, -1).int()

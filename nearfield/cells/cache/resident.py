@@ -15,8 +15,8 @@ PIECE = 16
 MOST_SLOTS = 1 << 14
 """Pieces per head that may be on the card: one program compares them."""
 
-STEPS_KEPT = 8
-"""By default there is room for what so many steps open."""
+STEPS_KEPT, MOST_SHARE = 8, 8
+"""By default there is room for what so many steps open, but for no more than one in so many of the offloaded keys."""
 
 
 class Pool(NamedTuple):
@@ -57,7 +57,7 @@ class Resident:
 
     def __init__(self, keys: int | None) -> None:
         self.keys = keys
-        """how many keys of each head may be on the card; None: what `STEPS_KEPT` steps open"""
+        """how many keys of each head may be on the card; None: see `STEPS_KEPT`"""
         self.pool: Pool | None = None
         self._rows = (0, 0)
         """of the pool: for how many entries it is, and how many rows of each are offloaded"""
@@ -73,7 +73,7 @@ class Resident:
         """For how many pieces there is room, if `probes` of so many cells are opened, in which so many keys are."""
         keys = self.keys
         if keys is None:
-            keys = STEPS_KEPT * -(-min(probes, cells) * closed // max(1, cells))
+            keys = min(STEPS_KEPT * -(-min(probes, cells) * closed // max(1, cells)), closed // MOST_SHARE)
         return min(-(-min(keys, closed) // PIECE), MOST_SLOTS)
 
     def made(self, keys: Buffer, values: Buffer, cells: int, probes: int) -> Pool | None:

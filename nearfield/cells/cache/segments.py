@@ -150,7 +150,7 @@ def close_segment(
     heads, segment, dim = keys.shape
     per_head = segment * max(dim, values.shape[2]) * torch.promote_types(keys.dtype, torch.float32).itemsize
     step = max(1, BYTES_AT_A_TIME // max(1, per_head))
-    by_kernels = first_outside is not None and first_outside < segment and _runs_kernels(cells, keys, values)
+    by_kernels = first_outside is not None and first_outside < segment and cells <= segment and _runs_kernels(cells, keys, values)
     parts = []
     for first in range(0, max(1, heads), step):
         some = slice(first, first + step)
@@ -233,7 +233,7 @@ def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
 
 def halved(keys: Tensor, cell_of: Tensor, cells: int) -> Tensor:
     """`cells.partition.halve.halve`, by the Triton kernels, if they can."""
-    if not _runs_kernels(cells, keys):
+    if cells > keys.shape[1] or not _runs_kernels(cells, keys):
         return halve(keys, cell_of, cells)
     from nearfield.cells.triton.halve import halve as halve_by_kernels
 
@@ -244,11 +244,18 @@ def _group_in_torch(keys: Tensor, cells: int, partition: Partition) -> Tensor:
     return build_cells(partition, keys.to(torch.promote_types(keys.dtype, torch.float32)), cells)
 
 
+def last_started(start: Tensor, places: int) -> Tensor:
+    """`[heads, places]`: the last cell that starts at each of the first places or before it; -1: none does.
+
+    An empty cell starts where the next one does, and what is found is the last cell that starts there, which has the keys.
+    """
+    place = torch.arange(places, device=start.device).expand(len(start), -1).contiguous()
+    return torch.searchsorted(start.contiguous(), place, right=True) - 1
+
+
 def cross_of(keys: Tensor, values: Tensor, start: Tensor, centroid: Tensor, value: Tensor) -> Tensor:
     """`ClosedSegment.cross`, computed again from the sorted keys and values of a segment and from its cells."""
-    place = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1).contiguous()
-    # An empty cell starts where the next one does. The search finds the last cell that starts there, which has the keys.
-    cell = torch.searchsorted(start.contiguous(), place, right=True) - 1
+    cell = last_started(start, keys.shape[1])
     outside = (cell < 0)[..., None]
     cell = cell.clamp_(min=0)[..., None]
     off_key = (keys.to(centroid.dtype) - centroid.gather(1, cell.expand_as(keys))).masked_fill_(outside, 0.0)

@@ -61,10 +61,15 @@ class CellStore:
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
             first ones. Results are the same. Reordering batch entries copies all that is on the CPU; reading `keys` or
             `values`, or an audit, copies all of it to the device.
+        resident: with `offload`, how many of these keys stay on the device as well, per head of each batch entry, with their
+            values: cells that were opened lately, so that a step moves only those that the latest steps have not opened. The
+            cells that were not opened for the longest time make way. None: what eight steps open, 28 sqrt(n) keys by default,
+            but no more than an eighth of all; 0: none; at most 262,144. It is for the Triton kernels and takes memory from the
+            first step on that they serve. Results are the same bit for bit. When a segment is closed, and after a `crop` into
+            one, `select` or `repeat`, it starts empty: beams had better have 0.
         regroup: True: group the keys of a prompt anew, even if its attention has grouped them into cells already. False: from
             32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans, which takes less time;
-            errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text. None: False
-            where the Triton kernels run, else True.
+            errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -90,7 +95,7 @@ class CellStore:
         audit: bool = False,
         offload: bool = False,
         resident: int | None = None,
-        regroup: bool | None = None,
+        regroup: bool = True,
     ) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
@@ -208,9 +213,9 @@ class CellStore:
     def reserve(self, keys: int) -> None:
         """Make room for this many more keys, so that appending them moves nothing."""
         state = self._require_state()
-        self._state = state.but(keys=state.keys.reserve(keys), values=state.values.reserve(keys))
         if backends.runs_triton(state.sinks.device):
             state.pool(self.probes)
+        self._state = state.but(keys=state.keys.reserve(keys), values=state.values.reserve(keys))
 
     def mark(self, counts: Tensor | None) -> None:
         """Say which of all stored keys are padding: False in `counts` `[batch, length]`. None: none of them.
@@ -269,8 +274,7 @@ class CellStore:
         """Whether `close` could take over the cells of a prompt of so many keys."""
         if self._state is None or self.closed or type(self.method.partition) is not KMeans:
             return False
-        regroup = not backends.runs_triton(self._state.sinks.device) if self.regroup is None else self.regroup
-        return not regroup and takes_over(self.sizes, keys)
+        return not self.regroup and takes_over(self.sizes, keys)
 
     def _adopt(self, state: CacheState, prepared: Prepared) -> CacheState:
         """With the longest spans of a call closed, and one segment after them, up to where it would have ended without them."""
@@ -363,7 +367,8 @@ class CellStore:
             if state.closed:
                 probes = self._probes(state.closed, len(state.tables))
                 past, past_lse = attend_to_closed(state, query, scale, probes, self.method.partition)
-                output = merge([output, past], [lse, past_lse])[0]
+                wide = torch.promote_types(query.dtype, torch.float32)  # rounded once, when they are merged
+                output = merge([output.to(wide), past.to(wide)], [lse, past_lse])[0].to(query.dtype)
         return self._close_before(state, state.length), output
 
     def _is_chunk(self, state: CacheState, rows: int) -> bool:

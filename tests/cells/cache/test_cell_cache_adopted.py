@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from nearfield.attention import causal_attention
 from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache import adopted
 from nearfield.cells.cache.adopted import known_segments
+from nearfield.cells.cache.segments import close_segment, cross_of
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.partition import build_cells
 from nearfield.cells.partition.halve import halve
@@ -42,7 +44,7 @@ def inputs(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def prepared_for(query: Tensor, key: Tensor, value: Tensor, method: nf.Method = CALL) -> Prepared:
-    found = causal_attention(query, key, value, None, method).prepared
+    found = causal_attention(query, key, value, None, method, keep_cells=True).prepared
     assert found is not None
     return found
 
@@ -122,6 +124,20 @@ def test_keys_that_are_alike_or_alone_or_in_no_cell() -> None:
     assert len(found[0, 6:8].unique()) == 2
 
 
+@pytest.mark.usefixtures("small")
+def test_there_are_never_more_cells_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels lay out no more; such segments are closed in torch."""
+    prepared = prepared_for(*inputs(150), method=nf.Cells(segment=16, cell_size=3, sinks=5))
+    (first, *_) = known_segments(prepared, CacheSizes(None, 1, 4, 5), 150)
+    assert first.cells << first.halvings <= first.end < first.cells << (first.halvings + 1)
+    keys = torch.randn(2, 16, DIM, generator=seeded(0))
+    given = torch.arange(16).expand(2, -1)
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    outside = torch.zeros(2, 16, dtype=torch.bool)
+    found = close_segment(keys, keys, None, outside, 24, nf.KMeans(), given, 0)
+    assert torch.equal(found.size, (torch.arange(24) < 16).expand(2, -1).float())
+
+
 def test_nothing_about_a_half_depends_on_other_cells() -> None:
     keys, blob = blobs()
     whole = halve(keys, blob // 2, 6)
@@ -185,14 +201,15 @@ def test_cells_that_are_not_those_of_a_cache_stay_where_they_are(cache: dict[str
 def test_other_methods_group_nothing() -> None:
     given = inputs(64)
     for method in (nf.Exact(), nf.TopK(4), nf.Auto()):
-        found = causal_attention(*given, None, method)
+        found = causal_attention(*given, None, method, keep_cells=True)
         assert found.prepared is None
         assert torch.equal(found.output, nf.attention(*given, is_causal=True, enable_gqa=True, method=method))
 
 
 def test_the_output_is_that_of_attention() -> None:
     given = inputs(150)
-    found = causal_attention(*given, None, CALL, return_lse=True)
+    found = causal_attention(*given, None, CALL, return_lse=True, keep_cells=True)
+    assert causal_attention(*given, None, CALL).prepared is None  # Nobody asks.
     output, lse = nf.attention(*given, is_causal=True, enable_gqa=True, method=CALL, return_lse=True)
     assert torch.equal(found.output, output)
     assert found.lse is not None
@@ -205,7 +222,7 @@ def test_a_pilot_hands_its_cells_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nf.Auto, "prefers_exact", lambda self, problem: False)
     monkeypatch.setattr("nearfield.pilot.faster_budgets", lambda *_: [8, 16])
     for eps in (0.9, 1e-9):
-        assert causal_attention(query, key, value, None, nf.Auto(eps=eps)).prepared is not None
+        assert causal_attention(query, key, value, None, nf.Auto(eps=eps), keep_cells=True).prepared is not None
 
 
 # A store that takes them over.
@@ -250,10 +267,14 @@ def test_it_can_be_cropped_anywhere(kept: int) -> None:
     assert state is not None
     assert state.cell_bounds[-1] == store.cells
     assert len(state.cell_bounds) == len(state.bounds)
-    # `cross` was taken apart and put together.
-    again = CellStore(ALL)
-    again.append(store.keys, store.values)  # type: ignore[arg-type]
-    assert torch.equal(again.keys, key[:, :, : kept + 12])  # type: ignore[arg-type]
+    # What cells have in common was taken apart and put together.
+    tables, cross = state.tables, torch.zeros_like(state.tables.cross).flatten(0, 1)
+    for segment, cells in zip(pairwise(state.bounds), pairwise(state.cell_bounds), strict=True):
+        rows = [x.read(slice(*segment)).flatten(0, 1) for x in (state.keys, state.values)]
+        start = tables.start.flat[:, slice(*cells)].long() - segment[0]
+        cross += cross_of(*rows, start, *(x.flat[:, slice(*cells)] for x in (tables.centroid, tables.value)))
+    torch.testing.assert_close(tables.cross.flatten(0, 1), cross, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(tables.pooled, tables.size.filled.sum(2))
 
 
 def test_its_error_is_that_of_keys_grouped_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,12 +324,11 @@ def test_who_takes_no_cells_over() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_by_default_cells_are_taken_over_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = filled(150, regroup=None)
-    assert not store.wants_cells(150)
-    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+def test_cells_are_taken_over_on_request() -> None:
+    store, _ = filled(150)
     assert store.wants_cells(150)
     assert not store.wants_cells(63)
+    assert CellStore().regroup
     assert not filled(150, regroup=True)[0].wants_cells(150)
 
 

@@ -566,7 +566,7 @@ def test_how_much_stays() -> None:
     resident = the(begun(None)).resident
     assert resident is not None
     assert resident.slots(262_144, 2_900, 20) == -(-8 * -(-20 * 262_144 // 2_900) // PIECE)
-    assert resident.slots(400, 20, 20) == 25  # no more than there are
+    assert resident.slots(131_072, 2_048, 256) == 131_072 // 8 // PIECE  # no more than an eighth
     resident.keys = 100
     assert resident.slots(262_144, 2_900, 20) == 7
     resident.keys = LARGE
