@@ -241,8 +241,8 @@ def keys_read(store: CellStore) -> int:
 def free() -> None:
     """Give back what nobody holds any more."""
     AttentionInterface.register(EXACT, _gone)
-    gc.collect()
     if CUDA:
+        gc.collect()
         torch.cuda.empty_cache()
 
 

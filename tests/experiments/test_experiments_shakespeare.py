@@ -585,7 +585,7 @@ def test_cells_of_several_lines_are_shown_as_they_are() -> None:
     assert entry("`a`\n< b").endswith(">`a`\n&lt; b</pre>")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_models_trained_side_by_side_are_those_trained_in_turn_but_for_times(tmp_path: Path) -> None:
     text = tmp_path / "counting.txt"
     text.write_text(COUNTING.text)

@@ -136,7 +136,7 @@ def steps(stores: list[CellStore], count: int, append: bool = True, batch: int |
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("batch", [1, pytest.param(BATCH, marks=pytest.mark.slow)])
 def test_results_are_the_same_bit_for_bit(batch: int) -> None:
     """Budgets smaller than what a step opens, about that, a few steps, and everything."""
     stores = [begun(budget, batch=batch) for budget in (0, 16, 80, LARGE)]
@@ -481,7 +481,7 @@ def test_steps_that_are_broken_off(way: str) -> None:
 
     for before in (0, 3):  # No pool yet; and all kernels from a list.
         store = ready(before)
-        broken, places = 0, points(ways[way], lambda: store.attend(queries[3]), 6)  # noqa: B023
+        broken, places = 0, points(ways[way], lambda: store.attend(queries[3]), 4)  # noqa: B023
         for at in places:
             store = ready(before)
             for _ in range(2):
@@ -495,7 +495,7 @@ def test_steps_that_are_broken_off(way: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="only the interpreter can be stopped between two kernels")
-@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("last", ["score_cells", "choose_and_read_open_end", "find_slots", "read_cells", "merge_parts"])
 def test_a_step_that_ends_after_a_kernel(last: str, listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of those after it has run."""
