@@ -100,6 +100,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Ten thousand collected tests stay to the end: the garbage collector need not look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(optionalhook=True)
