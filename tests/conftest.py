@@ -103,6 +103,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()  # or libraries report, at exit, what they think has leaked
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The tests of a file that defines module fixtures go to one process, which builds them once; others to whoever is free.

@@ -98,7 +98,8 @@ def test_every_function_has_an_argument_of_each_kind_here() -> None:
 @pytest.mark.parametrize("call", [nf.attention, nf.estimate])
 def test_false_is_no_dropout(call: Any) -> None:
     """As `self.training and 0.1` is."""
-    call(Q, K, V, None, False, method=nf.Exact())
+    with_flag, without = (call(Q, K, V, None, dropout, method=nf.Exact()) for dropout in (False, 0.0))
+    assert torch.equal(*(x.output if isinstance(x, nf.Estimate) else x for x in (with_flag, without)))
 
 
 @pytest.mark.parametrize("method", [nf.Exact(), nf.Cells(cell_size=4, probes=1, segment=4), nf.LazyGumbel(draws=3)], ids=repr)

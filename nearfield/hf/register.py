@@ -137,7 +137,16 @@ class AttentionFunction:
     prefill: Mapping[int | str, Method] = field(default_factory=dict)
     """methods that serve prompts in place of those of the same layer in `methods`"""
 
-    def __call__(
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        """See `_serve`. What a compiled program cannot hold, the keys of a cell cache, is served outside of it."""
+        serve = self._serve_outside if isinstance(key, StoredKeys) else self._serve
+        return serve(module, query, key, *args, **options)
+
+    @outside_of_compiled
+    def _serve_outside(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        return self._serve(*args, **options)
+
+    def _serve(
         self,
         module: nn.Module,
         query: Tensor,
@@ -153,29 +162,6 @@ class AttentionFunction:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """The output `[batch, rows, heads, dim]` for query, key and value `[batch, heads, length, dim]`."""
-        more = {"position_bias": position_bias, "softcap": softcap, "s_aux": s_aux, **options}
-        serve = self._serve_outside if isinstance(key, StoredKeys) else self._serve
-        return serve(module, query, key, value, attention_mask, dropout, scaling, is_causal, **more)
-
-    @outside_of_compiled
-    def _serve_outside(self, *args: Any, **options: Any) -> tuple[Tensor, None]:
-        return self._serve(*args, **options)
-
-    def _serve(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: LazyMask | Tensor | None,
-        dropout: float,
-        scaling: float | None,
-        is_causal: bool | None,
-        position_bias: Tensor | None,
-        softcap: float | None,
-        s_aux: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
         _check_options(options)
         # Under autocast, rotary embeddings leave queries and keys in another dtype than values. A cell cache has cast its own.
         stored = isinstance(key, StoredKeys)

@@ -156,6 +156,8 @@ def test_the_same_as_without_offload() -> None:
     plain.append(*data(LENGTH))
     plain.close()
     steps([store, plain], 6)
+    assert store.found_resident is not None
+    assert plain.found_resident is None
 
 
 @pytest.mark.long
