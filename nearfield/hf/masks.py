@@ -266,6 +266,9 @@ def make_mask(
     """
     function = mask_function or _compat.masking_utils().causal_mask_function
     if q_length == 1:
+        # Transformers leaves out a mask that hides nothing too, but not while a CUDA graph is captured.
+        if allow_is_causal_skip and attention_mask is None and _sees_all(function, q_offset, kv_length, kv_offset):
+            return None
         return _compat.masking_utils().sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -306,6 +309,14 @@ def make_mask(
     if allow_is_bidirectional_skip and padding is None and mask.is_full:
         return None
     return mask
+
+
+def _sees_all(function: MaskFunction, q_offset: int | Tensor, kv_length: int, kv_offset: int) -> bool:
+    """Whether a single query sees every key, which is known without looking at a tensor."""
+    shift = q_offset - kv_offset
+    if not isinstance(shift, int):
+        return False
+    return _without_idle_bounds(recognise(function), 1, kv_length, shift) == Pattern()
 
 
 def _as_int(number: int | Tensor) -> int | Tensor:

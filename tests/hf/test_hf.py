@@ -502,6 +502,20 @@ def test_what_is_causal_says_needs_no_mask() -> None:
     assert make_mask(**causal, **open_) is not None
 
 
+def test_a_single_query_that_sees_all_has_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Transformers makes one whatever it hides, as some versions do while a CUDA graph is captured."""
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", lambda *args, **options: False)
+    one = {"batch_size": 2, "q_length": 1, "kv_length": 5, "q_offset": 4}
+    assert make_mask(**one) is None
+    assert make_mask(**one, mask_function=MASK_FUNCTIONS["window"]()) is None
+    for hides in ({"q_offset": 3}, {"kv_length": 6, "q_offset": 5, "mask_function": MASK_FUNCTIONS["window"]()}):
+        mask = make_mask(**one | hides)
+        assert isinstance(mask, Tensor)
+        assert not bool(mask.all())
+    for shown in ({"attention_mask": torch.ones(2, 5, dtype=torch.bool)}, {"allow_is_causal_skip": False}):
+        assert isinstance(make_mask(**one, **shown), Tensor)
+
+
 class NothingLarge(TorchDispatchMode):
     """No operator may take more than `limit` bytes for what it returns."""
 
