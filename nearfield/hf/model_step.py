@@ -53,7 +53,6 @@ class ModelStep:
     def __init__(self, model: Any, cache: CellCache) -> None:
         self.model, self.cache = model, cache
         self.forward = model.forward
-        self._pool: Any = None
         self._captured: Captured | None = None
         self.captures = 0
         """how often it was captured"""
@@ -112,9 +111,8 @@ class ModelStep:
             here.wait_stream(side)
         for store in stores:
             _state(store).sync_device_length()
-        self._pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
         graph = torch.cuda.CUDAGraph()
-        with _on_trial(self.cache), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _on_trial(self.cache), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self.forward(**options).logits
         self.captures += 1
         return Captured(graph, logits, [_reads(_state(store)) for store in stores])

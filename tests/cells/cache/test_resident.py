@@ -685,7 +685,8 @@ def test_graphs_on_a_card(resident: int | None) -> None:
         found = graph().clone()
         plain = copy.copy(store)
         plain.state = the(plain).but(resident=None)
-        assert torch.equal(found, plain.attend(graph.inputs[2]))
+        # A graph has programs for more keys, so it adds up other parts.
+        torch.testing.assert_close(found, plain.attend(graph.inputs[2]), rtol=2**-7, atol=1e-4)
         if at % 100 == 0:
             assert_consistent(store)
             store.crop(store.length - 3)
