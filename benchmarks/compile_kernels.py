@@ -195,8 +195,9 @@ def step(dim: int, dtype: torch.dtype) -> None:
 
 
 def close(dim: int, dtype: torch.dtype) -> None:
-    """Cells of a prompt that a cache takes over."""
+    """Cells of a prompt that a cache makes, and those that it takes over."""
     keys, values = torch.randn(2, 2, 1024, dim).to(dtype)
+    triton_forward.group_keys(keys, 512, 1, 0)
     cell_of = torch.zeros(2, 1024, dtype=torch.int32)
     halve(keys, cell_of, 16)
     tabulate_segment(keys, values, cell_of, 16, 32)

@@ -624,10 +624,24 @@ MUTANTS = (
     ),
     Mutant(
         "triton: k-means: empty cells do not start again elsewhere",
-        "_means",
+        "store_means",
         "(turn * (last_cell - edge) + cell - edge)",
         "(cell - edge)",
         ("test_an_empty_cell_starts_again_elsewhere",),
+    ),
+    Mutant(
+        "triton: k-means: of many cells, those at the end of a program are left out",
+        "_means_of_many",
+        "(own < first_cell + BC)",
+        "(own < first_cell + BC - 1)",
+        ("test_means_of_many_cells_at_once",),
+    ),
+    Mutant(
+        "triton: k-means: of many cells, only the first listed points count",
+        "_means_of_many",
+        "for at in range(0, found, BP):",
+        "for at in range(BP, found, BP):",
+        ("test_means_of_many_cells_at_once",),
     ),
     Mutant(
         "triton: means of cells counted once in the covariance",

@@ -319,6 +319,9 @@ def _place_by_cell(cell_of: Tensor, sizes: Tensor, tally: Tensor, held: Tensor |
 POINTS = 128
 """Points of a sample that a program prepares."""
 
+MANY_CELLS, FEW_CELLS, LISTED = 256, 32, 2048
+"""From so many cells of one span on, a program takes the means of a few, and lists its points out of so many at a time."""
+
 WIDTH_KEYS = 512
 """Keys of a sample from which the width of each coordinate is measured."""
 
@@ -489,6 +492,29 @@ def _nearest(
     tl.store(found + entry * found_entry + level * found_level + point, winner, mask=there)
 
 
+@triton.jit
+def add_points(total, count, points, assigned, lane, there, cell, column, wide, dim, DT: tl.constexpr, IP: tl.constexpr):
+    """Add points to the sums and counts of their cells: a product of zeros and ones with the points."""
+    own = tl.load(assigned + lane, mask=there, other=-1)
+    x = tl.load(points + lane[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+    inside = (own[None, :] == cell[:, None]).to(DT)
+    return tl.dot(inside, x, total, input_precision=IP), count + tl.sum(inside.to(tl.float32), 1)
+
+
+@triton.jit
+def store_means(total, count, points, first, last, centroids, half, entry, cell, edge, last_cell, cells, column, wide, dim, turn):
+    """An empty cell starts again at a point of the sample, a different one in every turn."""
+    again = first + (turn * (last_cell - edge) + cell - edge) % (last - first)
+    real = cell < last_cell
+    other = tl.load(points + again[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+    mean = tl.where((count > 0)[:, None], total / tl.maximum(count, 1.0)[:, None], other.to(tl.float32))
+    mean = mean.to(centroids.dtype.element_ty)
+    into = entry * cells + cell
+    tl.store(centroids + into[:, None] * dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
+    rounded = mean.to(tl.float32)
+    tl.store(half + into, tl.sum(rounded * rounded, 1) / 2, mask=real)
+
+
 @partial(Kernel, do_not_specialize=("turn",))
 def _means(
     points,
@@ -509,10 +535,7 @@ def _means(
     DT: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The means of a tile of cells: a product of zeros and ones with the points of their span.
-
-    An empty cell starts again at a point of the sample, a different one in every turn.
-    """
+    """The means of a tile of cells, over all points of their span."""
     tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     span, start_cell = tl.load(tile_span + tile), tl.load(tile_cell + tile)
     edge, last_cell = tl.load(cell_edges + span), tl.load(cell_edges + span + 1)
@@ -526,21 +549,58 @@ def _means(
     count = tl.zeros([BC], tl.float32)
     for start in range(first, last, BP):
         lane = start + tl.arange(0, BP)
-        there = lane < last
-        own = tl.load(assigned + lane, mask=there, other=-1)
-        x = tl.load(points + lane[:, None] * dim + column[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        inside = (own[None, :] == cell[:, None]).to(DT)
-        total = tl.dot(inside, x, total, input_precision=IP)
-        count += tl.sum(inside.to(tl.float32), 1)
-    again = first + (turn * (last_cell - edge) + cell - edge) % (last - first)
-    real = cell < last_cell
-    other = tl.load(points + again[:, None] * dim + column[None, :], mask=real[:, None] & wide[None, :], other=0.0)
-    mean = tl.where((count > 0)[:, None], total / tl.maximum(count, 1.0)[:, None], other.to(tl.float32))
-    mean = mean.to(centroids.dtype.element_ty)
-    into = entry * cells + cell
-    tl.store(centroids + into[:, None] * dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
-    rounded = mean.to(tl.float32)
-    tl.store(half + into, tl.sum(rounded * rounded, 1) / 2, mask=real)
+        total, count = add_points(total, count, points, assigned, lane, lane < last, cell, column, wide, dim, DT, IP)
+    store_means(total, count, points, first, last, centroids, half, entry, cell, edge, last_cell, cells, column, wide, dim, turn)
+
+
+@partial(Kernel, do_not_specialize=("turn",))
+def _means_of_many(
+    points,
+    assigned,
+    listed,
+    cell_edges,
+    centroids,
+    half,
+    cells,
+    dim,
+    size,
+    turn,
+    BS: tl.constexpr,
+    BP: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    DT: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """`_means` for one span of many cells: of BS points at a time, those in a program's own cells are listed first.
+
+    So the work does not grow with the product of cells and points. `listed` `[entries, programs, BS]` is memory to work in.
+    """
+    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    edge, last_cell = tl.load(cell_edges), tl.load(cell_edges + 1)
+    first_cell = edge + tile * BC
+    cell = first_cell + tl.arange(0, BC)
+    column = tl.arange(0, BD)
+    wide = column < dim
+    points += entry * size * dim
+    assigned += entry * size
+    listed += (entry * tl.num_programs(0) + tile) * BS
+    total = tl.zeros([BC, BD], tl.float32)
+    count = tl.zeros([BC], tl.float32)
+    for start in range(0, size, BS):
+        lane = start + tl.arange(0, BS)
+        own = tl.load(assigned + lane, mask=lane < size, other=-1)
+        mine = (own >= first_cell) & (own < first_cell + BC)
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        found = tl.max(rank, 0)
+        tl.debug_barrier()  # All threads have read the list before.
+        tl.store(listed + rank - 1, lane, mask=mine)
+        tl.debug_barrier()  # All threads have written their part of it.
+        for at in range(0, found, BP):
+            number = at + tl.arange(0, BP)
+            member = tl.load(listed + number, mask=number < found, other=0)
+            total, count = add_points(total, count, points, assigned, member, number < found, cell, column, wide, dim, DT, IP)
+    store_means(total, count, points, 0, size, centroids, half, entry, cell, edge, last_cell, cells, column, wide, dim, turn)
 
 
 def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Tensor | None, found: Tensor) -> Tensor:
@@ -634,8 +694,32 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
             num_stages=tuned.stages,
         )
 
+    programs = cdiv(layout.cells, FEW_CELLS)
+    has_many = spans == 1 and layout.cells >= MANY_CELLS
+    listed = torch.empty(entries, programs if has_many else 0, LISTED, dtype=torch.int32, device=device)
     for turn in range(1, iterations + 1):
         nearest(points, sample.ranges, sample.chunks(tuned.rows), assigned, 0, True)
+        if has_many:
+            _means_of_many[(programs, entries)](
+                points=points,
+                assigned=assigned,
+                listed=listed,
+                cell_edges=layout.cell_edges,
+                centroids=centroids,
+                half=half,
+                cells=layout.cells,
+                dim=dim,
+                size=size,
+                turn=turn,
+                BS=LISTED,
+                BP=64,
+                BC=FEW_CELLS,
+                BD=padded(dim),
+                DT=dot_type(points.dtype),
+                IP=precision(points.dtype),
+                num_warps=4,
+            )
+            continue
         _means[(tile_span.shape[0], entries)](
             points=points,
             assigned=assigned,

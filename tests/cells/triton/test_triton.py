@@ -558,11 +558,42 @@ def test_cells_are_as_tight_as_on_a_cpu(segment: int, tile: int) -> None:
     assert mine <= 1.04 * reference
 
 
-def test_an_empty_cell_starts_again_elsewhere() -> None:
+@pytest.mark.parametrize(("length", "cells", "dim"), [(600, 70, 16), (500, 130, 24), (100, 100, 16)])
+def test_means_of_many_cells_at_once(length: int, cells: int, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cells, whether a program goes through all points or lists those of its own cells first."""
+    from nearfield.cells.triton import cluster
+    from nearfield.cells.triton.forward import group_keys
+
+    keys = torch.randn(2, length, dim, generator=seeded(0)).to(DEVICE)
+    monkeypatch.setattr(cluster, "MANY_CELLS", cells + 1)
+    expected = group_keys(keys, cells, 3, 0)
+    monkeypatch.setattr(cluster, "MANY_CELLS", cells)
+    monkeypatch.setattr(cluster, "LISTED", 128)
+    launched = []
+    monkeypatch.setattr(cluster, "_means_of_many", Watched(cluster._means_of_many, launched))
+    assert torch.equal(group_keys(keys, cells, 3, 0), expected)
+    assert len(launched) == 3
+
+
+class Watched:
+    """A kernel whose launches are counted."""
+
+    def __init__(self, kernel: Any, launched: list[Any]) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launched.append(grid)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("many", [1, 1 << 30])
+def test_an_empty_cell_starts_again_elsewhere(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of cells that start at equal keys all but one are empty at first: turn by turn, more places have a cell of their own."""
+    from nearfield.cells.triton import cluster
     from nearfield.cells.triton.cluster import kmeans
     from nearfield.cells.triton.layout import layout_of
 
+    monkeypatch.setattr(cluster, "MANY_CELLS", many)
     case = Case(keys=256, sinks=0, cell_size=8)
     place = torch.randint(24, (case.keys,), generator=seeded(1)).to(DEVICE)
     keys = torch.randn(24, case.dim, generator=seeded(0)).to(DEVICE)[place][None]
