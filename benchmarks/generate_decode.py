@@ -1,7 +1,8 @@
 """Section of bench_generate_gpu.py: a step with exact attention and with a CellCache, both in a CUDA graph, side by side.
 
 Keys and values are those of the family `clustered`, in memory of their own for every layer. Exact attention is torch's, over
-exactly the keys that there are, without a mask; the fastest backend counts. The loop of `generate` is not part of a step.
+exactly the keys that there are, without a mask; the fastest backend counts. The loop of `generate` is not part of a step. "No
+attention" is the same step with attention, and the cache, left out.
 
 With offload, cells that were opened lately stay on the card, and `found_resident` says which share of those that are opened is
 found there, for each layer. Tokens are random, since the same one again and again would open the same cells; so are the weights,
@@ -61,7 +62,7 @@ def measure(case: Case, model: Any, resident: int | None = None) -> dict[str, An
     steps = {name: models.cells_step(model, cache, case.batch, at_random=True) for name, cache in caches.items()}
     stored = [(key.clone(), value.clone()) for _ in range(model.config.num_hidden_layers)]
     exact, backend = models.exact_step(model, stored)
-    runs = models.interleaved({"exact": exact, **steps})
+    runs = models.interleaved({"exact": exact, **steps, "no attention": models.step_without_attention(model, case.batch)})
     ms, store = models.medians(runs), caches["cells"].layers[0].store
     return {
         "case": case.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from nearfield import hf
 from nearfield.cells.cache import CellStore
 from nearfield.hf.model_step import ModelStep
 
-EXACT, OURS = "bench-exact", "bench-cells"
+EXACT, OURS, NONE = "bench-exact", "bench-cells", "bench-none"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64},
@@ -142,6 +143,28 @@ def exact_step(
     return found, attention.backend
 
 
+def step_without_attention(model: Any, entries: int) -> Step:
+    """All that a step does besides its attention, captured: what no attention can be faster than."""
+
+    def attend(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register(NONE, attend)
+    AttentionMaskInterface.register(NONE, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NONE)
+    ids = torch.ones(entries, 1, dtype=torch.long, device=DEVICE)
+
+    def step() -> Any:
+        if not CUDA:
+            model.set_attn_implementation(NONE)
+        return model(input_ids=ids, position_ids=ids, use_cache=False).logits
+
+    found = captured(step)
+    model.set_attn_implementation(before)
+    return found
+
+
 def captured(step: Step) -> Step:
     if not CUDA:
         return step
@@ -156,13 +179,23 @@ def captured(step: Step) -> Step:
     return graph.replay
 
 
-def cells_step(model: Any, cache: hf.CellCache, entries: int = 1, name: str = OURS, at_random: bool = False) -> Step:
-    """A step with a cache, captured, for the same token every time or for one at random; it returns the logits. Until the last
-    one, the model has to have this attention."""
+def cells_step(
+    model: Any,
+    cache: hf.CellCache,
+    entries: int = 1,
+    name: str = OURS,
+    at_random: bool = False,
+    text: Tensor | None = None,
+) -> Step:
+    """A step with a cache, captured, for the same token every time, for one at random, or for those of a text in turn; it returns
+    the logits. Until the last one, the model has to have this attention."""
     model.set_attn_implementation(name)
     same = torch.ones(entries, 1, dtype=torch.long, device=DEVICE)
+    read = None if text is None else itertools.cycle(text.view(-1, 1, 1))
 
     def ids() -> Tensor:
+        if read is not None:
+            return next(read)
         return torch.randint(model.config.vocab_size, (entries, 1), device=DEVICE) if at_random else same
 
     if not CUDA:

@@ -4,6 +4,7 @@
 The text is the docstrings of Python's standard library unless --text names another. Reading is measured as in `prefill`, steps as
 in `decode` (graph against graph), over the keys and values that exact attention has read. After the text has been read in each
 way, some more steps are audited, without a graph: how far their attention is from exact attention over the same keys, by head.
+Timed steps read what follows in the text, also with keys and values offloaded: `found_resident` is as in `decode`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor
 from nearfield import hf
 from nearfield.app.evaluate.models import load_model
 
-AUDITED = 4
+AUDITED, FOLLOWING = 4, 160
+"""Tokens of the text after what was read: some whose attention is audited, and some that timed steps read."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def qwen(cases: list[Case], make: models.Models, options: argparse.Namespace) ->
     for case in cases:
         if case.is_quick:
             model: Any = make("tiny")
-            text = torch.randint(500, (case.tokens + AUDITED,), generator=torch.Generator().manual_seed(0))
+            text = torch.randint(500, (case.tokens + FOLLOWING,), generator=torch.Generator().manual_seed(0))
         else:
             if options.model is None or not options.model.exists():
                 print(f"skipped: no model in {options.model} (`make qwen` fetches one; --model names its folder)")
@@ -56,7 +58,7 @@ def qwen(cases: list[Case], make: models.Models, options: argparse.Namespace) ->
             make.drop()
             model = load(options.model)
             with real.text_file(options.text) as path:
-                text = real.token_ids(options.model, path, case.tokens + AUDITED)[0]
+                text = real.token_ids(options.model, path, case.tokens + FOLLOWING)[0]
         yield {"case": case.name, **measure(model, text.to(DEVICE), case.tokens, options.limit)}
 
 
@@ -71,25 +73,37 @@ def measure(model: Any, text: Tensor, tokens: int, limit: float) -> dict[str, An
     ids, following = text[:tokens], text[tokens:]
     ways = generate_prefill.ways_of(model)
     read = generate_prefill.compare(model, ids, ways, limit)
-    errors = {name: audited(model, ways[name](ids), following, name) for name in generate_prefill.NAMES}
+    errors = {name: audited(model, ways[name](ids), following[:AUDITED], name) for name in generate_prefill.NAMES}
     models.free()
     exact = ways["sdpa"](ids)
     stored = [(layer.keys, layer.values) for layer in exact.layers]
-    model.set_attn_implementation(models.OURS)
-    cache = hf.CellCache(config=model.config)
-    for layer, (key, value) in zip(cache.layers, stored, strict=True):
-        layer.store = models.store_of(key[:, :, :-1], value[:, :, :-1])
-    step = models.cells_step(model, cache)
+    kinds: dict[str, dict[str, Any]] = {
+        "cells": {},
+        "offloaded": {"offload": True},
+        "nothing kept": {"offload": True, "resident": 0},
+    }
+    caches = {name: cache_of(model, stored, **kind) for name, kind in kinds.items()}
+    steps = {name: models.cells_step(model, cache, text=following) for name, cache in caches.items()}
     one, backend = models.exact_step(model, stored)
-    runs = models.interleaved({"exact": one, "cells": step})
-    ms, store = models.medians(runs), cache.layers[0].store
+    runs = models.interleaved({"exact": one, **steps, "no attention": models.step_without_attention(model, 1)})
+    ms, store = models.medians(runs), caches["cells"].layers[0].store
+    found = [layer.store.found_resident for layer in caches["offloaded"].layers]
     return {
         "tokens": tokens,
         "prefill": read,
-        "step": {"backend": backend, "ms": ms, "runs_ms": runs, "ratio": ms["exact"] / ms["cells"]},
+        "step": {"backend": backend, "ms": ms, "runs_ms": runs, "ratio": ms["exact"] / ms["cells"], "found_resident": found},
         "keys_read": models.keys_read(store),
         "errors": errors,
     }
+
+
+def cache_of(model: Any, stored: list[tuple[Tensor, Tensor]], **options: Any) -> hf.CellCache:
+    """A cache with these keys and values of every layer but the last ones."""
+    model.set_attn_implementation(models.OURS)
+    cache = hf.CellCache(config=model.config, **options)
+    for layer, (key, value) in zip(cache.layers, stored, strict=True):
+        layer.store = models.store_of(key[:, :, :-1], value[:, :, :-1], **options)
+    return cache
 
 
 def audited(model: Any, cache: hf.CellCache, following: Tensor, name: str) -> dict[str, float]:
