@@ -44,14 +44,14 @@ def test_decoding(section: RunSection) -> None:
     rows = section("decode", "--only", "tiny-1536x2")
     assert rows.keys() == {"tiny-2048", "tiny-1536x2"}  # What is not measured again stays.
     row = rows["tiny-1536x2"]
-    assert row["ms"].keys() == {"exact", "cells"}
+    assert row["ms"].keys() == {"exact", "cells", "no attention"}
     assert row["ratio"] == row["ms"]["exact"] / row["ms"]["cells"]
     assert row["keys_read"] < 1536 // 2
 
 
 def test_decoding_with_offload(section: RunSection) -> None:
     row = section("decode", "--only", "tiny-2048-offload", "--resident", "64")["tiny-2048-offload"]
-    assert row["ms"].keys() == {"exact", "cells", "nothing kept", "on the card"}
+    assert row["ms"].keys() == {"exact", "cells", "nothing kept", "on the card", "no attention"}
     assert row["resident"] == 64
     assert row["found_resident"] == [None, None]  # Kernels alone keep cells on a card.
 
