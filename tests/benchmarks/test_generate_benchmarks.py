@@ -91,9 +91,10 @@ def test_exact_attention_does_not_see_padding(load: Callable[[str], Any]) -> Non
 
 def test_the_step_that_closes_a_segment_is_among_those_that_are_timed(section: RunSection) -> None:
     row = section("closing")["tiny-1536"]
-    assert row["closes_there"]
     assert row["segment"] == 1024
-    assert row["largest_ms"] == max(row["runs_ms"]) > row["median_ms"]
+    # It comes after as many others as are timed before it.
+    assert row["closing_ms"] == row["runs_ms"][30]
+    assert row["largest_other_ms"] in row["runs_ms"]
 
 
 def test_a_real_model(section: RunSection) -> None:
