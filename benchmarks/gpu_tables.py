@@ -1,5 +1,5 @@
 """The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json,
-topk_gpu.json and generate.json.
+topk_gpu.json, generate.json and generate_gpu.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -197,6 +197,45 @@ def _generated(sections: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(row, label) for name, label in names.items() if name in sections for row in sections[name]["rows"]]
 
 
+SHAPES = {"1b": "1B", "8b": "8B"}
+READ = {"sdpa": "SDPA, `DynamicCache`", "default": "default", "cells": "`Cells()`", "shared": '`prefill="shared"`'}
+
+
+def gpu_steps(sections: dict[str, Any]) -> str:
+    """A step of whole models on a GPU."""
+    head = ["model", "keys", "exact, ms", "`CellCache`, ms", "times as fast", "without attention, ms", "keys read"]
+    found = []
+    for row in sections["decode"]["rows"]:
+        spent = row["ms"]
+        batch = f"{row['batch']} x " if row["batch"] > 1 else ""
+        name = SHAPES[row["shape"]] + (", offloaded" if row["offload"] else "")
+        cells = [name, f"{batch}{row['keys']:,}", ms(spent["exact"]), ms(spent["cells"]), f"{row['ratio']:.2f}"]
+        found.append([*cells, ms(spent["no attention"]) if "no attention" in spent else "", f"{row['keys_read']:,}"])
+    for row in sections["qwen"]["rows"]:
+        step, keys = row["step"]["ms"], f"{row['tokens']:,}"
+        for name, label in (("cells", "Qwen2.5-Coder-1.5B"), ("offloaded", "Qwen2.5-Coder-1.5B, offloaded")):
+            cells = [label, keys, ms(step["exact"]), ms(step[name]), f"{step['exact'] / step[name]:.2f}"]
+            found.append([*cells, ms(step["no attention"]), f"{row['keys_read']:,}"])
+    return rows_of(head, *found)
+
+
+def gpu_prompts(sections: dict[str, Any]) -> str:
+    """Reading prompts there."""
+    found = []
+    rows = [(SHAPES[row["shape"]], row) for row in sections["prefill"]["rows"]]
+    rows += [("Qwen2.5-Coder-1.5B", row["prefill"] | {"tokens": row["tokens"]}) for row in sections["qwen"]["rows"]]
+    for name, row in rows:
+        cells = [name, f"{row['tokens']:,}", *(f"{row['ms'][way]:,.0f}" for way in READ)]
+        found.append([*cells, *(f"{row['ratio'][way]:.2f}" for way in READ if way != "sdpa"), _gigabytes(row)])
+    names = list(READ.values())
+    head = ["model", "tokens", f"{names[0]}, ms", *(f"{name}, ms" for name in names[1:])]
+    return rows_of([*head, *(f"{name}: times as fast" for name in names[1:]), "peak, GB: SDPA / default"], *found)
+
+
+def _gigabytes(row: dict[str, Any]) -> str:
+    return f"{row['peak_gb']['sdpa']:.1f} / {row['peak_gb']['default']:.1f}"
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -206,6 +245,8 @@ def table(name: str) -> str:
         "gpu parts": parts,
         "gpu floor": floor,
     }
+    if name.startswith("generate gpu"):
+        return {"generate gpu steps": gpu_steps, "generate gpu prompts": gpu_prompts}[name](read_sections("generate_gpu"))
     if name.startswith("generate"):
         return {"generate": generate, "generate errors": generate_errors}[name](read_sections("generate"))
     if name.startswith("peers "):
