@@ -95,6 +95,20 @@ MUTANTS = (
         ("test_cell_cache.py",),
     ),
     Mutant(
+        "cache: one key too many in no cell",
+        "CacheState._find_first_keys",
+        "device=device) < last",
+        "device=device) <= last",
+        ("test_sinks_without_padding_are_known_without_waiting",),
+    ),
+    Mutant(
+        "cache: later first keys take the places of earlier ones",
+        "CacheState._find_first_keys",
+        "sinks[:, first:last] =",
+        "sinks[:, : last - first] =",
+        ("test_sinks_without_padding_are_known_without_waiting",),
+    ),
+    Mutant(
         "cache: the device is not told of cropped keys",
         "DeviceLength.set",
         "if self.known != length:",

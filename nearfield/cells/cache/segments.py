@@ -205,10 +205,11 @@ def _runs_kernels(cells: int, *tensors: Tensor) -> bool:
 
 def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Partition) -> Tensor:
     """The cell of each key, `[heads, segment]`. A head with padding gets fewer cells, in proportion to its real keys."""
-    is_whole = torch.ones(len(keys), dtype=torch.bool) if key_padding is None else key_padding.all(1).cpu()
+    if key_padding is None:
+        return _group_whole(keys, cells, partition)
+    is_whole = key_padding.all(1).cpu()
     if bool(is_whole.all()):
         return _group_whole(keys, cells, partition)
-    assert key_padding is not None
     found = torch.full(key_padding.shape, -1, dtype=torch.int64, device=keys.device)
     if bool(is_whole.any()):
         whole = is_whole.nonzero()[:, 0].to(keys.device)

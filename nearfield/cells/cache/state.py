@@ -254,7 +254,9 @@ class CacheState:
 
     def _find_sinks(self, segment: slice) -> tuple[Tensor, Tensor]:
         """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the new `sinks`."""
-        is_real = (self.no_padding if self.key_padding is None else self.key_padding)[:, segment]
+        if self.key_padding is None:
+            return self._find_first_keys(segment)
+        is_real = self.key_padding[:, segment]
         number = (self.sinks >= 0).sum(1, keepdim=True) + is_real.cumsum(1)
         is_sink = is_real & (number <= self.sizes.sinks)
         outside = is_sink | ~is_real
@@ -264,6 +266,15 @@ class CacheState:
         sinks = self.sinks.clone()
         sinks[entry, number[entry, column] - 1] = place[entry, column]
         return outside, sinks
+
+    def _find_first_keys(self, segment: slice) -> tuple[Tensor, Tensor]:
+        """`_find_sinks` without padding, where sinks are the first keys: nobody has to wait for a GPU to look at them."""
+        first, last = (min(end, self.sizes.sinks) for end in (segment.start, segment.stop))
+        device = self.sinks.device
+        outside = torch.arange(segment.start, segment.stop, device=device) < last
+        sinks = self.sinks.clone()
+        sinks[:, first:last] = torch.arange(first, last, dtype=sinks.dtype, device=device)
+        return outside.expand(len(sinks), -1), sinks
 
     def offload_closed(self) -> CacheState:
         """With `offload`: keys and values of closed segments are on the CPU."""

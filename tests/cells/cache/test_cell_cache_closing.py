@@ -8,6 +8,7 @@ import pytest
 import torch
 from by_hand import seeded
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearfield as nf
 from nearfield.cells.cache import segments as cache_segments
@@ -133,6 +134,39 @@ def test_a_segment_closed_by_kernels(
     in_half = dtype != torch.float32 and known is not None
     assert_right(found, keys, values, outside, CELLS, 0.05 if in_half else 1e-5, in_half)
     assert int((found.size > 0).sum(1).min()) > 0.9 * CELLS
+
+
+class Waiting(TorchDispatchMode):
+    """Notes the operations for which a host has to wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("closed", "segment"), [(0, 2), (0, 64), (2, 64), (64, 128)])
+def test_sinks_without_padding_are_known_without_waiting(closed: int, segment: int) -> None:
+    """The same as where a mask says that there is none. In a prompt, a host that waits starts the next kernels too late."""
+    store = CellStore(nf.Cells(segment=64, cell_size=8, sinks=5, window=4))
+    store.append(*normal(2, 3, 2, 150, 16).unbind(0))
+    assert store.state is not None
+    state = store.state
+    if closed:
+        state = state.but(sinks=state._find_sinks(slice(0, closed))[1])
+    padded = state.but(key_padding=torch.ones(3, 150, dtype=torch.bool, device=DEVICE))
+    with Waiting() as waiting:
+        found = state._find_sinks(slice(closed, segment))
+    assert waiting.found == []
+    for mine, expected in zip(found, padded._find_sinks(slice(closed, segment)), strict=True):
+        assert torch.equal(mine, expected)
+    with Waiting() as waiting:
+        padded._find_sinks(slice(closed, segment))
+    assert waiting.found != []
 
 
 @pytest.mark.parametrize(("length", "cells"), [(300, 1), (300, 7), (100, 67), (40, 40), (5, 9), (1, 1)])
