@@ -28,6 +28,8 @@ from nearfield.checks import (
 )
 from nearfield.problem import Gradient, Method, is_traced
 
+TURNED = "; inputs are [batch, length, dim] (batch_first): transpose(0, 1) if yours are [length, batch, dim]"
+
 
 class Attention(_compat.NoFusedEncoder, nn.Module):
     """Multi-head attention with the interface of `torch.nn.MultiheadAttention(..., batch_first=True)`, computed by `method`.
@@ -244,7 +246,11 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
                 raise ValueError(f"{name} must have shape [batch, length, {dim}] or [length, {dim}], got {tuple(x.shape)}")
         if query.shape[:-2] != key.shape[:-2] or key.shape[:-1] != value.shape[:-1]:
             shapes = ", ".join(str(tuple(x.shape)) for _, x, _ in named)
-            raise ValueError(f"query, key and value must agree in batch, key and value also in length; got {shapes}")
+            turned = query.dim() == key.dim() == 3 and query.shape[1] == key.shape[1] and key.shape[:-1] == value.shape[:-1]
+            raise ValueError(
+                f"query, key and value must agree in batch, key and value also in length; got {shapes}"
+                + (TURNED if turned else "")
+            )
 
     def _combined_mask(
         self, mask: Tensor | None, seen: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
@@ -382,7 +388,10 @@ def _seen_keys(mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     _check_mask_type("key_padding_mask", mask)
     if mask.shape != key.shape[:-1]:
-        raise ValueError(f"key_padding_mask must have shape {tuple(key.shape[:-1])}, got {tuple(mask.shape)}")
+        turned = mask.dim() == 2 and mask.shape == key.shape[:-1][::-1]
+        raise ValueError(
+            f"key_padding_mask must have shape {tuple(key.shape[:-1])}, got {tuple(mask.shape)}" + (TURNED if turned else "")
+        )
     # torch's encoder makes every mask floating point. Methods other than Exact need a boolean one.
     seen = mask.logical_not()
     if mask.dtype != torch.bool and not is_traced() and not bool((seen | (mask == -torch.inf)).all()):

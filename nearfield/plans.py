@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -268,6 +269,23 @@ def _budgets(auto: Auto, problem: Problem) -> list[int]:
     return faster_budgets(auto.cells.sizes(problem), problem.key.shape[2], auto.limit(problem), on_gpu)
 
 
+def _why_exact(auto: Auto, problem: Problem) -> str:
+    """Why exact attention runs although nobody has looked at values."""
+    if problem.is_empty:
+        return "there are no queries or no keys"
+    limit, length, queries = auto.limit(problem), problem.key.shape[2], problem.query.shape[2]
+    if math.isinf(limit):
+        return "nobody has measured from which length on cells are faster here; `nearfield bench --calibrate` does"
+    least = limit * (look_times(problem.query.device, problem.is_causal) if auto.check else 1)
+    if length < least:
+        return f"up to {least:,.0f} keys exact attention is faster" + (
+            " than cells and a look at their error" if auto.check else ""
+        )
+    if queries < least / 4:
+        return f"{queries:,} queries are too few to repay grouping the keys; it takes {least / 4:,.0f}"
+    return "with so few heads exact attention is faster than starting the kernels of cells"
+
+
 def _decision(auto: Auto, problem: Problem, choice: Choice | None) -> tuple[Cells | Exact | None, str]:
     """What runs (None: the pilot will tell), and why."""
     if problem.has_general_mask:
@@ -275,7 +293,7 @@ def _decision(auto: Auto, problem: Problem, choice: Choice | None) -> tuple[Cell
     if problem.window is not None and auto.prefers_exact(problem):
         return Exact(), "a window with bounds on both sides gets exact attention, which reads the keys inside alone"
     if problem.is_empty or auto.prefers_exact(problem):
-        return Exact(), "exact attention is faster up to the crossover length, with few queries, or nobody has measured"
+        return Exact(), _why_exact(auto, problem)
     if not auto.check:
         return auto.cells, "beyond the crossover length cells are faster; check=False asks nothing about their error"
     if choice is None:

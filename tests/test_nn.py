@@ -279,6 +279,8 @@ ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "must agree in batch", {"key": CROSS[1], "value": CROSS[0]}),
     (ValueError, "enable_nested_tensor=False", {"key": torch.nested.nested_tensor([normal(3, EMBED)], layout=torch.jagged)}),
     (ValueError, r"key_padding_mask must have shape \(2, 7\)", {"key_padding_mask": hides(BATCH, KEYS)}),
+    (ValueError, r"transpose\(0, 1\) if yours are \[length, batch, dim\]", {"key_padding_mask": hides(QUERIES, BATCH)}),
+    (ValueError, r"transpose\(0, 1\) if yours are", {"key": normal(9, QUERIES, EMBED), "value": normal(9, QUERIES, EMBED)}),
     (ValueError, "pass a boolean mask", {"key_padding_mask": normal(BATCH, QUERIES)}),
     (TypeError, "boolean or floating point", {"key_padding_mask": hides(BATCH, QUERIES).int()}),
     (ValueError, r"attn_mask must have shape \(7, 7\) or \(8, 7, 7\)", {"attn_mask": hides(BATCH, QUERIES, QUERIES)}),

@@ -19,8 +19,6 @@ PAGES = sorted(FOLDER.glob("*.md"))
 README = (FOLDER / "README.md").read_text()
 STATUS = {"runs", "corrected", "refuted", "not claimed here"}
 
-# What the tables name and what is not in this tree yet.
-
 
 def rows() -> list[list[str]]:
     """The cells of the tables with six columns, without their heads."""
@@ -179,3 +177,23 @@ def test_figures_are_drawn_and_the_page_quotes_them(tmp_path: Path, monkeypatch:
         assert f"(../figures/{name}.png)" in page
         for what, fact in facts.items():
             assert fact in page, f"{name}, {what}: {fact}; draw the figures again and mend the page"
+
+
+def test_shakespeare_is_told_as_it_was_found() -> None:
+    results = json.loads((ROOT / "experiments/results/cuda/shakespeare.json").read_text())
+    page = (FOLDER / "experiments.md").read_text()
+    evidence = {found["claim"]: found["evidence"] for found in results["findings"]}
+    swapped = evidence["A model trained with exact attention, used with kNN attention."]
+    for name in ("top 5", "top √n", "cells"):
+        for change in re.findall(rf"(?<!/2 \+ ){name} \+([\d.]+% ± [\d.]+%)", swapped):
+            assert f"by {change} with" in page, (name, change)
+    best, final = (
+        (
+            min(row["validation"] for row in results["units"][f"context=256, {name}"]["rows"] if row["kind"] == "evaluation")
+            for name in ("topk-5", "exact")
+        ),
+        re.search(r"perplexity is ([\d.]+) against ([\d.]+)", evidence["kNN attention maintains a small perplexity gap."]),
+    )
+    assert final is not None
+    assert "at their best {:.2f} and {:.2f} at a context of 256".format(*best) in page
+    assert f"to {final[1]} and {final[2]})" in page

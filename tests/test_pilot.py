@@ -306,6 +306,17 @@ def test_explain() -> None:
         nf.explain(q, k, v, method=nf.Cells())  # type: ignore[arg-type]
 
 
+def test_explain_names_the_one_reason() -> None:
+    q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
+    assert (
+        nf.explain(q, k, v, method=nf.Auto(crossover=200)).rows["why"].startswith("up to 400 keys exact attention is faster than")
+    )
+    alone = nf.explain(q, k, v, method=nf.Auto(crossover=400, check=False))
+    assert alone.rows["why"] == "up to 400 keys exact attention is faster"
+    few = nf.explain(q[:, :, :20], k, v, method=nf.Auto(crossover=100))
+    assert few.rows["why"] == "20 queries are too few to repay grouping the keys; it takes 50"
+
+
 def test_explain_sizes() -> None:
     assert nf.explain_sizes(300, 2, 16).method == nf.Exact()
     long = nf.explain_sizes(32768, 2, 16)
@@ -336,7 +347,9 @@ def test_explain_where_nobody_has_measured_and_where_there_is_nothing() -> None:
     assert told.data["crossover"] == math.inf
     assert "nobody has measured" in told.rows["why"]
     q, k, v = torch.randn(3, 1, 2, 30, 16).unbind(0)
-    assert nf.explain(q, k[:, :, :0], v[:, :, :0]).method == nf.Exact()
+    nothing = nf.explain(q, k[:, :, :0], v[:, :, :0])
+    assert nothing.method == nf.Exact()
+    assert nothing.rows["why"] == "there are no queries or no keys"
     assert nf.explain(q, k, v, method=nf.Auto(crossover=8)).method == nf.Exact()
     with pytest.raises(ValueError, match="dtype must be one of"):
         nf.explain_sizes(300, dtype=torch.int32)

@@ -162,3 +162,12 @@ def check_question(question: str) -> None:
     """A question has words."""
     if not question.strip():
         raise ValueError(f"QUESTION must have at least one token, got {question!r}")
+
+
+def check_cosines(near: float, far: float) -> None:
+    """Those of `nearfield plan`."""
+    for option, cosine in (("--near", near), ("--far", far)):
+        if not -1 < cosine < 1:
+            raise ValueError(f"{option} must be a cosine between -1 and 1, got {cosine:g}")
+    if far >= near:
+        raise ValueError(f"--far must be less than --near, got --near {near:g} and --far {far:g}")

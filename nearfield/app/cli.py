@@ -84,6 +84,7 @@ def plan(
     """Print the sizes that the theorems of the paper ask for, as printed and as corrected."""
     with _one_line_errors():
         budgets = every_budget(n, eps, delta, d)
+        arguments.check_cosines(near, far)
         hashing = lsh_budget(n, near, far)
     console = wide_console(110)
     console.print(_size_table(budgets, n, f"Sizes for n = {n:,}, eps = {eps:g}, delta = {delta:g}, d = {d}"))
@@ -117,6 +118,7 @@ def explain(
     from nearfield.app import sweep
     from nearfield.synthetic import make
 
+    console = wide_console(110)
     with _one_line_errors():
         place = arguments.device(device)
         kind = arguments.dtype(dtype) if dtype else sweep.usual_dtype(place)
@@ -125,9 +127,9 @@ def explain(
             told = nf.explain_sizes(n, heads, dim, place, kind, causal)
         else:
             arguments.known("--family", family, FAMILIES)
-            query, key, value = (x.to(place) for x in make(family, 1, heads, n, dim, dtype=kind))
-            told = nf.explain(query, key, value, is_causal=causal)
-    console = wide_console(110)
+            with console.status(f"making {n:,} keys and looking at some rows"):
+                query, key, value = (x.to(place) for x in make(family, 1, heads, n, dim, dtype=kind))
+                told = nf.explain(query, key, value, is_causal=causal)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()

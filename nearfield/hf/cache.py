@@ -209,6 +209,10 @@ class CellCache(Cache):
                 f"method must be a method, got {type(method).__name__}; for the cache of a model write "
                 f"CellCache(config=model.config), not CellCache({told})"
             )
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise TypeError(
+                f"config must be the config of a model, got {type(config).__name__}; write CellCache(config=model.config)"
+            )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         options = StoreOptions(offload, resident, regroup)
         for one in self.methods.values():

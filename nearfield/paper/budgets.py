@@ -105,7 +105,8 @@ def budget(
     check_fraction("eps", eps)
     check_fraction("delta", delta)
     if theorem not in FORMS:
-        raise ValueError(f"theorem must be one of {', '.join(FORMS)}; got {theorem!r}")
+        hint = "; hashing has another question: nearfield.lsh_budget(n, s1, s2)" if theorem == "lsh" else ""
+        raise ValueError(f"theorem must be one of {', '.join(FORMS)}; got {theorem!r}{hint}")
     if form not in FORMS[theorem]:
         raise ValueError(f"form must be one of {', '.join(FORMS[theorem])} for theorem {theorem!r}; got {form!r}")
     if k is not None:

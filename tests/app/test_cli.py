@@ -37,7 +37,7 @@ def test_plan_says_what_hashing_takes() -> None:
     assert "10 hashes in each of 843 tables at 2 radii, 8,430 projections per query, 13,488 bytes per key" in words
     code, printed = invoke("plan", "--near", "0.5", "--far", "0.9")
     assert code == 2
-    assert "s2 must be smaller than s1" in printed.replace("\n", " ")
+    assert "--far must be less than --near" in printed.replace("\n", " ")
 
 
 def test_plan_prints_every_theorem_printed_and_corrected() -> None:
@@ -62,6 +62,8 @@ def test_plan_cuts_no_number(n: str) -> None:
         (("--eps", "2"), "eps must be a number between 0 and 1, got 2.0"),
         (("--n", "0"), "n must be a positive integer, got 0"),
         (("--delta", "0"), "delta must be a number between 0 and 1, got 0.0"),
+        (("--near", "2"), "--near must be a cosine between -1 and 1, got 2"),
+        (("--far", "-1"), "--far must be a cosine between -1 and 1, got -1"),
     ],
 )
 def test_plan_refuses_bad_arguments(arguments: tuple[str, ...], message: str) -> None:

@@ -258,6 +258,11 @@ def test_a_config_in_the_place_of_a_method() -> None:
             hf.CellCache(given)
 
 
+def test_a_config_that_is_none_of_a_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"got str; write CellCache\(config=model.config\)"):
+        hf.CellCache(config="llama")
+
+
 def test_position_bias_is_refused() -> None:
     _, ours = pair("t5", NAME)
     cache = EncoderDecoderCache(hf.CellCache(ALL), DynamicCache())

@@ -50,7 +50,7 @@ def test_slack_by_hand(name: str, offset: int | None) -> None:
     if name == "faiss":
         pytest.importorskip("faiss")
     keys, queries = inputs(0, rows=15)
-    found = nf.index.slack(INDICES[name], keys, queries, K, rows=15, causal_offset=offset)
+    found = nf.index.slack(INDICES[name], keys=keys, queries=queries, k=K, rows=15, causal_offset=offset)
     torch.testing.assert_close(found.per_row, by_hand(INDICES[name], keys, queries, offset), atol=1e-6, rtol=1e-6)
     assert found.share == 1.0
     assert found.largest == float(found.per_row.max())
@@ -62,8 +62,10 @@ def test_slack_by_hand(name: str, offset: int | None) -> None:
 
 def test_some_rows_at_random() -> None:
     keys, queries = inputs(1)
-    everything = nf.index.slack(INDICES["skipping"], keys, queries, K, rows=100)
-    one, two, other = (nf.index.slack(INDICES["skipping"], keys, queries, K, rows=9, generator=seeded(s)) for s in (1, 1, 2))
+    everything = nf.index.slack(INDICES["skipping"], keys=keys, queries=queries, k=K, rows=100)
+    one, two, other = (
+        nf.index.slack(INDICES["skipping"], keys=keys, queries=queries, k=K, rows=9, generator=seeded(s)) for s in (1, 1, 2)
+    )
     assert one.chosen.shape == one.per_row.shape == (2, 9)
     assert torch.equal(one.chosen, two.chosen)
     assert not torch.equal(one.chosen, other.chosen)
@@ -76,7 +78,7 @@ def test_some_rows_at_random() -> None:
 
 def test_quantiles_are_measured_slacks() -> None:
     keys, queries = inputs(2)
-    found = nf.index.slack(INDICES["skipping"], keys, queries, K, rows=40)
+    found = nf.index.slack(INDICES["skipping"], keys=keys, queries=queries, k=K, rows=40)
     for q in (0.5, 0.9):
         assert float((found.per_row <= found.quantile(q)).double().mean()) >= q
         assert found.quantile(q) in found.per_row.flatten().tolist()
@@ -85,10 +87,10 @@ def test_quantiles_are_measured_slacks() -> None:
 
 def test_the_unit_is_that_of_the_logits() -> None:
     keys, queries = inputs(3)
-    plain = nf.index.slack(INDICES["skipping"], keys, queries, K, rows=40)
-    scaled = nf.index.slack(INDICES["skipping"], keys, queries, K, rows=40, scale=3 * 6**-0.5)
+    plain = nf.index.slack(INDICES["skipping"], keys=keys, queries=queries, k=K, rows=40)
+    scaled = nf.index.slack(INDICES["skipping"], keys=keys, queries=queries, k=K, rows=40, scale=3 * 6**-0.5)
     torch.testing.assert_close(scaled.per_row, 3 * plain.per_row, rtol=1e-5, atol=1e-6)
-    heads = nf.index.slack(INDICES["skipping"], keys[:, None], queries[:, None], K, rows=40)
+    heads = nf.index.slack(INDICES["skipping"], keys=keys[:, None], queries=queries[:, None], k=K, rows=40)
     torch.testing.assert_close(heads.per_row, plain.per_row)
 
 
@@ -97,7 +99,7 @@ def test_the_unit_is_that_of_the_logits() -> None:
 def test_a_measured_slack_makes_draws_exact(name: str) -> None:
     keys, queries = inputs(4, batch=1, rows=3)
     queries = queries / 3
-    slack = nf.index.slack(INDICES[name], keys, queries, 40, rows=3).largest
+    slack = nf.index.slack(INDICES[name], keys=keys, queries=queries, k=40, rows=3).largest
     assert slack > 0.5
     how: dict[str, Any] = {"k": 40, "certify": False, "always_lazy": True, "generator": seeded(5)}
     found = nf.sample(queries, keys, 20_000, INDICES[name], slack=slack, **how)
@@ -130,4 +132,4 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
 
 def test_nothing_to_measure() -> None:
     for keys, queries in ((torch.randn(2, 0, 4), torch.randn(2, 3, 4)), (torch.randn(2, 9, 4), torch.randn(2, 0, 4))):
-        assert nf.index.slack(nf.ExactIndex(), keys, queries, 3).largest == 0.0
+        assert nf.index.slack(nf.ExactIndex(), keys=keys, queries=queries, k=3).largest == 0.0

@@ -314,6 +314,7 @@ def test_audit_quantile_inverts(rows: int, confidence: float) -> None:
         ({"eps": "0.1"}, r"eps must .* got '0\.1'"),
         ({"delta": 1.5}, r"delta must .* got 1\.5"),
         ({"delta": -0.1}, r"delta must .* got -0\.1"),
+        ({"theorem": "lsh"}, r"got 'lsh'; hashing has another question: nearfield\.lsh_budget\(n, s1, s2\)"),
         ({"theorem": "nope"}, r"theorem must be one of median-of-means, mean, .* got 'nope'"),
         ({"form": "nope"}, r"form must be one of printed, corrected, joint for theorem 'tail'; got 'nope'"),
         ({"theorem": "mean", "form": "printed"}, r"form must be one of corrected for theorem 'mean'; got 'printed'"),

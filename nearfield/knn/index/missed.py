@@ -47,10 +47,10 @@ class Slack:
 @torch.no_grad()
 def slack(
     index: Index,
+    *,
     keys: Tensor,
     queries: Tensor,
     k: int,
-    *,
     rows: int = 59,
     scale: float | None = None,
     causal_offset: CausalOffset = None,
@@ -79,7 +79,7 @@ def slack(
 
     Example:
         >>> keys, queries = torch.randn(2, 1, 400, 8).unbind(0)
-        >>> found = nearfield.index.slack(nearfield.KMeansIndex(cells=16, probes=1), keys, queries, k=20)
+        >>> found = nearfield.index.slack(nearfield.KMeansIndex(cells=16, probes=1), keys=keys, queries=queries, k=20)
         >>> found.largest > found.quantile(0.5) > 0
         True
     """
