@@ -21,7 +21,8 @@ from experiments.shakespeare.train import BETAS, DECAY, EAGER_STEPS, LARGEST_GRA
 
 
 def plan(settings: Settings) -> list[Unit]:
-    """Seed after seed, all methods of the first before those of the next: a run that is cut ends with whole seeds."""
+    """Context by context, and seed after seed, all methods of the first before those of the next: a run that is cut ends with
+    whole seeds of the first contexts."""
     runs = QUICK if settings.quick else ON_CPU if torch.device(settings.device).type == "cpu" else ON_GPU
     corpus = load_corpus(settings)
     text = numbered(corpus, max(sizes.context for sizes in runs), settings.device)
@@ -44,8 +45,7 @@ def plan(settings: Settings) -> list[Unit]:
             corpus,
         )
 
-    numbers = range(max(sizes.seeds for sizes in runs))
-    return [unit(sizes, name, i) for i in numbers for sizes in runs if i < sizes.seeds for name in sizes.methods]
+    return [unit(sizes, name, i) for sizes in runs for i in range(sizes.seeds) for name in sizes.methods]
 
 
 def stale(last: Row, sizes: Sizes) -> bool:
