@@ -106,6 +106,20 @@ def test_the_benchmark_of_lazy_draws_runs(run: Callable[..., str]) -> None:
         assert word in shown
 
 
+def test_the_benchmark_of_slack_runs(load: Callable[[str], Any]) -> None:
+    bench = load("bench_slack")
+    exact, few = (
+        bench.slack_of("", index, "gaussian", 256, 10) for index in (nf.ExactIndex(), nf.KMeansIndex(cells=16, probes=1))
+    )
+    assert (exact["median"], exact["largest"], exact["recall"], exact["read"]) == (0.0, 0.0, 1.0, 1.0)
+    assert 0 < few["median"] <= few["largest"]
+    assert few["recall"] < 0.9 > few["read"]
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks/results/slack.json").read_text())["results"]["rows"]
+    assert [(row["family"], row["index"]) for row in rows] == [
+        (x, y) for x in bench.FAMILIES for y in bench.indices(bench.LENGTH)
+    ]
+
+
 def test_a_wrong_slack_shows_in_the_law(load: Callable[[str], Any]) -> None:
     told = load("bench_lazy").told
     half, true = told(0.5, 40_000), told(1.0, 40_000)
