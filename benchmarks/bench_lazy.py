@@ -176,7 +176,7 @@ def told(share: float, draws: int, n: int = 512, k: int = 96, rows: int = 4) -> 
     generator = torch.Generator().manual_seed(5)
     q, key = 0.5 * torch.randn(rows, 3, generator=generator), torch.randn(n, 3, generator=generator)
     index, how = Skipping(32), {"k": k, "scale": 1.0, "generator": generator}
-    true = nf.index.slack(index, key, q, k, rows=rows, scale=1.0).largest
+    true = nf.index.slack(index, keys=key, queries=q, k=k, rows=rows, scale=1.0).largest
     found = nf.sample(q, key, draws, index, slack=share * true, always_lazy=True, **how)
     assert not bool(found.dense.any())
     weights = (q @ key.T).double().softmax(-1)
