@@ -204,7 +204,7 @@ def is_exact_faster(query: Tensor, key: Tensor, is_causal: bool, limit: float | 
 def tell_if_unmeasured(query: Tensor, key: Tensor, is_causal: bool) -> None:
     """Log that many keys got exact attention, if the reason is that nobody has measured cells here."""
     length = key.shape[2]
-    if length >= LONG and crossover.length(query.device, query.dtype, is_causal) == float("inf"):
+    if length >= LONG and not crossover.is_measured(query.device, query.dtype, is_causal):
         tell(
             "unmeasured",
             f"exact attention ran for {length} keys: nobody has measured from which length on cells are faster on "

@@ -79,6 +79,12 @@ def _find(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
 _remembered = functools.cache(_find)
 
 
+def is_measured(device: torch.device, dtype: torch.dtype, causal: bool) -> bool:
+    """Whether somebody has looked for that length, though cells may not have been faster at any."""
+    found = known(device, dtype)
+    return all(kind(causal, training) in found for training in (False, True))
+
+
 def known(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """The lengths that hold here, by kind: the user's or, where there are none, those that are shipped."""
     return _lengths(place(device), device_name(device), dtype_name(dtype))

@@ -274,16 +274,18 @@ def _why_exact(auto: Auto, problem: Problem) -> str:
     if problem.is_empty:
         return "there are no queries or no keys"
     limit, length, queries = auto.limit(problem), problem.key.shape[2], problem.query.shape[2]
+    device, causal = problem.query.device, problem.is_causal
     if math.isinf(limit):
-        return "nobody has measured from which length on cells are faster here; `nearfield bench --calibrate` does"
-    least = limit * (look_times(problem.query.device, problem.is_causal) if auto.check else 1)
+        if auto.crossover is None and not crossover.is_measured(device, problem.query.dtype, causal):
+            return "nobody has measured from which length on cells are faster here; `nearfield bench --calibrate` does"
+        return "cells were not faster here at any length that was measured"
+    least = limit * (look_times(device, causal) if auto.check else 1)
     if length < least:
-        return f"up to {least:,.0f} keys exact attention is faster" + (
-            " than cells and a look at their error" if auto.check else ""
-        )
+        than = " than cells and a look at their error" if auto.check else ""
+        return f"below {least:,.0f} keys exact attention is faster{than}"
     if queries < least / 4:
-        return f"{queries:,} queries are too few to repay grouping the keys; it takes {least / 4:,.0f}"
-    return "with so few heads exact attention is faster than starting the kernels of cells"
+        return f"{queries:,} queries are too few to repay grouping the keys; it takes {math.ceil(least / 4):,}"
+    return "with so little work (heads times queries times keys) exact attention is faster than starting the kernels of cells"
 
 
 def _decision(auto: Auto, problem: Problem, choice: Choice | None) -> tuple[Cells | Exact | None, str]:

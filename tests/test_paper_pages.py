@@ -185,7 +185,9 @@ def test_shakespeare_is_told_as_it_was_found() -> None:
     evidence = {found["claim"]: found["evidence"] for found in results["findings"]}
     swapped = evidence["A model trained with exact attention, used with kNN attention."]
     for name in ("top 5", "top √n", "cells"):
-        for change in re.findall(rf"(?<!/2 \+ ){name} \+([\d.]+% ± [\d.]+%)", swapped):
+        changes = re.findall(rf"(?<!/2 \+ ){name} \+([\d.]+% ± [\d.]+%)", swapped)
+        assert len(changes) == 2, "one for each context"
+        for change in changes:
             assert f"by {change} with" in page, (name, change)
     best, final = (
         (

@@ -14,7 +14,7 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield import auto, pilot
+from nearfield import auto, crossover, pilot
 from nearfield.cells.sizes import CellSizes
 from nearfield.problem import check
 from nearfield.synthetic import FAMILIES, make
@@ -309,12 +309,17 @@ def test_explain() -> None:
 def test_explain_names_the_one_reason() -> None:
     q, k, v = torch.randn(3, 1, 2, 300, 16).unbind(0)
     assert (
-        nf.explain(q, k, v, method=nf.Auto(crossover=200)).rows["why"].startswith("up to 400 keys exact attention is faster than")
+        nf.explain(q, k, v, method=nf.Auto(crossover=200)).rows["why"].startswith("below 400 keys exact attention is faster than")
     )
     alone = nf.explain(q, k, v, method=nf.Auto(crossover=400, check=False))
-    assert alone.rows["why"] == "up to 400 keys exact attention is faster"
-    few = nf.explain(q[:, :, :20], k, v, method=nf.Auto(crossover=100))
-    assert few.rows["why"] == "20 queries are too few to repay grouping the keys; it takes 50"
+    assert alone.rows["why"] == "below 400 keys exact attention is faster"
+    few = nf.explain(q[:, :, :25], k, v, method=nf.Auto(crossover=101, check=False))
+    assert few.rows["why"] == "25 queries are too few to repay grouping the keys; it takes 26"
+
+
+def test_explain_where_cells_were_never_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearfield.crossover.known", lambda device, dtype: dict.fromkeys(crossover.KINDS, math.inf))
+    assert nf.explain_sizes(32768, 2, 16).rows["why"] == "cells were not faster here at any length that was measured"
 
 
 def test_explain_sizes() -> None:

@@ -45,7 +45,7 @@ def run_parts(marked: str, parts: int, options: list[str], until: float) -> tupl
             output, _ = process.communicate(timeout=max(0.0, until - time.perf_counter()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            output, _ = process.communicate()
+            output = _rest_of(process)
         last = output.strip().splitlines()[-1] if output.strip() else ""
         count = {word: int(amount) for amount, word in re.findall(r"(\d+) (passed|failed|error)", last)}
         passed += count.get("passed", 0)
@@ -55,6 +55,15 @@ def run_parts(marked: str, parts: int, options: list[str], until: float) -> tupl
             failed += not (count.get("failed") or count.get("error"))  # stopped, or it did not get as far as its tests
             print(output, flush=True)
     return passed, failed
+
+
+def _rest_of(process: subprocess.Popen[str]) -> str:
+    """What a process that was told to stop still says; one that hangs in a driver is killed."""
+    try:
+        return process.communicate(timeout=60)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 def main() -> int:

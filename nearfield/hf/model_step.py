@@ -111,7 +111,7 @@ class ModelStep:
             here.wait_stream(side)
         for store in stores:
             _state(store).sync_device_length()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()  # with memory of its own: that of the last one went with it
         with _on_trial(self.cache), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self.forward(**options).logits
         self.captures += 1

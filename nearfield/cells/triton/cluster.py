@@ -322,6 +322,9 @@ POINTS = 128
 MANY_CELLS, FEW_CELLS, LISTED = 256, 32, 2048
 """From so many cells of one span on, a program takes the means of a few, and lists its points out of so many at a time."""
 
+MOST_BYTES = 256
+"""of a point, for that"""
+
 WIDTH_KEYS = 512
 """Keys of a sample from which the width of each coordinate is measured."""
 
@@ -695,7 +698,8 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
         )
 
     programs = cdiv(layout.cells, FEW_CELLS)
-    has_many = spans == 1 and layout.cells >= MANY_CELLS
+    # Wider points do not fit into registers beside the list.
+    has_many = spans == 1 and layout.cells >= MANY_CELLS and padded(dim) * points.element_size() <= MOST_BYTES
     listed = torch.empty(entries, programs if has_many else 0, LISTED, dtype=torch.int32, device=device)
     for turn in range(1, iterations + 1):
         nearest(points, sample.ranges, sample.chunks(tuned.rows), assigned, 0, True)
