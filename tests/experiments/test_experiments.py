@@ -44,7 +44,9 @@ QUIET = Console(quiet=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every experiment, quick."""
     where = tmp_path_factory.mktemp("experiments")
-    main(["all", "--quick", "--seed", "3", "--out", str(where)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.shakespeare.train.TIMED", 2)  # how long a step takes is not looked at
+        main(["all", "--quick", "--seed", "3", "--out", str(where)])
     return where
 
 
