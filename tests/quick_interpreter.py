@@ -16,6 +16,16 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply"}
+COMPARISONS = {
+    "less_than": "less",
+    "less_equal": "less_equal",
+    "greater_than": "greater",
+    "greater_equal": "greater_equal",
+    "equal": "equal",
+    "not_equal": "not_equal",
+}
+"""what numpy calls them"""
 NAMES = {
     "interpreter": (
         *("_patch_lang", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "_validate_np_data_size", "GridExecutor"),
@@ -24,7 +34,7 @@ NAMES = {
     "core": ("_unwrap_if_constexpr", "block_type", "pointer_type", "constexpr", "tensor", "dtype"),
     "semantic": (
         *("binary_op_type_checking_impl", "broadcast_impl_value", "computation_type_impl", "scalar_constant"),
-        *("_cast_to_computation_type", "to_tensor_type", "make_tensor"),
+        *("_cast_to_computation_type", "to_tensor_type", "make_tensor", "_bool_like", *ARITHMETIC, *COMPARISONS),
     ),
 }
 """what is replaced, or needed for it"""
@@ -51,6 +61,7 @@ def make_quick() -> None:
     unwrap_by_type(core)
     remember_types(core, builder)
     answer_common_cases(core, TritonSemantic)
+    compute_at_once(interpreter, core, TritonSemantic)
 
 
 def remember_dtypes(interpreter: Any) -> None:
@@ -275,3 +286,34 @@ def answer_common_cases(core: Any, semantic: Any) -> None:
     semantic.computation_type_impl = promote_once
     semantic.scalar_constant = constant_once
     semantic.binary_op_type_checking_impl = check_quickly
+
+
+def compute_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Sums, products and comparisons of tensors that are alike, or of one and a number, without the steps in between."""
+    tensor, handle = core.tensor, interpreter.TensorHandle
+    np, plain = interpreter.np, PLAIN - {"int1"}  # of truth values numpy has sums of its own
+
+    def quickly(operate: Any, original: Any, compares: bool) -> Any:
+        def run(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+            if type(lhs) is tensor and lhs.dtype.name in plain:
+                own, dtype, other = lhs.handle.data, lhs.dtype, None
+                if type(rhs) is tensor:
+                    if lhs.type.name == rhs.type.name:
+                        other = rhs.handle.data
+                # In memory, a result lies as the operands do, and sums depend on that: a number would have been a whole block.
+                elif type(rhs) in (int, float) and own.flags.c_contiguous:
+                    both = self.computation_type_impl(dtype, False, self.to_tensor_type(rhs), True, False)
+                    if both.name == dtype.name:
+                        other = self._cast_to_computation_type(rhs, dtype).handle.data
+                if other is not None and other.dtype == own.dtype:
+                    found = operate(own, other)
+                    if compares:
+                        return tensor(handle(found, dtype), self._bool_like(lhs))
+                    return tensor(handle(found, dtype), lhs.type)
+            return original(self, lhs, rhs, *options, **named)
+
+        return run
+
+    for names, compares in ((ARITHMETIC, False), (COMPARISONS, True)):
+        for name, of_numpy in names.items():
+            setattr(semantic, name, quickly(getattr(np, of_numpy), getattr(semantic, name), compares))
