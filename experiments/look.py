@@ -115,5 +115,6 @@ def save(figures: Mapping[str, Figure], folder: Path) -> None:
     with plt.rc_context(STYLE):
         for name, figure in figures.items():
             figure.savefig(folder / f"{name}.png", dpi=160)
+            figure.set_layout_engine(None)  # everything has its place: not to be looked for, and drawn, once more
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
             plt.close(figure)

@@ -2,8 +2,11 @@
 
 For every call of a helper inside a kernel it looks through all names of `triton.language` and puts its own functions in place of
 those that are there already; for every operation it makes a table of dtypes; and it computes sums of integers a second time, to
-see whether 32 bits hold them, and does nothing with the answer. Seen in Triton 3.9; where these functions have other
-names, it stays as it is.
+see whether 32 bits hold them, and does nothing with the answer. Most of all, every operation makes types, shapes and checks anew
+for operands like those of a thousand operations before it, which takes ten times as long as the numbers do. So what depends on
+types and shapes alone is remembered, and the commonest cases are answered at once; all others are left to the interpreter.
+
+Seen in Triton 3.9; where these functions have other names, it stays as it is.
 """
 
 from __future__ import annotations
@@ -13,16 +16,55 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply"}
+COMPARISONS = {
+    "less_than": "less",
+    "less_equal": "less_equal",
+    "greater_than": "greater",
+    "greater_equal": "greater_equal",
+    "equal": "equal",
+    "not_equal": "not_equal",
+}
+"""what numpy calls them"""
+NAMES = {
+    "interpreter": (
+        *("_patch_lang", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "_validate_np_data_size", "GridExecutor"),
+        *("interpreter_builder", "interpreter_semantic", "TensorHandle"),
+    ),
+    "core": ("_unwrap_if_constexpr", "block_type", "pointer_type", "constexpr", "tensor", "dtype"),
+    "semantic": (
+        *("binary_op_type_checking_impl", "broadcast_impl_value", "computation_type_impl", "scalar_constant"),
+        *("_cast_to_computation_type", "to_tensor_type", "make_tensor", "_bool_like", *ARITHMETIC, *COMPARISONS),
+    ),
+}
+"""what is replaced, or needed for it"""
+PLAIN = frozenset({"fp32", "fp64", "int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
+"""two operands of one of these types are not converted, whatever is done with them"""
+
 
 def make_quick() -> None:
     """Changes the interpreter in place. Kernels compute what they computed before."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_LangPatchScope", "GridExecutor")):
-        return
-    builder = getattr(interpreter, "interpreter_builder", None)
+    for name, place in (("interpreter", interpreter), ("core", core), ("semantic", TritonSemantic)):
+        if not all(hasattr(place, x) for x in NAMES[name]):
+            return
+    builder = interpreter.interpreter_builder
     if hasattr(getattr(builder, "options", None), "sanitize_overflow"):
         builder.options = replace(builder.options, sanitize_overflow=False)
+    remember_dtypes(interpreter)
+    patch_once_a_launch(interpreter)
+    call_builtins_directly(interpreter)
+    check_handles_quickly(interpreter)
+    unwrap_by_type(core)
+    remember_types(core, builder)
+    answer_common_cases(core, TritonSemantic)
+    compute_at_once(interpreter, core, TritonSemantic)
+
+
+def remember_dtypes(interpreter: Any) -> None:
     known: dict[str, Any] = {}
     find = interpreter._get_np_dtype
 
@@ -35,10 +77,15 @@ def make_quick() -> None:
         return known[name]
 
     interpreter._get_np_dtype = np_dtype
+
+
+def patch_once_a_launch(interpreter: Any) -> None:
     language = (interpreter.tl, interpreter.tl.core)
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done: set[int] = set()
     """which of the two are in place, in the launch that is under way"""
+    put: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Any, str, Any]]] = {}
+    """what is put where, by what is in place and what a kernel sees"""
 
     @functools.cache
     def seen_by(fn: Any) -> frozenset[int]:
@@ -48,8 +95,17 @@ def make_quick() -> None:
         seen = seen_by(fn)
         if seen and seen <= done:
             return interpreter._LangPatchScope()
+        key = (frozenset(done), seen)
         done.update(seen)
-        return patch(fn)
+        if key in put:
+            scope = interpreter._LangPatchScope()
+            for place, name, member in put[key]:
+                scope.set_attr(place, name, member)
+            return scope
+        scope = patch(fn)
+        names = {(id(place), name): (place, name) for place, name, _ in scope._changes}
+        put[key] = [(place, name, inspect.getattr_static(place, name)) for place, name in names.values()]
+        return scope
 
     @functools.wraps(launch)
     def launch_anew(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -61,3 +117,203 @@ def make_quick() -> None:
 
     interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = launch_anew
+
+
+def call_builtins_directly(interpreter: Any) -> None:
+    """Without a look at whether the argument is there that is always given here."""
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        own = getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return own(*arguments, **options)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def check_handles_quickly(interpreter: Any) -> None:
+    """A numpy array may not be wider than its type, as before; where a type has no width, the interpreter says."""
+    check = interpreter._validate_np_data_size
+
+    def holds(array: Any, dtype: Any) -> bool:
+        bits = dtype.__dict__.get("primitive_bitwidth")
+        return check(array, dtype) if bits is None else array.itemsize * 8 <= bits or array.itemsize == 1
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        bits = dtype.__dict__.get("primitive_bitwidth")
+        if bits is None or data.itemsize * 8 > bits:
+            self.__post_init__()
+
+    interpreter._validate_np_data_size = holds
+    interpreter.TensorHandle.__init__ = init
+
+
+def unwrap_by_type(core: Any) -> None:
+    unwrap, constexpr = core._unwrap_if_constexpr, core.constexpr
+    others = frozenset({core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)})
+
+    def quickly(x: Any) -> Any:
+        kind = type(x)
+        if kind in others:
+            return x
+        return x.value if kind is constexpr else unwrap(x)
+
+    core._unwrap_if_constexpr = quickly
+
+
+def remember_types(core: Any, builder: Any) -> None:
+    """Types with the same elements and shape share their shapes, which nobody changes; so do tensors of the same type."""
+    constexpr, block_type, tensor, dtype = core.constexpr, core.block_type, core.tensor, core.dtype
+    make_type, make_tensor, equal = block_type.__init__, tensor.__init__, dtype.__eq__
+    change, to_ir = block_type.with_element_ty, block_type.to_ir
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    changed: dict[tuple[str, str], Any] = {}
+    only_int = {int}
+
+    def new_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[x.value if type(x) is constexpr else x for x in shape])
+        like = types.get(key)
+        # A shape of other numbers, such as 16.0, is an error; it must not be taken for that of the integers it equals.
+        if like is None or not only_int.issuperset(map(type, key[1:])):
+            make_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(like)
+            self.element_ty = element_ty
+
+    def with_elements(self: Any, element_ty: Any) -> Any:
+        if type(element_ty) is not dtype:
+            return change(self, element_ty)
+        key = (self.name, element_ty.name)
+        if key not in changed:
+            changed[key] = change(self, element_ty)
+        return changed[key]
+
+    def itself(self: Any, to: Any) -> Any:
+        # The interpreter has no types of its own: it would make an equal one.
+        return self if to is builder and type(self.element_ty) is dtype else to_ir(self, to)
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        like = tensors.get(type.name)
+        if like is None:
+            make_tensor(self, handle, type)
+            tensors[type.name] = dict(self.__dict__)
+        else:
+            self.__dict__.update(like)
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    def same(self: Any, other: Any) -> bool:
+        return self is other or equal(self, other)
+
+    block_type.__init__, block_type.with_element_ty, block_type.to_ir = new_type, with_elements, itself
+    tensor.__init__, dtype.__eq__ = new_tensor, same
+    integers = frozenset(dtype.SINT_TYPES + dtype.UINT_TYPES)
+    dtype.is_int = lambda self: self.name in integers
+
+
+def answer_common_cases(core: Any, semantic: Any) -> None:
+    tensor, block_type, pointer_type = core.tensor, core.block_type, core.pointer_type
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    promote, constant = semantic.computation_type_impl, semantic.scalar_constant
+    promoted: dict[tuple[Any, ...], Any] = {}
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def splat(self: Any, x: Any, like: Any) -> Any:
+        kind = like.with_element_ty(x.dtype)
+        return self.make_tensor(self.builder.create_splat(kind, x.handle), kind)
+
+    def broadcast_quickly(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if type(left) is not block_type:
+            return (splat(self, lhs, right) if type(right) is block_type else lhs), rhs
+        if type(right) is not block_type:
+            return lhs, splat(self, rhs, left)
+        a, b = left.shape.values, right.shape.values
+        if a == b:
+            return lhs, rhs
+        if len(a) != len(b) or any(x != y and x != 1 and y != 1 for x, y in zip(a, b, strict=True)):
+            return broadcast(self, lhs, rhs)
+        shape = [y if x == 1 else x for x, y in zip(a, b, strict=True)]
+        if a != shape:
+            lhs = self.make_tensor(self.builder.create_broadcast(lhs.handle, shape), block_type(lhs.dtype, shape))
+        if b != shape:
+            rhs = self.make_tensor(self.builder.create_broadcast(rhs.handle, shape), block_type(rhs.dtype, shape))
+        return lhs, rhs
+
+    def promote_once(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+        if key not in promoted:
+            promoted[key] = promote(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return promoted[key]
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        if dtype is None or dtype.name not in PLAIN or type(value) not in (int, float) or value == 0:
+            return constant(self, value, dtype)  # among them -0.0, which is not 0.0
+        key = (type(value), value, dtype.name)
+        if key not in constants:
+            made = constant(self, value, dtype).handle
+            made.data.flags.writeable = False
+            constants[key] = made
+        return self.make_tensor(constants[key], dtype)
+
+    def check_quickly(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        pointer_left: bool = False,
+        pointer_right: bool = False,
+        numbers: bool = True,
+        div: bool = False,
+    ) -> Any:
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
+            a, b = lhs.dtype, rhs.dtype
+            if (a.name == b.name and a.name in PLAIN) or (pointer_left and type(a) is pointer_type and b.is_int()):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif numbers and left is tensor and right in (int, float) and lhs.dtype.name in PLAIN:
+            both = self.computation_type_impl(lhs.dtype, False, self.to_tensor_type(rhs), True, div)
+            if both.name == lhs.dtype.name:
+                return self.broadcast_impl_value(lhs, self._cast_to_computation_type(rhs, both))
+        return check(self, lhs, rhs, pointer_left, pointer_right, numbers, div)
+
+    semantic.broadcast_impl_value = broadcast_quickly
+    semantic.computation_type_impl = promote_once
+    semantic.scalar_constant = constant_once
+    semantic.binary_op_type_checking_impl = check_quickly
+
+
+def compute_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
+    """Sums, products and comparisons of tensors that are alike, or of one and a number, without the steps in between."""
+    tensor, handle = core.tensor, interpreter.TensorHandle
+    np, plain = interpreter.np, PLAIN - {"int1"}  # of truth values numpy has sums of its own
+
+    def quickly(operate: Any, original: Any, compares: bool) -> Any:
+        def run(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+            if type(lhs) is tensor and lhs.dtype.name in plain:
+                own, dtype, other = lhs.handle.data, lhs.dtype, None
+                if type(rhs) is tensor:
+                    if lhs.type.name == rhs.type.name:
+                        other = rhs.handle.data
+                # In memory, a result lies as the operands do, and sums depend on that: a number would have been a whole block.
+                elif type(rhs) in (int, float) and own.flags.c_contiguous:
+                    both = self.computation_type_impl(dtype, False, self.to_tensor_type(rhs), True, False)
+                    if both.name == dtype.name:
+                        other = self._cast_to_computation_type(rhs, dtype).handle.data
+                if other is not None and other.dtype == own.dtype:
+                    found = operate(own, other)
+                    if compares:
+                        return tensor(handle(found, dtype), self._bool_like(lhs))
+                    return tensor(handle(found, dtype), lhs.type)
+            return original(self, lhs, rhs, *options, **named)
+
+        return run
+
+    for names, compares in ((ARITHMETIC, False), (COMPARISONS, True)):
+        for name, of_numpy in names.items():
+            setattr(semantic, name, quickly(getattr(np, of_numpy), getattr(semantic, name), compares))

@@ -47,6 +47,6 @@ ON_CPU = (
 )
 """As nanoGPT does without a GPU."""
 QUICK = (
-    Sizes(64, 2, 16, 4, SHORT[:-1], layers=2, heads=1, width=32, warm_up=4, evaluated=2, written=16, seeds=2),
+    Sizes(64, 2, 8, 4, SHORT[:-1], layers=2, heads=1, width=32, warm_up=4, evaluated=2, written=16, seeds=2),
     Sizes(144, 2, 8, 4, LONG[:-1], layers=2, heads=1, width=32, rotary=True, warm_up=4, evaluated=2, written=16, seeds=1),
 )

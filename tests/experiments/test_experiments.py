@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,7 +44,9 @@ QUIET = Console(quiet=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every experiment, quick."""
     where = tmp_path_factory.mktemp("experiments")
-    main(["all", "--quick", "--seed", "3", "--out", str(where)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.shakespeare.train.TIMED", 2)  # how long a step takes is not looked at
+        main(["all", "--quick", "--seed", "3", "--out", str(where)])
     return where
 
 
@@ -66,7 +69,7 @@ def test_quick_results_carry_their_environment_and_seed(folder: Path, name: str)
 
 
 def test_the_report_stands_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look, "save", lambda *_: None)  # the figures are there
+    monkeypatch.setattr(look, "save", lambda *_: look.plt.close("all"))  # the figures are there
     main(["report", "--quick", "--out", str(folder)])
     page = (folder / "report.html").read_text()
     assert page.count("<figure") == page.count("<svg") >= len(EXPERIMENTS)
@@ -93,14 +96,18 @@ def test_a_second_run_does_nothing_again(folder: Path, monkeypatch: pytest.Monke
     assert before == {path: path.read_bytes() for path in folder.rglob("*.json")}
 
 
-def test_results_of_a_second_device_have_a_folder_and_a_section_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_results_of_a_second_device_have_a_folder_and_a_section_of_their_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And those of the paper's sizes come first, which a GPU has where models are trained."""
+    monkeypatch.setattr(look, "save", lambda *_: look.plt.close("all"))  # the figures are copied
     assert Settings(device="cuda").folder == Settings().folder / "cuda"
     assert Settings(device="cuda", out=tmp_path).folder == tmp_path / "cuda"
     for results in (tmp_path, place(tmp_path, "cuda")):
         results.mkdir(exist_ok=True)
         for name in ("efficiency", "shakespeare"):
             (results / f"{name}.json").write_text((folder / f"{name}.json").read_text())
+        shutil.copytree(folder / "figures", results / "figures")
     main(["report", "--out", str(tmp_path)])
     page = (tmp_path / "report.html").read_text()
     found = re.findall(r'<section id="([^"]+)"', page)
