@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("nearfield", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = ("nearfield", "tests", "benchmarks", "docs", "mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md")
 TIME_LIMIT = 600
 
 FAILED = 1
