@@ -573,6 +573,7 @@ def test_how_much_stays() -> None:
     assert resident.slots(262_144, 2_900, 20) == 7
     resident.keys = LARGE
     assert resident.slots(10**7, 2_900, 20) == MOST_SLOTS
+    assert resident.slots(100, 5, 2) == 7  # no more than there are keys
 
 
 def test_what_is_said_about_it() -> None:
