@@ -1,5 +1,5 @@
-"""The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md and docs/peers.md that are made of results/gpu.json, peers.json,
-topk_gpu.json, generate.json and generate_gpu.json.
+"""The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md, docs/guarantees.md and docs/peers.md that are made of
+results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json and slack.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -10,16 +10,18 @@ A table stands between `<!-- table NAME -->` and `<!-- end of table -->`.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from record import read_sections
+from record import RESULTS, read_sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/benchmarks.md", "docs/cache.md", "docs/gpu.md", "docs/peers.md")
+PAGES = ("docs/benchmarks.md", "docs/cache.md", "docs/gpu.md", "docs/guarantees.md", "docs/peers.md")
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
 NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
@@ -236,6 +238,16 @@ def _gigabytes(row: dict[str, Any]) -> str:
     return f"{row['peak_gb']['sdpa']:.1f} / {row['peak_gb']['default']:.1f}"
 
 
+def slack(results: dict[str, Any]) -> str:
+    """By keys and index."""
+    head = ["keys", "index", "c, median of 299 rows", "largest", "e^c", "recall", "keys scored"]
+    found = []
+    for row in results["rows"]:
+        cells = [row["family"], row["index"], f"{row['median']:.2f}", f"{row['largest']:.2f}", f"{math.exp(row['largest']):,.1f}"]
+        found.append([*cells, f"{row['recall']:.3f}", f"{row['read']:.1%}"])
+    return rows_of(head, *found)
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -249,6 +261,8 @@ def table(name: str) -> str:
         return {"generate gpu steps": gpu_steps, "generate gpu prompts": gpu_prompts}[name](read_sections("generate_gpu"))
     if name.startswith("generate"):
         return {"generate": generate, "generate errors": generate_errors}[name](read_sections("generate"))
+    if name == "slack":
+        return slack(json.loads((RESULTS / "slack.json").read_text())["results"])
     if name.startswith("peers "):
         _, section, kind = name.split(" ")
         return peers(read_sections("peers"), section, kind)

@@ -577,7 +577,7 @@ def _means_of_many(
 ):
     """`_means` for one span of many cells: of BS points at a time, those in a program's own cells are listed first.
 
-    So the work does not grow with the product of cells and points. `listed` `[entries, programs, BS]` is memory to work in.
+    So a point is multiplied with a few cells and not with all of them. `listed` `[entries, programs, BS]` is memory to work in.
     """
     tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     edge, last_cell = tl.load(cell_edges), tl.load(cell_edges + 1)
