@@ -2,7 +2,8 @@
 
 Keys and values are those of the family `clustered`, in memory of their own for every layer. Exact attention is torch's, over
 exactly the keys that there are, without a mask; the fastest backend counts. The loop of `generate` is not part of a step. "No
-attention" is the same step with attention, and the cache, left out.
+attention" is the same step with attention, and the cache, left out. "Compiled" is with `compile=True`: what lies between the
+attention of two layers by torch.compile, in the same way for all.
 
 With offload, cells that were opened lately stay on the card, and `found_resident` says which share of those that are opened is
 found there, for each layer. Tokens are random, since the same one again and again would open the same cells; so are the weights,
@@ -62,7 +63,14 @@ def measure(case: Case, model: Any, resident: int | None = None) -> dict[str, An
     steps = {name: models.cells_step(model, cache, case.batch, at_random=True) for name, cache in caches.items()}
     stored = [(key.clone(), value.clone()) for _ in range(model.config.num_hidden_layers)]
     exact, backend = models.exact_step(model, stored)
-    runs = models.interleaved({"exact": exact, **steps, "no attention": models.step_without_attention(model, case.batch)})
+    steps = {"exact": exact, **steps, "no attention": models.step_without_attention(model, case.batch)}
+    if models.CUDA and not case.offload:
+        steps |= {
+            "exact, compiled": models.exact_step(model, stored, compile=True)[0],
+            "cells, compiled": models.cells_step(model, caches["cells"], case.batch, at_random=True, compile=True),
+            "no attention, compiled": models.step_without_attention(model, case.batch, compile=True),
+        }
+    runs = models.interleaved(steps)
     ms, store = models.medians(runs), caches["cells"].layers[0].store
     return {
         "case": case.name,

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.masking_utils import sdpa_mask
 
 from nearfield import hf
+from nearfield._compat import compiled_steps
 from nearfield.cells.cache import CellStore
 from nearfield.hf.model_step import ModelStep
 
@@ -120,12 +121,16 @@ class ExactAttention:
 
 
 def exact_step(
-    model: Any, stored: list[tuple[Tensor, Tensor]], mask: Tensor | None = None, positions: Tensor | None = None
+    model: Any,
+    stored: list[tuple[Tensor, Tensor]],
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    compile: bool = False,
 ) -> tuple[Step, str]:
     """A step over keys and values `[batch, heads, keys, dim]` of all layers, captured; and SDPA's backend."""
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     attention = ExactAttention(stored, group, mask)
-    AttentionInterface.register(EXACT, attention)
+    AttentionInterface.register(EXACT, torch.compiler.disable(attention.__call__))
     AttentionMaskInterface.register(EXACT, sdpa_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(EXACT)
@@ -133,19 +138,27 @@ def exact_step(
     if positions is None:
         positions = torch.full_like(ids, stored[0][0].shape[2] - 1)
 
+    forward = forward_of(model, compile)
+
     def step() -> Any:
         if not CUDA:  # A graph does not look at it again.
             model.set_attn_implementation(EXACT)
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return forward(input_ids=ids, position_ids=positions, use_cache=False).logits
 
     found = captured(step)
     model.set_attn_implementation(before)
     return found, attention.backend
 
 
-def step_without_attention(model: Any, entries: int) -> Step:
+def forward_of(model: Any, compile: bool) -> Callable[..., Any]:
+    """What `hf.generate` calls for a step, `compile` or not."""
+    return compiled_steps(model.forward, model.config.num_hidden_layers) if compile else model
+
+
+def step_without_attention(model: Any, entries: int, compile: bool = False) -> Step:
     """All that a step does besides its attention, captured: what no attention can be faster than."""
 
+    @torch.compiler.disable
     def attend(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return query.transpose(1, 2), None
 
@@ -154,11 +167,12 @@ def step_without_attention(model: Any, entries: int) -> Step:
     before = model.config._attn_implementation
     model.set_attn_implementation(NONE)
     ids = torch.ones(entries, 1, dtype=torch.long, device=DEVICE)
+    forward = forward_of(model, compile)
 
     def step() -> Any:
         if not CUDA:
             model.set_attn_implementation(NONE)
-        return model(input_ids=ids, position_ids=ids, use_cache=False).logits
+        return forward(input_ids=ids, position_ids=ids, use_cache=False).logits
 
     found = captured(step)
     model.set_attn_implementation(before)
@@ -186,6 +200,7 @@ def cells_step(
     name: str = OURS,
     at_random: bool = False,
     text: Tensor | None = None,
+    compile: bool = False,
 ) -> Step:
     """A step with a cache, captured, for the same token every time, for one at random, or for those of a text in turn; it returns
     the logits. Until the last one, the model has to have this attention."""
@@ -206,7 +221,7 @@ def cells_step(
             return model(input_ids=ids(), position_ids=torch.tensor(cache.lengths)[:, None], past_key_values=cache, **mask).logits
 
         return uncaptured
-    step, positions = ModelStep(model, cache), torch.tensor(cache.lengths, device=DEVICE)[:, None]
+    step, positions = ModelStep(model, cache, compile), torch.tensor(cache.lengths, device=DEVICE)[:, None]
 
     def run() -> Any:
         found = step(ids(), positions)

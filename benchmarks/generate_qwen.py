@@ -85,7 +85,14 @@ def measure(model: Any, text: Tensor, tokens: int, limit: float) -> dict[str, An
     caches = {name: cache_of(model, stored, **kind) for name, kind in kinds.items()}
     steps = {name: models.cells_step(model, cache, text=following) for name, cache in caches.items()}
     one, backend = models.exact_step(model, stored)
-    runs = models.interleaved({"exact": one, **steps, "no attention": models.step_without_attention(model, 1)})
+    steps = {"exact": one, **steps, "no attention": models.step_without_attention(model, 1)}
+    if models.CUDA:
+        steps |= {
+            "exact, compiled": models.exact_step(model, stored, compile=True)[0],
+            "cells, compiled": models.cells_step(model, caches["cells"], text=following, compile=True),
+            "no attention, compiled": models.step_without_attention(model, 1, compile=True),
+        }
+    runs = models.interleaved(steps)
     ms, store = models.medians(runs), caches["cells"].layers[0].store
     found = [layer.store.found_resident for layer in caches["offloaded"].layers]
     return {

@@ -58,6 +58,23 @@ def outside_of_compiled(function: F) -> F:
     return cast(F, called)
 
 
+def compiled_steps(function: Callable[..., Any], layers: int) -> Callable[..., Any]:
+    """`torch.compile` for calls of one shape, of a function that goes through this many layers. Seen in torch 2.11 and 2.13.
+
+    A layer knows its number, so what is in a layer is compiled once for each, and the compiler gives up after eight.
+    """
+    import torch._dynamo
+
+    compiled, config = torch.compile(function, dynamic=False), torch._dynamo.config
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        with config.patch(recompile_limit=max(config.recompile_limit, 8 + layers)):
+            return compiled(*args, **options)
+
+    return called
+
+
 def version_of(x: Tensor) -> int | None:
     """How often a tensor was changed in place; None for inference tensors, which have no version. Seen in torch 2.11 and 2.13."""
     return None if x.is_inference() else x._version

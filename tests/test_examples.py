@@ -45,9 +45,9 @@ def word_of(shown: str) -> None:
 
 
 def test_cell_cache(run: Callable[..., str]) -> None:
-    shown = run("cell_cache.py", "--keys", "200,2500", "--steps", 3, "--heads", 1, "--dim", 16)
+    shown = run("cell_cache.py", "--keys", "200,9000", "--steps", 3, "--heads", 1, "--dim", 16)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
-    assert [row[0] for row in rows] == ["200", "2,500"]
+    assert [row[0] for row in rows] == ["200", "9,000"]
     assert int(rows[1][1]) > 100  # the prompt is in cells
     assert all(float(row[5].rstrip("%")) < 5 for row in rows)
     lost = [row[0] for row in rows if float(row[4]) < 1.0]

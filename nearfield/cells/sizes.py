@@ -119,6 +119,10 @@ SEGMENT, WINDOW, CELL_SIZE = 1024, 16, 16
 """Defaults of a cache. Segments and cells grow beyond 8,192 keys, the window does not."""
 FIXED_SEGMENTS = 8
 """A cache: after this many segments of the default length they grow."""
+GROUP_FROM = 8192
+"""A cache groups nothing until it has so many keys. Up to there a step that reads all of them takes about as long."""
+ROOM = 1024
+"""A captured step of a cache has room for so many more keys, or for as many as there are."""
 END_MULTIPLE = 16
 """A cache: a segment that takes in all keys there are ends at a multiple of this."""
 FEWEST_PROBES = 20
@@ -130,28 +134,35 @@ class CacheSizes:
     """When a cache closes a segment, where the segment ends, and how many cells it gets. No closed segment is grouped again.
 
     Cells of a large segment are better, because keys that are alike are scattered over the whole text. So a segment takes in all
-    keys that are there when it is closed: a prompt is one segment. Token by token, segments and cells grow with the square root
-    of the number of keys before them. A step scores all cells and reads the running segment, so it takes time of that order:
-    n keys are in at most 11 sqrt(n) cells, and the running segment has as many keys.
+    keys that are there when it is closed: a prompt is one segment. There is none before `group_from` keys. Token by token,
+    segments and cells grow with the square root of the number of keys before them. A step scores all cells and reads the running
+    segment, so it takes time of that order: n keys are in at most 11 sqrt(n) cells, and the running segment has as many keys.
     """
 
     segment: int | None
-    """keys per segment; None: all that are there, but at least 1,024, and from 8,192 keys on at least 11 sqrt(n)"""
+    """keys per segment; None: all that are there, but at least `group_from`, then 1,024, and from 8,192 keys on 11 sqrt(n)"""
     cell_size: int | None
     """keys per cell; None: 16 up to 8,192 keys, then sqrt(n / 32)"""
     window: int
     """how many keys before the running segment are read one by one"""
     sinks: int
+    group_from: int = 0
+    """how many keys the first segment has at least, unless `segment` says how many each has"""
 
     @staticmethod
-    def of(segment: int | None, cell_size: int | None, window: int | None, sinks: int) -> CacheSizes:
-        """These sizes, with the default window if it is None."""
-        return CacheSizes(segment, cell_size, min(WINDOW, segment or SEGMENT) if window is None else window, sinks)
+    def of(
+        segment: int | None, cell_size: int | None, window: int | None, sinks: int, group_from: int | None = None
+    ) -> CacheSizes:
+        """These sizes, with the default window and the default length of the first segment where they are None."""
+        window = min(WINDOW, segment or SEGMENT) if window is None else window
+        return CacheSizes(segment, cell_size, window, sinks, GROUP_FROM if group_from is None else group_from)
 
     def length(self, start: int) -> int:
         """The fewest keys that the segment that begins at key `start` may have."""
         if self.segment is not None:
             return self.segment
+        if start == 0:
+            return max(SEGMENT, self.group_from)
         if start < FIXED_SEGMENTS * SEGMENT:
             return SEGMENT
         # Segments that grow with the square root end at squares: 32 m^2, 32 (m + 1)^2, ...
@@ -168,6 +179,10 @@ class CacheSizes:
             return start
         least = start + self.length(start)
         return least if self.segment is not None else max(least, (position - self.window) // END_MULTIPLE * END_MULTIPLE)
+
+    def room(self, closed: int, length: int) -> int:
+        """How many more keys a captured step has room for: until a segment is closed, or as many again."""
+        return min(self.next_close(closed) - length, max(ROOM, length))
 
     def cells(self, start: int, end: int) -> int:
         """How many cells a segment is given."""

@@ -37,11 +37,14 @@ class StoreOptions(NamedTuple):
     offload: bool = False
     resident: int | None = None
     regroup: bool = True
+    group_from: int | None = None
 
     @staticmethod
     def of(store: CellStore | IndexStore) -> StoreOptions:
         """Those with which this one was made."""
-        return StoreOptions(store.offload, store.resident, store.regroup) if isinstance(store, CellStore) else StoreOptions()
+        if not isinstance(store, CellStore):
+            return StoreOptions()
+        return StoreOptions(store.offload, store.resident, store.regroup, store.sizes.group_from)
 
 
 class CellLayer(CacheLayerMixin):
@@ -175,6 +178,8 @@ class CellCache(Cache):
             eighth; 0: none. Results are the same bit for bit; see `CellStore`.
         regroup: False: take over the cells of a prompt's attention where it was by `Cells`, from 32,768 keys on, instead of
             grouping its keys anew; see `CellStore`.
+        group_from: how many tokens there are before any are grouped into cells; until then all steps are exact. None: 8,192,
+            since up to there cells save no time. Where the method has a segment, that decides.
 
     A call of the model that is interrupted leaves some layers with its tokens and others without. The next call is then refused,
     with an error that says how to go on: `crop(n)` to the n tokens that all layers have (for layers with a window, `reset()`).
@@ -202,6 +207,7 @@ class CellCache(Cache):
         offload: bool = False,
         resident: int | None = None,
         regroup: bool = True,
+        group_from: int | None = None,
     ) -> None:
         if hasattr(method, "get_text_config") or hasattr(method, "config"):
             told = "model" if hasattr(method, "config") else "model.config"
@@ -214,7 +220,7 @@ class CellCache(Cache):
                 f"config must be the config of a model, got {type(config).__name__}; write CellCache(config=model.config)"
             )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
-        options = StoreOptions(offload, resident, regroup)
+        options = StoreOptions(offload, resident, regroup, group_from)
         for one in self.methods.values():
             _make_store(one, audit, options)  # raises if it cannot be
         self._audit, self._options = audit, options

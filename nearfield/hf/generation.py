@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,27 @@ from nearfield.hf.cache import CellCache
 from nearfield.hf.model_step import stepping
 from nearfield.hf.register import is_registered
 
+
+class Steps(NamedTuple):
+    """How steps are served; see `generate`."""
+
+    graph: bool | None
+    compile: bool
+
+
 Prompts = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
 
 
 @torch.no_grad()
-def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, graph: bool | None = None, **options: Any) -> Any:
+def generate(
+    model: Any,
+    prompts: Prompts,
+    *,
+    cache: CellCache | None = None,
+    graph: bool | None = None,
+    compile: bool = False,
+    **options: Any,
+) -> Any:
     """Continue prompts with a `CellCache`.
 
     Args:
@@ -35,6 +51,8 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, gr
         graph: whether a step of the whole model, from token to logits, is captured in a CUDA graph and replayed, so that a step
             takes as long as its kernels do. It is captured again when a segment is closed. None: where it can be, and there are
             no beams. True: an error says why where it cannot be.
+        compile: whether `torch.compile` makes fewer kernels of what lies between the attention of two layers, for the steps in
+            that graph. The first step of a model then takes many seconds more, and those after it less time. It needs a graph.
         options: those of `model.generate`. For a list of prompts, `prefill_chunk_size` counts for each of them.
 
     Returns:
@@ -55,15 +73,20 @@ def generate(model: Any, prompts: Prompts, *, cache: CellCache | None = None, gr
     _check_model(model)
     if graph is not None and not isinstance(graph, bool):
         raise TypeError(f"graph must be True, False or None, got {graph!r}")
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile must be True or False, got {compile!r}")
+    if compile and graph is False:
+        raise ValueError("compile=True is for steps in a CUDA graph; leave out graph=False, or compile")
+    steps = Steps(True if compile else graph, compile)
     if isinstance(prompts, Tensor):
         if prompts.dim() not in (1, 2) or prompts.is_floating_point():
             raise ValueError(
                 f"prompts must be token ids [length] or [batch, length], got {prompts.dtype} of shape {tuple(prompts.shape)}"
             )
         ids = prompts[None] if prompts.dim() == 1 else prompts
-        found = _continue_batch(model, ids.to(model.device), cache, graph, options)
+        found = _continue_batch(model, ids.to(model.device), cache, steps, options)
         return found[0] if prompts.dim() == 1 and isinstance(found, Tensor) and len(found) == 1 else found
-    return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, graph, options)
+    return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, steps, options)
 
 
 def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = None) -> None:
@@ -74,23 +97,24 @@ def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = N
             model(input_ids=part, past_key_values=cache, use_cache=True, **last)
 
 
-def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, graph: bool | None, options: dict[str, Any]) -> Any:
+def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, steps: Steps, options: dict[str, Any]) -> Any:
     mask = options.get("attention_mask")
     single = _is_one(model, options, "num_beams") and _is_one(model, options, "num_return_sequences")
     if cache is None and single and isinstance(mask, Tensor) and mask.shape == ids.shape and "position_ids" not in options:
         starts = _starts(mask)
         if starts is not None:
             caches = _read_prompts(model, [row[start:] for row, start in zip(ids, starts, strict=True)], options)
-            return _run(model, ids, CellCache.batch(caches), graph, options)
-    return _run(model, ids, CellCache(config=model.config) if cache is None else _checked(cache), graph, options)
+            return _run(model, ids, CellCache.batch(caches), steps, options)
+    return _run(model, ids, CellCache(config=model.config) if cache is None else _checked(cache), steps, options)
 
 
-def _run(model: Any, ids: Tensor, cache: CellCache, graph: bool | None, options: dict[str, Any]) -> Any:
-    if graph is False or (graph is None and not _is_one(model, options, "num_beams")):
+def _run(model: Any, ids: Tensor, cache: CellCache, steps: Steps, options: dict[str, Any]) -> Any:
+    if steps.graph is False or (steps.graph is None and not _is_one(model, options, "num_beams")):
         return model.generate(ids, past_key_values=cache, **options)
     if not _is_one(model, options, "num_beams"):
-        raise ValueError("graph=True, but beams change places at every step; leave out graph, or num_beams")
-    with stepping(model, cache, graph):
+        asked = "compile" if steps.compile else "graph"
+        raise ValueError(f"{asked}=True, but beams change places at every step; leave out {asked}, or num_beams")
+    with stepping(model, cache, *steps):
         return model.generate(ids, past_key_values=cache, **options)
 
 
@@ -125,9 +149,7 @@ def _read_prompts(model: Any, prompts: list[Tensor], options: dict[str, Any]) ->
     return caches
 
 
-def _continue_requests(
-    model: Any, prompts: list[Tensor], cache: CellCache | None, graph: bool | None, options: dict[str, Any]
-) -> Any:
+def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | None, steps: Steps, options: dict[str, Any]) -> Any:
     if not prompts:
         raise ValueError("there are no prompts; pass token ids, or a list of them")
     for name in ("attention_mask", "position_ids", "past_key_values", "inputs_embeds"):
@@ -149,7 +171,7 @@ def _continue_requests(
     # that a prompt does not have.
     ids = torch.stack([torch.cat([x[:1].expand(longest - len(x)), x]) for x in prompts])
     mask = torch.stack([torch.arange(longest) >= longest - len(x) for x in prompts]).long().to(ids.device)
-    found = _run(model, ids, cache, graph, {"attention_mask": mask, **options})
+    found = _run(model, ids, cache, steps, {"attention_mask": mask, **options})
     if not isinstance(found, Tensor):
         return found
     end = _option(model, options, "eos_token_id")

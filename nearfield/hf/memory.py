@@ -104,8 +104,8 @@ class Memory:
         _check_reader(model)
         method = Cells(probes=PROBES) if method is None else method
         check_method(method)
-        # Regrouped: a file has the same segments for all layers, and cells in proportion.
-        cache = CellCache(method, config=model.config, regroup=True)
+        # Regrouped: a file has the same segments for all layers, and cells in proportion. Also of a short text: it opens many.
+        cache = CellCache(method, config=model.config, regroup=True, group_from=0)
         others = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, CellLayer)}
         if others:
             raise ValueError(f"a memory needs full attention in all layers, but this model has a {others.pop()}")

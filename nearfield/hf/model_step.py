@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from nearfield._compat import compiled_steps
 from nearfield.cells.cache.graph import check_capturable
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
@@ -48,11 +49,13 @@ class ModelStep:
     The step is captured in a CUDA graph: the model's layers, the keys that they append, and their attention. One graph serves all
     steps until a segment is closed, or anything else moves what it reads; then it is captured again. The logits are a tensor that
     the next step overwrites.
+
+    `compile`: what lies between the attention of two layers is compiled by torch.compile, so that it takes fewer kernels.
     """
 
-    def __init__(self, model: Any, cache: CellCache) -> None:
+    def __init__(self, model: Any, cache: CellCache, compile: bool = False) -> None:
         self.model, self.cache = model, cache
-        self.forward = model.forward
+        self.forward = compiled_steps(model.forward, len(cache.layers)) if compile else model.forward
         self._captured: Captured | None = None
         self.captures = 0
         """how often it was captured"""
@@ -96,7 +99,7 @@ class ModelStep:
         stores = stores_of(self.cache)
         for store in stores:
             store.close()
-            store.reserve(store.sizes.next_close(store.closed) - store.length)
+            store.reserve(store.sizes.room(store.closed, store.length))
         options: dict[str, Any] = {"input_ids": self.ids, "position_ids": self.positions, "past_key_values": self.cache}
         options["use_cache"] = True
         if "logits_to_keep" in inspect.signature(self.forward).parameters:
@@ -130,9 +133,9 @@ def _serves(store: CellStore, reads: tuple[Any, ...]) -> bool:
     state = store.state
     if state is None or store.audit or store.watch is not None:
         return False
-    has_room = state.length - state.keys.offset < state.keys.storage.shape[2]
     in_time = state.length < store.sizes.next_close(state.closed)
-    return has_room and in_time and state.key_padding is None and all(x is y for x, y in zip(_reads(state), reads, strict=True))
+    has_moved = any(x is not y for x, y in zip(_reads(state), reads, strict=True))
+    return state.has_room and in_time and state.key_padding is None and not has_moved
 
 
 def _state(store: CellStore) -> CacheState:
@@ -199,16 +202,17 @@ def why_not(model: Any, cache: CellCache, mask: Tensor | None = None) -> str | N
 
 
 @contextmanager
-def stepping(model: Any, cache: CellCache, graph: bool | None) -> Iterator[None]:
+def stepping(model: Any, cache: CellCache, graph: bool | None, compile: bool = False) -> Iterator[None]:
     """`model(...)` with one new token per entry, and this cache, goes by a graph where it can. `graph`: None if it need not."""
-    forward, step = model.forward, ModelStep(model, cache)
+    forward, step = model.forward, ModelStep(model, cache, compile)
+    asked = "compile=True" if compile else "graph=True"
     told: set[str] = set()
     failed: str | None = None
 
     def tell(reason: str) -> None:
         # The first step of a request without keys is never captured, and those after it may be.
         if graph and reason != EMPTY:
-            raise ValueError(f"graph=True, but {reason}; leave it out, and steps are served without a graph")
+            raise ValueError(f"{asked}, but {reason}; leave it out, and steps are served without a graph")
         if reason not in told:
             _log.info("steps are served without a CUDA graph: %s", reason)
             told.add(reason)

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
+from nearfield.cells import sizes
+
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """The module of a benchmark, by its name."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module
+
+
+@pytest.fixture(autouse=True)
+def _group_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick runs have too few keys for the default, from which on a cache groups them."""
+    monkeypatch.setattr(sizes, "GROUP_FROM", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 from hf_models import model, tokens
 
 import nearfield
-from nearfield import hf
+from nearfield import _compat, hf
 from nearfield.hf import model_step
 from nearfield.hf.generation import read_prompt
 from nearfield.hf.model_step import ModelStep, stepping, why_not
@@ -70,7 +71,38 @@ def test_without_a_card_steps_go_on_as_they_are(caplog: pytest.LogCaptureFixture
         hf.generate(made, ids, graph=True, **options)
     with pytest.raises(TypeError, match="graph must be True, False or None, got 1"):
         hf.generate(made, ids, graph=1, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"compile=True, but the model is on cpu.*leave it out"):
+        hf.generate(made, ids, compile=True, **options)
+    with pytest.raises(ValueError, match=r"compile=True, but beams change places.*leave out compile, or num_beams"):
+        hf.generate(made, ids, compile=True, num_beams=2, **options)
+    with pytest.raises(ValueError, match="leave out graph=False, or compile"):
+        hf.generate(made, ids, compile=True, graph=False, **options)
+    with pytest.raises(TypeError, match="compile must be True or False, got 'yes'"):
+        hf.generate(made, ids, compile="yes", **options)  # type: ignore[arg-type]
     assert "forward" not in vars(made), "the model is as it was, also after an error"
+
+
+@torch.no_grad()
+def test_steps_of_many_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers than the compiler takes by itself, which knows each by its number; and steps over several segments."""
+    graphs = []
+
+    def count(program: Any, _: Any) -> Any:
+        graphs.append(program)
+        return program
+
+    monkeypatch.setattr(_compat.torch, "compile", functools.partial(torch.compile, backend=count))
+    made = net(num_hidden_layers=11)
+    cache, twin = (read(made, tokens(1, 40)[0]) for _ in range(2))
+    step, seen = ModelStep(made, cache, compile=True), []
+    for turn in range(40):
+        ids = torch.full((1, 1), 5 + turn)
+        given = {"input_ids": ids, "position_ids": torch.full_like(ids, 40 + turn), "use_cache": True, "logits_to_keep": 1}
+        found = step.forward(**given, past_key_values=cache).logits
+        torch.testing.assert_close(found, made(**given, past_key_values=twin).logits)
+        seen.append(len(graphs))
+    assert seen[0] == 11 + 6, "one for each layer, and what they have in common"
+    assert set(seen) == {seen[0]}
 
 
 def test_the_model_gets_its_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +199,22 @@ def test_tokens_are_the_same(options: dict[str, Any], offload: bool) -> None:
         found.append(hf.generate(made, ids, cache=cache, graph=graph, max_new_tokens=90, **options))
         assert cache.get_seq_length() == 159
     assert torch.equal(*found)
+
+
+@ON_GPU
+@torch.no_grad()
+def test_compiled_steps_give_the_same_logits() -> None:
+    made = net("cuda")
+    cache, twin = (read(made, tokens(1, 70)[0]) for _ in range(2))
+    step = ModelStep(made, cache, compile=True)
+    for turn in range(60):
+        ids = torch.full((1, 1), 5 + turn, device="cuda")
+        positions = torch.full_like(ids, 70 + turn)
+        eager = made(input_ids=ids, position_ids=positions, past_key_values=twin).logits
+        torch.testing.assert_close(step(ids, positions), eager, atol=1e-4, rtol=1e-4)
+    assert 2 <= step.captures <= 4
+    ids = tokens(1, 40).cuda()
+    assert hf.generate(made, ids, compile=True, max_new_tokens=5, do_sample=False).shape == (1, 45)
 
 
 @ON_GPU

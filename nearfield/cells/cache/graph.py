@@ -20,8 +20,9 @@ class StepGraph:
     Before each step, the caller writes the next key, value and query into these tensors. The output is a tensor that the next
     step overwrites.
 
-    The device counts the keys, so that one graph serves all steps until the next segment is closed. Then it is captured again, as
-    it is when anything else has moved the tensors that it reads. Keys may be appended and cropped between steps.
+    The device counts the keys, so that one graph serves all steps until the next segment is closed, or the room that it was given
+    is full. Then it is captured again, as it is when anything else has moved the tensors that it reads. Keys may be appended and
+    cropped between steps.
     """
 
     def __init__(self, store: CellStore, key: Tensor, value: Tensor, query: Tensor, scale: float | None = None) -> None:
@@ -37,7 +38,8 @@ class StepGraph:
     def __call__(self) -> Tensor:
         state = check_capturable(self.store, self.inputs[2])
         with backends.device_guard(state.sinks.device):
-            if state.length >= self.store.sizes.next_close(state.closed) or captured_reads(state) != self._captured[2]:
+            in_time = state.length < self.store.sizes.next_close(state.closed)
+            if not in_time or not state.has_room or captured_reads(state) != self._captured[2]:
                 state = self._capture(state)
             graph, output, _ = self._captured
             state.sync_device_length()
@@ -53,7 +55,7 @@ class StepGraph:
         """Capture a step. Returns the state in which the store is then: with the segments closed that the step needs closed."""
         store, (key, value, query) = self.store, self.inputs
         store.close()
-        store.reserve(store.sizes.next_close(store.closed) - store.length)
+        store.reserve(store.sizes.room(store.closed, store.length))
         state = check_capturable(store, query)
         # Steps of copies, which share memory with the store: it does not notice what they write behind its keys.
         # One outside of the graph first: it compiles the kernels, and the device learns the number of keys.

@@ -276,6 +276,11 @@ class CacheState:
         sinks[:, first:last] = torch.arange(first, last, dtype=sinks.dtype, device=device)
         return outside.expand(len(sinks), -1), sinks
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more key can be appended where memory lies."""
+        return self.length - self.keys.offset < self.keys.storage.shape[2]
+
     def offload_closed(self) -> CacheState:
         """With `offload`: keys and values of closed segments are on the CPU."""
         return self.split(self.closed) if self.offload and self.keys.offset < self.closed else self

@@ -53,9 +53,9 @@ class CellStore:
 
     Args:
         method: `Cells(...)`. The cache uses its segment (None: all keys that are there, at least 1,024, from 8,192 keys on 11
-            sqrt(n)), cell_size (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: cells of 3.5 sqrt(n) keys, at least
-            20 cells), window (None: 16; a number of keys, which is not rounded to whole segments), sinks and partition. There are
-            no samples, and queries at different positions do not open cells together.
+            sqrt(n); see `group_from`), cell_size (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: cells of 3.5
+            sqrt(n) keys, at least 20 cells), window (None: 16; a number of keys, which is not rounded to whole segments), sinks
+            and partition. There are no samples, and queries at different positions do not open cells together.
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
         offload: keep keys and values of closed segments in CPU memory, pinned if the others are on a GPU. The moments of cells
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
@@ -70,6 +70,8 @@ class CellStore:
         regroup: True: group the keys of a prompt anew, even if its attention has grouped them into cells already. False: from
             32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans, which takes less time;
             errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text.
+        group_from: how many keys there are before any are grouped; until then `attend` is exact. None: 8,192, since up to there
+            cells save no time. With a smaller number it is 1,024. Where `method` has a segment, that decides.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -96,12 +98,15 @@ class CellStore:
         offload: bool = False,
         resident: int | None = None,
         regroup: bool = True,
+        group_from: int | None = None,
     ) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
         check_resident(resident, offload)
+        check_positive("group_from", group_from, optional=True, least=0)
         self.audit, self.offload, self.resident = audit, offload, resident
-        self.sizes = CacheSizes.of(self.method.segment, self.method.cell_size, self.method.window, self.method.sinks)
+        cells = self.method
+        self.sizes = CacheSizes.of(cells.segment, cells.cell_size, cells.window, cells.sinks, group_from)
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
         self.regroup = regroup

@@ -314,11 +314,30 @@ def test_a_segment_that_could_not_be_closed_is_closed_by_the_next_step() -> None
 
 
 def test_default_sizes() -> None:
-    store = CellStore()
+    query, key, value = inputs(length=8301)
+    for length, closed, cells in ((8206, 0, 0), (8208, 8192, 512), (8300, 8272, 514)):
+        store = CellStore()
+        store.append(key[:, :, :length], value[:, :, :length])
+        store.close()
+        assert (store.length, store.closed, store.cells, store.probes) == (length, closed, cells, 20)
+        store.append(key[:, :, length : length + 1], value[:, :, length : length + 1])
+        given = query[:, :, length : length + 1], key[:, :, : length + 1], value[:, :, : length + 1]
+        exact = F.scaled_dot_product_attention(*given, enable_gqa=True)
+        assert torch.allclose(store.attend(given[0]), exact, atol=1e-6) == (closed == 0), "exact until keys are grouped"
+
+
+@pytest.mark.parametrize("group_from", [0, 1024, 2000])
+def test_from_how_many_keys_on_they_are_grouped(group_from: int) -> None:
     _, key, value = inputs(length=3100)
-    store.append(key, value)
-    store.close()
-    assert (store.length, store.closed, store.cells, store.probes) == (3100, 3072, 192, 20)
+    store = CellStore(group_from=group_from)
+    first = max(1024, group_from)
+    for end, closed in ((first + 15, 0), (first + 16, first), (3100, 3072)):
+        store.append(key[:, :, store.length : end], value[:, :, store.length : end])
+        store.close()
+        assert store.closed == closed
+    with pytest.raises(ValueError, match="group_from must be"):
+        CellStore(group_from=-1)
+    assert CellStore(nearfield.Cells(segment=64), group_from=group_from).sizes.length(0) == 64
 
 
 def test_closed_cells_never_change() -> None:

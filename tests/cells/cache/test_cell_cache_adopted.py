@@ -32,7 +32,7 @@ ALL = nf.Cells(probes=10_000, sinks=5)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
         monkeypatch.setattr(cells_sizes, name, size)
     monkeypatch.setattr(adopted, "LEAST_KEYS", 64)
 
@@ -286,7 +286,7 @@ def test_its_error_is_that_of_keys_grouped_anew(monkeypatch: pytest.MonkeyPatch)
     prepared = prepared_for(*own, method=nf.Cells(cell_size=32))
     errors = []
     for given in (prepared, None):
-        store = CellStore(regroup=False)
+        store = CellStore(regroup=False, group_from=0)
         store.append(*own[1:])
         store.close(given)
         error = 0.0

@@ -55,6 +55,13 @@ def test_what_is_there_goes_into_one_segment(sizes: CacheSizes, start: int, more
     assert position + 1 - end <= sizes.most_open(end)
 
 
+def test_a_captured_step_has_room_for_as_many_keys_again() -> None:
+    for length, room in ((1, 1024), (1024, 1024), (3000, 3000), (8000, 208), (8207, 1)):
+        assert DEFAULT.room(0, length) == room
+    assert DEFAULT.room(8192, 8300) == 8192 + 1056 + 16 - 8300
+    assert GIVEN.room(24, 30) == 24 + 24 + 30 - 30
+
+
 def test_given_sizes_are_constant() -> None:
     bounds = token_by_token(GIVEN, 1000)
     assert bounds[:4] == [0, 24, 48, 72]
@@ -64,8 +71,12 @@ def test_given_sizes_are_constant() -> None:
 
 def test_growth() -> None:
     bounds = token_by_token(DEFAULT, 400)
+    assert [bounds[segment] for segment in (1, 2, 49, 166)] == [8192, 9248, 131072, 1048352]
+    assert DEFAULT.cells(0, 8192) == 512
+    early = CellStore(group_from=0).sizes
+    bounds = token_by_token(early, 400)
     assert [bounds[segment] for segment in (1, 8, 9, 56, 173)] == [1024, 8192, 9248, 131072, 1048352]
-    cells = [DEFAULT.cells(*ends) for ends in pairwise(bounds)]
+    cells = [early.cells(*ends) for ends in pairwise(bounds)]
     assert cells[:8] == [64] * 8
     for segment, (start, end) in enumerate(pairwise(bounds)):
         if segment >= 8:
@@ -89,7 +100,7 @@ def test_probes() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
         monkeypatch.setattr(cells_sizes, name, size)
 
 

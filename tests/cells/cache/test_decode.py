@@ -179,7 +179,7 @@ def test_the_kernels_of_a_step_are_launched_from_a_list() -> None:
 
 def test_a_graph_knows_what_it_was_captured_for() -> None:
     """As many keys in closed segments, but of other segments: those have other cells."""
-    stores = [CellStore(nf.Cells(cell_size=4, sinks=5, window=8)) for _ in range(2)]
+    stores = [CellStore(nf.Cells(cell_size=4, sinks=5, window=8), group_from=0) for _ in range(2)]
     key, value = torch.randn(2, 1, 2, 3000, 16, generator=seeded(0)).to(DEVICE)
     keys = []
     for store, ends in zip(stores, ([1032, 2056], [2056]), strict=True):
