@@ -35,7 +35,7 @@ Layer = tuple[str, Tensor, Tensor, Tensor]
 
 def close(way: str, prepared: Any, key: Tensor, value: Tensor) -> tuple[CellStore, float]:
     """A store that has closed all keys it can, and how many seconds that took."""
-    store = CellStore(regroup=way == "anew")
+    store = CellStore(regroup=way == "anew", group_from=0)
     store.append(key, value)
     with ExitStack() as changes:
         changes.enter_context(mock.patch.object(adopted, "LEAST_KEYS", 0))

@@ -37,7 +37,7 @@ SHARPNESS = 1.5
 
 def stores() -> dict[str, CellStore | IndexStore]:
     return {
-        "Cells()": CellStore(),
+        "Cells()": CellStore(group_from=0),
         "TopK(index=KMeansIndex())": IndexStore(nf.TopK(index=nf.KMeansIndex())),
         "TopK(tail=128, index=KMeansIndex())": IndexStore(nf.TopK(tail=128, index=nf.KMeansIndex())),
         "TopK()": IndexStore(nf.TopK()),

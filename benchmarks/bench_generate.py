@@ -220,7 +220,7 @@ def step_of(case: Case, name: str, step: int) -> None:
 def cells_of(model: Any, layers: Layers) -> hf.CellCache:
     """A cache that holds these keys and values, closed as a prompt is."""
     model.set_attn_implementation(NAME)
-    cache = hf.CellCache(config=model.config)
+    cache = hf.CellCache(config=model.config, group_from=0)
     for layer, (key, value) in zip(cache.layers, layers, strict=True):
         layer.store.append(key, value)
         layer.store.close()

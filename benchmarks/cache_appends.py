@@ -28,7 +28,7 @@ TOPICS, STAY = 256, 0.99
 def appends(quick: bool) -> dict[str, Any]:
     keys, fewest = (QUICK_KEYS, QUICK_FEWEST) if quick else (KEYS, FEWEST)
     lengths = [fewest << i for i in range((keys // fewest).bit_length())]
-    store = CellStore()
+    store = CellStore(group_from=0)
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(TOPICS, HEADS, 2 * DIM, generator=generator)
     longest = 0.0

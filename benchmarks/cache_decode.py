@@ -80,7 +80,7 @@ def _at(length: int, family: str, rounds: int) -> list[dict[str, Any]]:
     found = []
     for label, (method, offload) in SETTINGS.items():
         # A query that comes again and again would find all of its cells on the card.
-        store = CellStore(method, offload=offload, resident=0 if offload else None)
+        store = CellStore(method, offload=offload, resident=0 if offload else None, group_from=0)
         start = wall(functools.partial(_fill, store, key, value))
         step = graphed(functools.partial(store.attend, query))
         if step is None:

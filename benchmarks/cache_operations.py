@@ -73,7 +73,7 @@ class Trial:
         self.start()
 
     def start(self) -> None:
-        self.store = CellStore(self.method, offload=self.offload)
+        self.store = CellStore(self.method, offload=self.offload, group_from=0)
         self.lists = ListOfKeys(self.draw.randint(1, 3))
         self.append()
 

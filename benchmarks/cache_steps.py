@@ -51,7 +51,7 @@ def steps(model: Any, tokenizer: Any, texts: dict[str, str], options: argparse.N
         ids = ids_of(tokenizer, text[: 12 * tokens])[:, :tokens].to(model.device)
         if ids.shape[1] < tokens:
             raise ValueError(f"{name} has {ids.shape[1]} tokens, and {tokens} are needed")
-        caches = hf.CellCache(method, config=model.config), DynamicCache(config=model.config)
+        caches = hf.CellCache(method, config=model.config, group_from=0), DynamicCache(config=model.config)
         rows.append({"text": name, **_decoded((ours, exact), caches, ids, tokens - decoded)})
     return {"tokens": tokens, "decoded": decoded, "method": repr(method), "rows": rows}
 

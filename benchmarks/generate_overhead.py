@@ -60,7 +60,7 @@ def _is_outermost(event: Any) -> bool:
 
 def _store() -> CellStore:
     key, value = torch.randn(2, 1, HEADS, KEYS, DIM, generator=torch.Generator().manual_seed(0))
-    store = CellStore()
+    store = CellStore(group_from=0)
     store.append(key, value)
     store.close()
     store.reserve(1024)
@@ -81,7 +81,7 @@ def _step(name: str, layers: int, rounds: int, steps: int) -> float:
     model.set_attn_implementation(NAME if name == "cells" else "sdpa")
     room = KEYS + (rounds + 1) * steps
     cache: Any = {
-        "cells": lambda: hf.CellCache(config=config),
+        "cells": lambda: hf.CellCache(config=config, group_from=0),
         "static": lambda: StaticCache(config=config, max_cache_len=room),
         "dynamic": lambda: DynamicCache(config=config),
     }[name]()

@@ -190,12 +190,12 @@ def attention(
         attn_mask, is_causal, offset = causal.resolve(attn_mask, is_causal, offset, query, key, given_window is not None)
     is_plain = attn_mask is None and gradient is None and generator is None and dropout_p == 0.0 and not check_finite
     is_plain = is_plain and not return_lse and not softcap and s_aux is None and window_size is None
-    if is_plain and method is None and backend == "auto" and not offset:
+    if is_plain and (method is None or method == DEFAULT) and backend == "auto" and not offset:
         output = _sdpa_if_faster(query, key, value, is_causal, scale, enable_gqa)
         if output is not None:
             return output
     signature = None
-    method = Auto() if method is None else method
+    method = DEFAULT if method is None else method
     # Only these: a method of one's own may do more than the cells that it calls.
     if is_plain and type(method) in (Cells, Auto):
         signature = ready.signature(query, key, value, backend, is_causal, offset, scale, enable_gqa, method, crossover.edition())
@@ -366,6 +366,9 @@ def _keys_used(outcome: Outcome) -> dict[str, float]:
 
 MOST = torch.finfo(torch.float32).max
 """Scales beyond it are looked at: see `problem.check`."""
+
+DEFAULT = Auto()
+"""What `method=None` means."""
 
 FEW, SHORT = 16, 2048
 """Up to the second number of keys no method beats SDPA on any device. With fewer keys than the first, which is a vector of the

@@ -119,8 +119,9 @@ SEGMENT, WINDOW, CELL_SIZE = 1024, 16, 16
 """Defaults of a cache. Segments and cells grow beyond 8,192 keys, the window does not."""
 FIXED_SEGMENTS = 8
 """A cache: after this many segments of the default length they grow."""
-GROUP_FROM = 8192
-"""A cache groups nothing until it has so many keys. Up to there a step that reads all of them takes about as long."""
+GROUP_FROM, GROUP_FROM_ON_GPU = 8192, 16_384
+"""A cache groups nothing until it has so many keys. Up to there a step that reads all of them takes about as long, on a GPU less
+time."""
 ROOM = 1024
 """A captured step of a cache has room for so many more keys, or for as many as there are."""
 END_MULTIPLE = 16
@@ -151,11 +152,18 @@ class CacheSizes:
 
     @staticmethod
     def of(
-        segment: int | None, cell_size: int | None, window: int | None, sinks: int, group_from: int | None = None
+        segment: int | None,
+        cell_size: int | None,
+        window: int | None,
+        sinks: int,
+        group_from: int | None = None,
+        on_gpu: bool = False,
     ) -> CacheSizes:
         """These sizes, with the default window and the default length of the first segment where they are None."""
         window = min(WINDOW, segment or SEGMENT) if window is None else window
-        return CacheSizes(segment, cell_size, window, sinks, GROUP_FROM if group_from is None else group_from)
+        if group_from is None:
+            group_from = GROUP_FROM_ON_GPU if on_gpu else GROUP_FROM
+        return CacheSizes(segment, cell_size, window, sinks, group_from)
 
     def length(self, start: int) -> int:
         """The fewest keys that the segment that begins at key `start` may have."""

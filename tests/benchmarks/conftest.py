@@ -23,3 +23,4 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 def _group_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick runs have too few keys for the default, from which on a cache groups them."""
     monkeypatch.setattr(sizes, "GROUP_FROM", 0)
+    monkeypatch.setattr(sizes, "GROUP_FROM_ON_GPU", 0)

@@ -106,7 +106,14 @@ def test_chunks_by_the_engine_for_whole_sequences(
 @pytest.mark.parametrize("regroup", [False, True])
 def test_a_prompt_is_grouped_once(nets: dict[str, tuple[Any, Any]], regroup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = nets["llama"]
-    for name, size in {"SEGMENT": 8, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {
+        "SEGMENT": 8,
+        "FIXED_SEGMENTS": 2,
+        "GROUP_FROM": 0,
+        "GROUP_FROM_ON_GPU": 0,
+        "CELL_SIZE": 4,
+        "END_MULTIPLE": 4,
+    }.items():
         monkeypatch.setattr(cells_sizes, name, size)
     monkeypatch.setattr(adopted, "LEAST_KEYS", 64)
     given = {"input_ids": tokens(1, LENGTH).repeat(1, 4)}

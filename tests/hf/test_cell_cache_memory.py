@@ -113,7 +113,14 @@ def test_a_text_is_one_segment(
     nets: tuple[Any, Any], text: Tensor, tmp_path: Path, chunk: int | None, positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is read in chunks that attend to each other."""
-    for name, size in {"SEGMENT": 8, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {
+        "SEGMENT": 8,
+        "FIXED_SEGMENTS": 2,
+        "GROUP_FROM": 0,
+        "GROUP_FROM_ON_GPU": 0,
+        "CELL_SIZE": 4,
+        "END_MULTIPLE": 4,
+    }.items():
         monkeypatch.setattr(cells_sizes, name, size)
     _, ours = nets
     memory = hf.Memory.read(ours, text, nearfield.Cells(probes=2, sinks=3, window=2), chunk=chunk, positions=positions)

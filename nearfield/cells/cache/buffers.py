@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ from torch import Tensor
 
 GROWTH = 1.25
 """A full buffer grows by this factor: at most a quarter stays unused, and each number is copied about five times in all."""
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """A context whose tensors are no inference tensors. To leave a mode that nobody is in takes longer than to make a tensor."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class Buffer:
@@ -34,7 +40,7 @@ class Buffer:
         pinned_for: torch.device | None = None,
     ) -> None:
         """Holds the first `offset` rows of `base` only. Rows have the shape of those in `like` `[batch, heads, any, ...]`."""
-        with torch.inference_mode(False):  # as `_new_storage`
+        with outside_inference():  # as `_new_storage`
             self.storage = like.new_empty((*like.shape[:2], 0, *like.shape[3:]), dtype=dtype)
         self.base = base if offset else None
         self.offset = self.length = offset
@@ -82,7 +88,7 @@ class Buffer:
         batch = len(self.storage) if batch is None else batch
         shape = (batch, self.storage.shape[1], rows, *self.storage.shape[3:])
         # Inference tensors could not be written to outside of inference mode, where the next step may be.
-        with torch.inference_mode(False):
+        with outside_inference():
             return self.storage.new_empty(shape, pin_memory=self.pinned_for is not None)
 
     def _moved(self, storage: Tensor) -> Buffer:

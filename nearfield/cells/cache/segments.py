@@ -72,10 +72,11 @@ class CacheTables:
         compute = torch.promote_types(key.dtype, torch.float32)
         # On a GPU, a step takes as long as it takes to read these.
         kept = torch.bfloat16 if key.is_cuda and key.dtype.itemsize == 2 else compute
+        # Empty buffers of one shape may be the same one: a buffer never changes, and the first rows get a storage of their own.
         self.start = Buffer(key[..., 0], torch.int32)
-        self.size, self.log_exists = Buffer(key[..., 0], compute), Buffer(key[..., 0], compute)
-        self.centroid, self.variance = Buffer(key, kept), Buffer(key, kept)
-        self.value = Buffer(value, kept)
+        self.size = self.log_exists = Buffer(key[..., 0], compute)
+        self.centroid = self.variance = Buffer(key, kept)
+        self.value = self.centroid if key.shape == value.shape else Buffer(value, kept)
         batch, heads = key.shape[:2]
         self.cross = key.new_zeros((batch, heads, value.shape[3], key.shape[3]), dtype=compute)
         """as in `ClosedSegment`, summed over all segments"""

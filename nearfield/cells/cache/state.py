@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.adopted import KnownCells
-from nearfield.cells.cache.buffers import Buffer
+from nearfield.cells.cache.buffers import Buffer, outside_inference
 from nearfield.cells.cache.resident import Pool, Resident
 from nearfield.cells.cache.segments import CacheTables, close_segment, cross_of
 from nearfield.cells.cache.steps import hidden_mask
@@ -28,7 +28,7 @@ class DeviceLength:
     """A number of keys where kernels read it. The tensor stays where it is, so that a captured graph finds it."""
 
     def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):
+        with outside_inference():
             self.tensor = torch.zeros(1, dtype=torch.int32, device=device)
         self.known: int | None = 0
         """the value of `tensor`, without asking the device; None: it may be any"""
@@ -72,9 +72,9 @@ class CacheState:
         self.memory_length = memory_length
         """how many keys belong to a memory, which is never changed and not copied"""
         self.keys, self.values = (Buffer(x, base=x, offset=memory_length) for x in (key, value))
-        self.order = Buffer(key[..., 0], torch.int32)
-        """`[batch, heads, closed]`: the key that is at each place, counted from the start of its segment"""
         self.tables = CacheTables(key, value)
+        self.order = self.tables.start  # as empty
+        """`[batch, heads, closed]`: the key that is at each place, counted from the start of its segment"""
         self.sinks = torch.full((len(key), sizes.sinks), -1, device=key.device)
         """`[batch, sinks]`: the places of the first keys, as far as they are in closed segments; -1: none"""
         self.key_padding: Tensor | None = None

@@ -70,8 +70,8 @@ class CellStore:
         regroup: True: group the keys of a prompt anew, even if its attention has grouped them into cells already. False: from
             32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans, which takes less time;
             errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text.
-        group_from: how many keys there are before any are grouped; until then `attend` is exact. None: 8,192, since up to there
-            cells save no time. With a smaller number it is 1,024. Where `method` has a segment, that decides.
+        group_from: how many keys there are before any are grouped; until then `attend` is exact. None: 8,192, on a GPU 16,384,
+            since up to there cells save no time. Fewer than 1,024 mean 1,024. Where `method` has a segment, that decides.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -105,8 +105,9 @@ class CellStore:
         check_resident(resident, offload)
         check_positive("group_from", group_from, optional=True, least=0)
         self.audit, self.offload, self.resident = audit, offload, resident
-        cells = self.method
-        self.sizes = CacheSizes.of(cells.segment, cells.cell_size, cells.window, cells.sinks, group_from)
+        self.group_from = group_from
+        self.sizes = self._sizes(on_gpu=False)
+        """those of a CPU until the first key says where it is"""
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
         self.regroup = regroup
@@ -206,11 +207,16 @@ class CellStore:
         looked, found = (0, 0) if pool is None else pool.counts.sum(0).tolist()
         return found / looked if looked else None
 
+    def _sizes(self, on_gpu: bool) -> CacheSizes:
+        cells = self.method
+        return CacheSizes.of(cells.segment, cells.cell_size, cells.window, cells.sinks, self.group_from, on_gpu)
+
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> None:
         """Add keys and values `[batch, heads, new, dim]`; `counts` `[batch, new]` is False for padding."""
         check_new(key, value, counts)
         key, value, state = key.detach(), value.detach(), self.state
         if state is None:
+            self.sizes = self._sizes(key.is_cuda)
             state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload, resident=self.resident)
         check_alike(key, value, state.keys.storage, state.values.storage)
         self._state = state.append(key, value, counts)

@@ -23,7 +23,14 @@ BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 200, 16, 12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {
+        "SEGMENT": 16,
+        "FIXED_SEGMENTS": 2,
+        "GROUP_FROM": 0,
+        "GROUP_FROM_ON_GPU": 0,
+        "CELL_SIZE": 4,
+        "END_MULTIPLE": 4,
+    }.items():
         monkeypatch.setattr(cells_sizes, name, size)
     monkeypatch.setattr(cache_store, "LEAST_CHUNK", 8)
 

@@ -29,7 +29,14 @@ WIDE = nearfield.Cells(probes=3, segment=16, cell_size=4, sinks=5, window=40)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {
+        "SEGMENT": 16,
+        "FIXED_SEGMENTS": 2,
+        "GROUP_FROM": 0,
+        "GROUP_FROM_ON_GPU": 0,
+        "CELL_SIZE": 4,
+        "END_MULTIPLE": 4,
+    }.items():
         monkeypatch.setattr(cells_sizes, name, size)
 
 

@@ -100,7 +100,14 @@ def test_probes() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "CELL_SIZE": 4, "END_MULTIPLE": 4}.items():
+    for name, size in {
+        "SEGMENT": 16,
+        "FIXED_SEGMENTS": 2,
+        "GROUP_FROM": 0,
+        "GROUP_FROM_ON_GPU": 0,
+        "CELL_SIZE": 4,
+        "END_MULTIPLE": 4,
+    }.items():
         monkeypatch.setattr(cells_sizes, name, size)
 
 
