@@ -54,10 +54,22 @@ def load_model(
             f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
             "or a .gguf file, or allow a download with --download"
         ) from error
+    except Exception as error:
+        if not _is_damage(error):
+            raise
+        raise OSError(
+            f"the files of {name} cannot be read ({_first_line(error)}); the download is incomplete or damaged: remove the folder "
+            "and fetch the model again"
+        ) from error
     finally:
         if with_bars:
             messages.enable_progress_bar()
     return model.to(device).eval(), tokenizer
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether this is what readers of weights and tokenizers raise when a file is cut off or altered."""
+    return type(error).__name__ in ("SafetensorError", "UnpicklingError", "JSONDecodeError")
 
 
 def _gguf(path: Path) -> Path | None:
@@ -127,3 +139,13 @@ def longest_context(model: Any) -> int | None:
 def layer_count(model: Any) -> int:
     count: int = model.config.get_text_config().num_hidden_layers
     return count
+
+
+def generation_config(model: Any, tokenizer: Any, most: int, **options: Any) -> Any:
+    """Options of `generate` for up to `most` tokens, by default the likeliest ones. Of the model's own, only what ends a text."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config.eos_token_id
+    ends = own if own is not None else tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return GenerationConfig(max_new_tokens=most, eos_token_id=ends, pad_token_id=pad, **{"do_sample": False, **options})
