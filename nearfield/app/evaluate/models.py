@@ -58,8 +58,8 @@ def load_model(
         if not _is_damage(error):
             raise
         raise OSError(
-            f"the files of {name} cannot be read ({_first_line(error)}); the download is incomplete or damaged: remove the folder "
-            "and fetch the model again"
+            f"the files of {name} cannot be read ({_first_line(error)}); the download is incomplete or damaged: remove the "
+            "folder and fetch the model again"
         ) from error
     finally:
         if with_bars:

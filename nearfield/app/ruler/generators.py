@@ -17,7 +17,14 @@ from typing import Any
 from nearfield.app.ruler.official import Task
 
 PATIENCE = 180.0
-"""Seconds without a word after which a generator is taken to try for ever. The longest step, loading data, takes a few."""
+"""Seconds without a word that a generator may take to load its data, which takes a few."""
+
+SAMPLE_PATIENCE = 20.0
+"""Seconds without a word that it may take for a sample, which is a matter of milliseconds; else it is trying for ever."""
+
+
+class NeverFits(ValueError):
+    """A generator made prompt after prompt, all of them too long."""
 
 
 class Generators:
@@ -75,20 +82,23 @@ class Generators:
 
     def _wait(self, task: Task, length: int, told: Callable[[int], None] | None) -> None:
         too_short = f"no prompt of {task.name} fits into {length:,} tokens; give larger --lengths, or --tasks without it"
+        patience = PATIENCE
         while True:
             try:
-                found = self._told.get(timeout=PATIENCE)
+                found = self._told.get(timeout=patience)
             except Empty:
                 raise ValueError(too_short) from None
             if found is None:
                 raise ValueError(f"the generator of {task.name} has ended without a word; is there enough memory?")
             if "too_short" in found:
-                raise ValueError(too_short)
+                raise NeverFits(too_short)
             if "error" in found:
                 kind = OSError if found["full"] else ValueError
                 raise kind(f"the generator of {task.name} failed at {length:,} tokens ({found['error']})")
-            if "sample" in found and told is not None:
-                told(found["sample"])
+            if "sample" in found:
+                patience = SAMPLE_PATIENCE
+                if told is not None:
+                    told(found["sample"])
             if "done" in found:
                 return
 

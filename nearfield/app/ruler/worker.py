@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
-TRIES = 1000
+TRIES = 200
 """Prompts that a generator may make for one sample before it is clear that none will fit."""
 
 KEPT = {"niah.py": {"nouns", "adjs", "words"}}

@@ -16,7 +16,7 @@ class Watch(Protocol):
 
     def add(self, state: CacheState, place: Tensor, weight: Tensor) -> None:
         """Weights `[heads * rows, group, keys]` of keys in opened cells at `place` `[heads * rows, keys]`, heads of all batch
-        entries. A place that no key has, behind the end of a cell, has weight 0."""
+        entries. Rows with fewer keys than others have place 0, and weight 0, after their last."""
 
 
 @dataclass
@@ -75,9 +75,9 @@ class OpenedKeys:
         rows, group = len(place) // heads, weight.shape[1]
         head = torch.arange(heads, device=place.device).repeat_interleave(rows)[:, None].expand_as(place)
         is_wanted = torch.isin(_positions(state, place, head), self.positions.to(place.device))
-        # Behind the end of a cell lie keys of the next one, without a weight.
-        is_there = is_wanted[:, None] & (weight > 0)
-        opened = is_there.any(2).any(1)[:, None].expand(-1, group)
+        # Place 0 may stand for no key at all.
+        is_there = is_wanted & ((place != 0) | (weight > 0).any(1))
+        opened = is_there.any(1)[:, None].expand(-1, group)
         looked = (weight * is_wanted[:, None]).sum(2) >= self.share
         # Query heads that share keys follow one another.
         found = [x.view(heads, rows, group).sum(1).flatten().cpu() for x in (opened, looked)]
