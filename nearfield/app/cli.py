@@ -320,6 +320,7 @@ def ruler(
         Path("nearfield-ruler"), metavar="FOLDER", help="Folder for answers.jsonl, ruler.json and ruler.html."
     ),
     prompts: Path = typer.Option(None, metavar="FOLDER", help="Where prompts are kept. Default: the user's cache folder."),
+    only_prompts: bool = typer.Option(False, "--only-prompts", help="Make the prompts and stop; the weights are not loaded."),
     device: str = typer.Option("", metavar="NAME", help=DEVICE),
     dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
@@ -352,6 +353,7 @@ def ruler(
             arguments.device(device) if device else None,
             arguments.dtype(dtype) if dtype else None,
             download,
+            only_prompts,
         )
         try:
             run(asked)

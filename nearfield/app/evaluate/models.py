@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +30,42 @@ def load_model(
             else that `from_pretrained` takes.
         download: whether Transformers may look for the model on the hub.
     """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging as messages
-    except ImportError as error:
-        raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
+    with _reading(name):
+        from transformers import AutoModelForCausalLM
 
-    weights = _gguf(Path(name))
-    with_bars = messages.is_progress_bar_enabled()
-    messages.disable_progress_bar()  # the command line shows its own
-    try:
+        weights = _gguf(Path(name))
         if weights is not None:
             model = _from_gguf(weights, dtype)
-            # A tokenizer beside the weights loads faster than the one inside them.
-            beside = (weights.parent / "tokenizer.json").exists()
-            tokenizer = (
-                AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True) if beside else gguf_tokenizer(weights)
-            )
         else:
             options: dict[str, Any] = {"local_files_only": not download, "trust_remote_code": False}
             model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype, **options)
-            tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
+    return model.to(device).eval(), load_tokenizer(name, download)
+
+
+def load_tokenizer(name: str | Path, download: bool = False) -> Any:
+    """The tokenizer of such a model alone."""
+    with _reading(name):
+        from transformers import AutoTokenizer
+
+        weights = _gguf(Path(name))
+        if weights is None:
+            return AutoTokenizer.from_pretrained(str(name), local_files_only=not download, trust_remote_code=False)
+        # A tokenizer beside the weights loads faster than the one inside them.
+        beside = (weights.parent / "tokenizer.json").exists()
+        return AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True) if beside else gguf_tokenizer(weights)
+
+
+@contextmanager
+def _reading(name: str | Path) -> Iterator[None]:
+    """Files of a model are read inside: what can go wrong is said in one line, and Transformers shows no bars."""
+    try:
+        from transformers.utils import logging as messages
+    except ImportError as error:
+        raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
+    with_bars = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()  # the command line shows its own
+    try:
+        yield
     except OSError as error:
         raise FileNotFoundError(
             f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
@@ -64,7 +81,6 @@ def load_model(
     finally:
         if with_bars:
             messages.enable_progress_bar()
-    return model.to(device).eval(), tokenizer
 
 
 def _is_damage(error: Exception) -> bool:

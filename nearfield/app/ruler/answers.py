@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield import _compat
 from nearfield.app.evaluate.measure import attending
 from nearfield.app.evaluate.models import generation_config
 from nearfield.app.ruler.ways import Way
@@ -75,7 +76,7 @@ def writing(model: Any, way: Way) -> Iterator[None]:
     if way.decode is None:
         yield
         return
-    before = model.config.get_text_config()._attn_implementation
+    before = _compat.attention_name(model)
     model.set_attn_implementation(way.decode)
     try:
         yield

@@ -14,16 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nearfield.app import wide_console
 from nearfield.app.arguments import check_folder, check_model
-from nearfield.app.evaluate.models import load_model, longest_context, placement
+from nearfield.app.evaluate.models import load_model, load_tokenizer, longest_context, placement
 from nearfield.app.evaluate.report import environment, json_text
 from nearfield.app.ruler import official
 from nearfield.app.ruler.generators import Generators
 from nearfield.app.ruler.page import page
-from nearfield.app.ruler.prompts import Prompts, check_template, tokenizer_digest
+from nearfield.app.ruler.prompts import Prompt, Prompts, check_template, tokenizer_digest
 from nearfield.app.ruler.record import Record
 from nearfield.app.ruler.report import LEGEND, Results, as_json, tabulated
 from nearfield.app.ruler.run import OutOfTime, Plan, answer_all, make_prompts
-from nearfield.app.ruler.ways import WAYS
+from nearfield.app.ruler.ways import WAYS, Way
 from nearfield.hf.memory_file import fingerprint
 from nearfield.user_cache import folder as user_folder
 from nearfield.user_cache import replace_bytes
@@ -48,6 +48,7 @@ class Asked:
     device: torch.device | None
     dtype: torch.dtype | None
     download: bool
+    only_prompts: bool = False
 
 
 class Stopped(Exception):
@@ -63,6 +64,9 @@ def run(asked: Asked) -> None:
     check_folder("--out", asked.out)
     place = asked.prompts or user_folder() / "ruler"
     check_folder("--prompts", place)
+    if asked.only_prompts:
+        _only_prompts(asked, place, console)
+        return
     with console.status(f"loading {asked.model}"):
         model, tokenizer = load_model(asked.model, *placement(asked.device, asked.dtype), asked.download)
     for template in asked.templates:
@@ -84,8 +88,7 @@ def run(asked: Asked) -> None:
     if record.unreadable:
         console.print(f"{record.unreadable} damaged answers in {record.path} are written anew", highlight=False, soft_wrap=True)
     ways = [WAYS[method] for method in dict.fromkeys(["exact", *asked.methods])]
-    tasks = [official.tasks()[task] for task in asked.tasks]
-    plan = Plan(tasks, asked.lengths, asked.templates, asked.samples, ways, asked.batch, asked.watch)
+    plan = _plan(asked, ways)
     reason = None
     try:
         _measure(asked, plan, model, tokenizer, place, record, console, started)
@@ -96,7 +99,7 @@ def run(asked: Asked) -> None:
     except torch.OutOfMemoryError as error:
         told = str(error).partition("\n")[0].partition(". ")[0]
         reason = f"{model.device} has too little memory ({told}); use a smaller --batch, or shorter --lengths"
-    _show(record, console, {"environment": where, **about, "samples": asked.samples, "ways": {w.name: w.about for w in ways}})
+    _show(record, console, {"environment": where, **about, "ways": {way.name: way.about for way in WAYS.values()}})
     if reason is not None:
         kept = f"{len(record.answers):,} answers are in {record.path}, and the same command goes on from there"
         raise Stopped(f"{reason}: {kept}")
@@ -111,10 +114,25 @@ def _check_lengths(lengths: Sequence[int], known: int | None) -> None:
     raise ValueError(f"--lengths {max(lengths)} is more than the {known:,} positions that this model knows; {remedy}")
 
 
-def _measure(
-    asked: Asked, plan: Plan, model: Any, tokenizer: Any, place: Path, record: Record, console: Console, started: float
-) -> None:
-    """Behind two bars: the prompts of one task at a time, then all answers."""
+def _only_prompts(asked: Asked, place: Path, console: Console) -> None:
+    """Make the prompts, for which the tokenizer is enough."""
+    with console.status(f"loading the tokenizer of {asked.model}"):
+        tokenizer = load_tokenizer(asked.model, asked.download)
+    for template in asked.templates:
+        check_template(tokenizer, template)
+    with _bars(console) as progress, Generators(tokenizer) as generators:
+        prompts = Prompts(place, tokenizer, asked.seed, generators)
+        made = _made(asked, _plan(asked, []), prompts, progress)
+    count = sum(map(len, made.values()))
+    console.print(f"{count:,} prompts are in {place / prompts.fingerprint[:16]}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _plan(asked: Asked, ways: Sequence[Way]) -> Plan:
+    tasks = [official.tasks()[task] for task in asked.tasks]
+    return Plan(tasks, asked.lengths, asked.templates, asked.samples, ways, asked.batch, asked.watch)
+
+
+def _bars(console: Console) -> Progress:
     columns = (
         TextColumn("{task.description:<38}"),
         BarColumn(),
@@ -122,14 +140,23 @@ def _measure(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress, Generators(tokenizer) as generators:
-        bar = progress.add_task("prompts", total=asked.samples)
-        prompts = make_prompts(
-            plan,
-            Prompts(place, tokenizer, asked.seed, generators),
-            lambda what, count: progress.update(bar, description=what, completed=count),
-        )
-        progress.remove_task(bar)
+    return Progress(*columns, console=console, transient=True)
+
+
+def _made(asked: Asked, plan: Plan, prompts: Prompts, progress: Progress) -> dict[tuple[str, int, str], list[Prompt]]:
+    """All prompts, behind a bar for one task at a time."""
+    bar = progress.add_task("prompts", total=asked.samples)
+    found = make_prompts(plan, prompts, lambda what, count: progress.update(bar, description=what, completed=count))
+    progress.remove_task(bar)
+    return found
+
+
+def _measure(
+    asked: Asked, plan: Plan, model: Any, tokenizer: Any, place: Path, record: Record, console: Console, started: float
+) -> None:
+    """Behind two bars: the prompts of one task at a time, then all answers."""
+    with _bars(console) as progress, Generators(tokenizer) as generators:
+        prompts = _made(asked, plan, Prompts(place, tokenizer, asked.seed, generators), progress)
         every = progress.add_task("", total=plan.answers)
 
         def told(what: str, more: int) -> None:

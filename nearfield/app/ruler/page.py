@@ -48,6 +48,7 @@ def page(found: Results, about: Mapping[str, Any]) -> str:
     where = about["environment"]
     title = f"Does {about['model']} still read?"
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="soft">{escape(_subtitle(found, where))}</p>']
+    parts += [f"<p>{escape(said)}</p>" for said in _said(found)]
     for template in found.templates:
         parts += _section(found, template, about.get("ways", {}))
     parts += _needles(found)
@@ -62,6 +63,22 @@ def _subtitle(found: Results, where: Mapping[str, Any]) -> str:
     lengths = ", ".join(f"{length:,}" for length in found.lengths)
     tasks = f"{len(found.tasks)} task{'s' * (len(found.tasks) != 1)} of RULER"
     return f"{tasks} at {lengths} tokens; {len(found.answers):,} answers; {where['dtype']} on {device}"
+
+
+def _said(found: Results) -> list[str]:
+    """What came of it at the greatest length, in a sentence for each way."""
+    length, told = found.lengths[-1], []
+    for template in found.templates:
+        exact = found.score(Place(template, "exact", length, None))
+        for way in found.ways:
+            score = found.score(Place(template, way, length, None))
+            if way != "exact" and exact is not None and score is not None and score.loss is not None and score.p is not None:
+                told.append(
+                    f"At {length:,} tokens ({template}), {way} scores {score.mean:.1f} where exact attention scores "
+                    f"{exact.mean:.1f}; a token of an answer reads {score.share:.1%} of the keys. On the same prompts the loss "
+                    f"is {score.loss:+.1f} points (p = {score.p:.2g})."
+                )
+    return told
 
 
 def _environment(about: Mapping[str, Any]) -> str:
@@ -95,9 +112,9 @@ def _table(found: Results, template: str) -> str:
     for way in found.ways:
         cells = [escape(way)]
         for length in (*found.lengths, None):
-            score = found.scores.get(Place(template, way, length, None))
+            score = found.score(Place(template, way, length, None))
             cells.append("" if score is None else f'{score.mean:.1f} <span class="soft">{_range(score)} {loss(score)}</span>')
-        whole = found.scores.get(Place(template, way, None, None))
+        whole = found.score(Place(template, way, None, None))
         cells += [""] * 3 if whole is None else [f"{whole.share:.1%}", f"{whole.reading:.2f}", f"{whole.writing:.2f}"]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table>{''.join(rows)}</table>"
@@ -109,7 +126,7 @@ def _range(score: Score) -> str:
 
 def _scores(found: Results, template: str, way: str) -> str:
     cells = [
-        [_cell(found.scores.get(Place(template, way, length, task)), way, task, length) for length in found.lengths]
+        [_cell(found.score(Place(template, way, length, task)), way, task, length) for length in found.lengths]
         for task in (*found.tasks, None)
     ]
     return heat_map([*found.tasks, "all"], [f"{length:,}" for length in found.lengths], cells)
@@ -130,7 +147,7 @@ def _cell(score: Score | None, way: str, task: str | None, length: int) -> Cell:
 def _points(found: Results, template: str, way: str) -> list[Point]:
     points = []
     for number, length in enumerate(found.lengths):
-        score = found.scores.get(Place(template, way, length, None))
+        score = found.score(Place(template, way, length, None))
         if score is not None and score.loss is not None and score.p is not None and score.share > 0:
             told = f"{way}, {length:,} tokens: loss {score.loss:+.1f} (p = {score.p:.3g}), {score.keys:,.0f} keys read"
             points.append(Point(score.share, score.loss, 4 + 1.5 * number, told))
@@ -142,7 +159,7 @@ def _needles(found: Results) -> list[str]:
         return []
     said = (
         "Of the steps of an answer, the share in which a head opened a cell with a token of a needle that was asked for; and in "
-        "which it gave such tokens at least a fifth of its weights. A row is a layer, a column a head; heads that share keys "
+        "which it gave such tokens at least a fifth of its weights. A column is a layer, a row a head; heads that share keys "
         "open cells together. Single needles, several, and chains of variables are counted alike."
     )
     parts = [f"<h2>Which heads opened the needle</h2><p>{said}</p>"]
@@ -164,9 +181,12 @@ def _best(heads: Heads, shares: list[list[float]]) -> str:
 def _by_head(heads: Heads, shares: list[list[float]], name: str) -> str:
     count = max(map(len, shares))
     cells = [
-        [Cell(share, told=f"layer {layer}, head {head}: {name} in {share:.1%} of the steps") for head, share in enumerate(line)]
-        for layer, line in zip(heads.layers, shares, strict=True)
+        [
+            Cell(line[head], told=f"layer {layer}, head {head}: {name} in {line[head]:.1%} of the steps")
+            for layer, line in zip(heads.layers, shares, strict=True)
+        ]
+        for head in range(count)
     ]
-    every = [str(layer) if layer % 4 == 0 or len(heads.layers) < 8 else "" for layer in heads.layers]
-    across = [str(head) if head % 4 == 0 or count < 8 else "" for head in range(count)]
-    return heat_map(every, across, cells, wide=18, high=12)
+    across = [str(layer) if layer % 4 == 0 or len(heads.layers) < 8 else "" for layer in heads.layers]
+    down = [str(head) if head % 4 == 0 or count < 8 else "" for head in range(count)]
+    return heat_map(down, across, cells, wide=18, high=16)

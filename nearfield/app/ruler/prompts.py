@@ -128,7 +128,7 @@ def read(path: Path, header: dict[str, Any]) -> list[dict[str, Any]] | None:
         known = json.loads(first)
         is_whole = known.pop("sha256", None) == hashlib.sha256(body).hexdigest()
         return [json.loads(line) for line in body.splitlines()] if is_whole and known == header else None
-    except (OSError, lzma.LZMAError, EOFError, ValueError, AttributeError):
+    except (OSError, lzma.LZMAError, EOFError, ValueError, AttributeError, TypeError):
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -45,6 +45,11 @@ class Results:
     @staticmethod
     def of(answers: Mapping[Key, Mapping[str, Any]]) -> Results:
         return Results(answers, summarised(answers), _heads(answers))
+
+    def score(self, place: Place) -> Score | None:
+        """None: there is none, or it leaves out tasks or lengths that exact attention has, and cannot stand beside it."""
+        found, exact = self.scores.get(place), self.scores.get(replace(place, way="exact"))
+        return None if found is None or (exact is not None and found.parts < exact.parts) else found
 
     @property
     def templates(self) -> list[str]:
@@ -93,7 +98,7 @@ def tabulated(found: Results, template: str) -> list[Table]:
         for length in found.lengths:
             table.add_column(f"{length:,}", justify="right", no_wrap=True)
         for task in found.tasks:
-            table.add_row(task, *(_cell(found.scores.get(Place(template, way, length, task))) for length in found.lengths))
+            table.add_row(task, *(_cell(found.score(Place(template, way, length, task))) for length in found.lengths))
         tables.append(table)
     return tables
 
@@ -108,9 +113,9 @@ def _by_length(found: Results, template: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for way in found.ways:
         row = [way]
-        for score in [found.scores.get(Place(template, way, length, None)) for length in (*found.lengths, None)]:
+        for score in [found.score(Place(template, way, length, None)) for length in (*found.lengths, None)]:
             row += [_cell(score, with_loss=False), loss(score)]
-        whole = found.scores.get(Place(template, way, None, None))
+        whole = found.score(Place(template, way, None, None))
         row += [""] * 3 if whole is None else [f"{whole.share:.1%}", f"{whole.reading:.2f}", f"{whole.writing:.2f}"]
         table.add_row(*row)
     return table

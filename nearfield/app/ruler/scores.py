@@ -24,6 +24,8 @@ class Score:
     """A mean score from 0 to 100."""
 
     answers: int
+    parts: int
+    """tasks at a length that it is the mean of"""
     mean: float
     low: float
     high: float
@@ -123,6 +125,7 @@ def _score(strata: Strata, exact: Strata) -> Score:
     mean, low, high = averaged(parts)
     return Score(
         len(every),
+        len(parts),
         100 * mean,
         100 * low,
         100 * high,
