@@ -59,9 +59,10 @@ def load_tokenizer(name: str | Path, download: bool = False) -> Any:
 def _reading(name: str | Path) -> Iterator[None]:
     """Files of a model are read inside: what can go wrong is said in one line, and Transformers shows no bars."""
     try:
-        from transformers.utils import logging as messages
+        import transformers
     except ImportError as error:
         raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
+    messages = transformers.utils.logging
     with_bars = messages.is_progress_bar_enabled()
     messages.disable_progress_bar()  # the command line shows its own
     try:
