@@ -167,15 +167,10 @@ def _measure(
 
 
 def _show(record: Record, console: Console, about: dict[str, Any]) -> None:
-    """Print and write what the answers on record say."""
+    """Write and print what the answers on record say."""
     if not record.answers:
         return
     found = Results.of(record.answers)
-    for template in found.templates:
-        for table in tabulated(found, template):
-            console.print(table)
-            console.print()
-    console.print(LEGEND, highlight=False)
     written = {"ruler.json": json_text(as_json(found, about)), "ruler.html": page(found, about)}
     for name, text in written.items():
         path = record.path.parent / name
@@ -186,5 +181,10 @@ def _show(record: Record, console: Console, about: dict[str, Any]) -> None:
                 f"{path} cannot be written ({error.strerror}); the answers in {record.path} are kept: free some space, and run "
                 "the same command again"
             ) from error
+    for template in found.templates:
+        for table in tabulated(found, template):
+            console.print(table)
+            console.print()
+    console.print(LEGEND, highlight=False)
     paths = ", ".join(str(record.path.parent / name) for name in written)
     console.print(f"written: {paths}; all answers: {record.path}", highlight=False, markup=False, soft_wrap=True)

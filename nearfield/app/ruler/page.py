@@ -189,4 +189,4 @@ def _by_head(heads: Heads, shares: list[list[float]], name: str) -> str:
     ]
     across = [str(layer) if layer % 4 == 0 or len(heads.layers) < 8 else "" for layer in heads.layers]
     down = [str(head) if head % 4 == 0 or count < 8 else "" for head in range(count)]
-    return heat_map(down, across, cells, wide=18, high=16)
+    return heat_map(down, across, cells, wide=max(6, min(18, 500 // len(heads.layers))), high=16)
