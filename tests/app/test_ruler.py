@@ -154,8 +154,10 @@ def test_a_package_that_is_not_there_or_not_whole_is_one_line(monkeypatch: pytes
             official.check()
     with monkeypatch.context() as patch:
         patch.setattr(official, "find_spec", lambda name: None)
-        with pytest.raises(ImportError, match=r"need wonderwords: pip install 'nearfield\[ruler\]'"):
+        with pytest.raises(ImportError, match=r"RULER needs wonderwords: pip install 'nearfield\[ruler\]'"):
             official.check()
+        with pytest.raises(ImportError, match=r"RULER needs scipy: pip"), Generators(None) as generators:
+            generators.make(official.tasks()["fwe"], LENGTH, 1, 42)
     copied = tmp_path / "long_context_eval"
     for name in official.FILES:
         (copied / name).parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from nearfield.app.ruler.official import Task
+from nearfield.app.ruler.official import Task, check_packages
 
 PATIENCE = 180.0
 """Seconds without a word that a generator may take to load its data, which takes a few."""
@@ -105,6 +105,7 @@ class Generators:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None:
             return self._process
+        check_packages("scipy")
         if self._work is None:
             self._work = tempfile.TemporaryDirectory()
             self._tokenizer.save_pretrained(Path(self._work.name) / "tokenizer")

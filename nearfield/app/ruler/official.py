@@ -98,14 +98,19 @@ def folder() -> Path:
 def check() -> None:
     """Raises ImportError or OSError, with the remedy, unless all that is needed is there and whole."""
     place = folder()
-    for name in ("wonderwords", "scipy", "yaml"):
-        if find_spec(name) is None:
-            raise ImportError(f"the generators of RULER need {name}: pip install 'nearfield[ruler]'")
+    check_packages("wonderwords", "yaml")
     if digest(place) != SHA256:
         raise OSError(
             f"{PACKAGE} {VERSION} in {place.parent} is damaged, or not as it was published: "
             f"pip install --force-reinstall --no-cache-dir --no-deps {PACKAGE}=={VERSION}"
         )
+
+
+def check_packages(*names: str) -> None:
+    """Raises ImportError, with the remedy, unless these are installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ImportError(f"RULER needs {name}: pip install 'nearfield[ruler]'")
 
 
 def digest(place: Path) -> str:
