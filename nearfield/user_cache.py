@@ -1,4 +1,4 @@
-"""Where calibrating keeps what it measures on a user's machine: small JSON files in one folder."""
+"""Where calibrating keeps what it measures on a user's machine, and other commands what they made: files in one folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ def folder() -> Path:
 
 
 def replace(path: Path, content: dict[str, Any]) -> None:
-    """Write a file in place of the one that is there. A crash leaves the old file whole."""
+    """Write a file of JSON in place of the one that is there. A crash leaves the old file whole."""
+    replace_bytes(path, json.dumps(content, indent=2).encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Likewise, any file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         draft = Path(place) / path.name
-        with draft.open("w") as file:
-            json.dump(content, file, indent=2)
+        draft.write_bytes(content)
         os.replace(draft, path)

@@ -84,10 +84,10 @@ def device(name: str) -> torch.device:
     return place
 
 
-def check_seed(seed: int) -> None:
-    """What torch takes as a seed."""
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and less than 2**63, got {seed}")
+def check_seed(seed: int, bits: int = 63) -> None:
+    """What torch takes as a seed; NumPy takes fewer bits."""
+    if not 0 <= seed < 2**bits:
+        raise ValueError(f"--seed must be at least 0 and less than 2**{bits}, got {seed}")
 
 
 def check_memory(

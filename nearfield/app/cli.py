@@ -1,4 +1,4 @@
-"""The command line: `nearfield plan`, `explain`, `demo`, `bench`, `eval`, `tune`, `remember`, `ask`, `chat` and `serve`."""
+"""The command line: `nearfield plan`, `explain`, `demo`, `bench`, `eval`, `tune`, `ruler`, `remember`, `ask`, `chat`, `serve`."""
 
 from __future__ import annotations
 
@@ -298,6 +298,68 @@ def tune(
         dtype=dtype,
         download=download,
     )
+
+
+@app.command()
+def ruler(
+    model: str = typer.Argument(help=MODEL),
+    tasks: str = typer.Option("all", metavar="NAME,...", help="Tasks of RULER, such as niah_single_1,vt,qa_1; all: the 13."),
+    lengths: str = typer.Option("4096,8192,16384,32768", metavar="N,N,...", help="Tokens of a prompt with its answer."),
+    samples: int = typer.Option(100, min=1, metavar="N", help="Prompts of each task at each length."),
+    methods: str = typer.Option(
+        "default", metavar="NAME,...", help="What to compare with exact attention, such as default,cells,cells+exact."
+    ),
+    templates: str = typer.Option("raw", metavar="NAME,...", help="raw, chat (the model's template), or both."),
+    seed: int = typer.Option(42, metavar="N", help="Of the prompts. RULER's own is 42."),
+    batch: int = typer.Option(1, min=1, metavar="N", help="Answers that are written together; each prompt is read by itself."),
+    watch: int = typer.Option(5, min=0, metavar="N", help="Of so many samples, see which heads open the needles."),
+    minutes: float = typer.Option(
+        0.0, min=0.0, metavar="N", show_default=False, help="Stop after so long; the same command goes on. Default: never."
+    ),
+    out: Path = typer.Option(
+        Path("nearfield-ruler"), metavar="FOLDER", help="Folder for answers.jsonl, ruler.json and ruler.html."
+    ),
+    prompts: Path = typer.Option(None, metavar="FOLDER", help="Where prompts are kept. Default: the user's cache folder."),
+    only_prompts: bool = typer.Option(False, "--only-prompts", help="Make the prompts and stop; the weights are not loaded."),
+    device: str = typer.Option("", metavar="NAME", help=DEVICE),
+    dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
+    download: bool = typer.Option(False, "--download", help=DOWNLOAD),
+) -> None:
+    """See whether a language model still reads: the 13 tasks of RULER, methods side by side on the same prompts.
+
+    Every answer is written to a file at once: an interrupted run goes on where it was, and one with more samples or methods adds
+    to it.
+    """
+    with _one_line_errors():
+        from nearfield.app.ruler.command import Asked, Stopped, run
+        from nearfield.app.ruler.official import TASKS
+        from nearfield.app.ruler.prompts import TEMPLATES
+        from nearfield.app.ruler.ways import WAYS
+
+        arguments.check_seed(seed, 32)
+        asked = Asked(
+            model,
+            arguments.known("--tasks", ",".join(TASKS) if tasks.strip() == "all" else tasks, TASKS),
+            arguments.counts("--lengths", lengths),
+            samples,
+            arguments.known("--methods", methods, WAYS),
+            arguments.known("--templates", templates, TEMPLATES),
+            seed,
+            batch,
+            watch,
+            minutes or None,
+            out,
+            prompts,
+            arguments.device(device) if device else None,
+            arguments.dtype(dtype) if dtype else None,
+            download,
+            only_prompts,
+        )
+        try:
+            run(asked)
+        except Stopped as stopped:
+            typer.echo(str(stopped), err=True)
+            raise typer.Exit(130) from stopped
 
 
 @app.command()

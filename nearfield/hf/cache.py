@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nearfield._compat import outside_of_compiled
-from nearfield.cells.cache.heavy import HeavyKeys
+from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore, check_resident
 from nearfield.cells.method import Cells
@@ -384,14 +384,17 @@ class CellCache(Cache):
         """By layer, the error of every call after the prompt that was made while `audit` was set."""
         return {number: layer.store.errors for number, layer in self._cell_layers().items()}
 
-    def watch(self, heavy: HeavyKeys | None) -> None:
-        """Count from now on which keys the steps of all layers look at most; None: no longer. For layers with `Cells`."""
-        stores = [layer.store for layer in self._cell_layers().values()]
-        if any(isinstance(store, RequestStores) for store in stores):
+    def watch(self, heavy: Watch | Mapping[int, Watch] | None) -> None:
+        """Count from now on which keys the steps of all layers look at most; None: no longer. For layers with `Cells`.
+
+        A mapping gives layers what counts for them alone, by their number; the others are not watched.
+        """
+        stores = {number: layer.store for number, layer in self._cell_layers().items()}
+        if any(isinstance(store, RequestStores) for store in stores.values()):
             raise ValueError("requests of different lengths cannot be watched together; watch the cache of one of them alone")
-        for store in stores:
+        for number, store in stores.items():
             if isinstance(store, CellStore):
-                store.watch = heavy
+                store.watch = heavy.get(number) if isinstance(heavy, Mapping) else heavy
 
     def plot_errors(self) -> Any:
         """A figure of `errors`: the relative error of every step, averaged over batch entries and heads, layer by layer.

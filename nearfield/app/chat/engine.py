@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nearfield.app.chat.documents import Citation, Documents, beginning
 from nearfield.app.chat.words import Words
+from nearfield.app.evaluate.models import generation_config
 from nearfield.cells.cache import HeavyKeys
 from nearfield.hf.cache import CellCache
 from nearfield.hf.memory import KNOWN_POSITIONS, Memory
@@ -205,16 +206,10 @@ class Engine:
 
     def _options(self, sampling: Sampling, prompt: int) -> Any:
         """Options of `generate`. What a model's own configuration says of penalties would count words of the documents."""
-        from transformers import GenerationConfig
-
-        own = self.model.generation_config
-        ends = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
         options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
         if options["do_sample"]:
             options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        most = min(sampling.max_tokens, self.room - prompt)
-        return GenerationConfig(max_new_tokens=most, eos_token_id=ends, pad_token_id=pad, **options)
+        return generation_config(self.model, self.tokenizer, min(sampling.max_tokens, self.room - prompt), **options)
 
     def _answer(self, prompt: list[int], found: list[int], sampling: Sampling, listener: _Listener) -> Answer:
         words, documents = listener.words, 0 if self.memory is None else self.memory.tokens.shape[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +30,63 @@ def load_model(
             else that `from_pretrained` takes.
         download: whether Transformers may look for the model on the hub.
     """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging as messages
-    except ImportError as error:
-        raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
+    with _reading(name):
+        from transformers import AutoModelForCausalLM
 
-    weights = _gguf(Path(name))
-    with_bars = messages.is_progress_bar_enabled()
-    messages.disable_progress_bar()  # the command line shows its own
-    try:
+        weights = _gguf(Path(name))
         if weights is not None:
             model = _from_gguf(weights, dtype)
-            # A tokenizer beside the weights loads faster than the one inside them.
-            beside = (weights.parent / "tokenizer.json").exists()
-            tokenizer = (
-                AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True) if beside else gguf_tokenizer(weights)
-            )
         else:
             options: dict[str, Any] = {"local_files_only": not download, "trust_remote_code": False}
             model = AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype, **options)
-            tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
+    return model.to(device).eval(), load_tokenizer(name, download)
+
+
+def load_tokenizer(name: str | Path, download: bool = False) -> Any:
+    """The tokenizer of such a model alone."""
+    with _reading(name):
+        from transformers import AutoTokenizer
+
+        weights = _gguf(Path(name))
+        if weights is None:
+            return AutoTokenizer.from_pretrained(str(name), local_files_only=not download, trust_remote_code=False)
+        # A tokenizer beside the weights loads faster than the one inside them.
+        beside = (weights.parent / "tokenizer.json").exists()
+        return AutoTokenizer.from_pretrained(str(weights.parent), local_files_only=True) if beside else gguf_tokenizer(weights)
+
+
+@contextmanager
+def _reading(name: str | Path) -> Iterator[None]:
+    """Files of a model are read inside: what can go wrong is said in one line, and Transformers shows no bars."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("language models need Transformers: pip install 'nearfield[transformers]'") from error
+    messages = transformers.utils.logging
+    with_bars = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()  # the command line shows its own
+    try:
+        yield
     except OSError as error:
         raise FileNotFoundError(
             f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
             "or a .gguf file, or allow a download with --download"
         ) from error
+    except Exception as error:
+        if not _is_damage(error):
+            raise
+        raise OSError(
+            f"the files of {name} cannot be read ({_first_line(error)}); the download is incomplete or damaged: remove the "
+            "folder and fetch the model again"
+        ) from error
     finally:
         if with_bars:
             messages.enable_progress_bar()
-    return model.to(device).eval(), tokenizer
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether this is what readers of weights and tokenizers raise when a file is cut off or altered."""
+    return type(error).__name__ in ("SafetensorError", "UnpicklingError", "JSONDecodeError")
 
 
 def _gguf(path: Path) -> Path | None:
@@ -127,3 +156,13 @@ def longest_context(model: Any) -> int | None:
 def layer_count(model: Any) -> int:
     count: int = model.config.get_text_config().num_hidden_layers
     return count
+
+
+def generation_config(model: Any, tokenizer: Any, most: int, **options: Any) -> Any:
+    """Options of `generate` for up to `most` tokens, by default the likeliest ones. Of the model's own, only what ends a text."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config.eos_token_id
+    ends = own if own is not None else tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return GenerationConfig(max_new_tokens=most, eos_token_id=ends, pad_token_id=pad, **{"do_sample": False, **options})

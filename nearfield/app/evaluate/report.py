@@ -109,6 +109,12 @@ def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
     return told
 
 
+def json_text(content: Mapping[str, Any]) -> str:
+    """As JSON, with lists of numbers on one line, and null for numbers that are not finite."""
+    text = json.dumps(_finite(content), indent=2, allow_nan=False)
+    return re.sub(rf"\[\s*({NUMBER}(?:,\s*{NUMBER})*)\s*\]", lambda part: "[" + " ".join(part[1].split()) + "]", text) + "\n"
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(x) for name, x in value.items()}
@@ -167,10 +173,7 @@ def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> list[Path
     """Write `eval.json`, and `config.json` if there is a recommendation; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "eval.json"]
-    text = json.dumps(as_json(found, about), indent=2, allow_nan=False)
-    # Put lists of numbers on one line.
-    text = re.sub(rf"\[\s*({NUMBER}(?:,\s*{NUMBER})*)\s*\]", lambda part: "[" + " ".join(part[1].split()) + "]", text)
-    written[0].write_text(text + "\n", encoding="utf-8")
+    written[0].write_text(json_text(as_json(found, about)), encoding="utf-8")
     if found.recommendation is not None:
         written.append(folder / "config.json")
         write_config(written[1], found.recommendation.config, _about(found, found.recommendation, about))

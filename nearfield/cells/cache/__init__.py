@@ -9,8 +9,8 @@ calls) and `graph` (a step in a CUDA graph).
 from __future__ import annotations
 
 from nearfield.cells.cache.graph import StepGraph
-from nearfield.cells.cache.heavy import HeavyKeys
+from nearfield.cells.cache.heavy import HeavyKeys, OpenedKeys
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore
 
-__all__ = ["CellStore", "HeavyKeys", "StepError", "StepGraph"]
+__all__ = ["CellStore", "HeavyKeys", "OpenedKeys", "StepError", "StepGraph"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.heavy import HeavyKeys
+from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.segments import CacheTables
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.far_field import MOST_SPREAD, best_columns, log_boost, score, squares
@@ -38,7 +38,7 @@ def scaled_queries(query: Tensor, heads: int, scale: float) -> Tensor:
 
 
 def cached_attention(
-    state: CacheState, queries: Tensor, first: int, rows: int, probes: int, watch: HeavyKeys | None = None
+    state: CacheState, queries: Tensor, first: int, rows: int, probes: int, watch: Watch | None = None
 ) -> Tensor:
     """Output `[batch * heads, group * rows, value_dim]` of `scaled_queries` of rows at the positions from `first` on.
 

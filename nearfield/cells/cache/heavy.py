@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nearfield.cells.cache.state import CacheState
+
+
+class Watch(Protocol):
+    """What a store can have as `watch`."""
+
+    def add(self, state: CacheState, place: Tensor, weight: Tensor) -> None:
+        """Weights `[heads * rows, group, keys]` of keys in opened cells at `place` `[heads * rows, keys]`, heads of all batch
+        entries. Rows with fewer keys than others have place 0, and weight 0, after their last."""
 
 
 @dataclass
@@ -36,9 +45,48 @@ class HeavyKeys:
         """Count weights `[heads * rows, group, keys]` of keys at `place` `[heads * rows, keys]`, heads of all batch entries."""
         times = (weight >= self.share).sum(1)
         row, slot = times.nonzero(as_tuple=True)
-        order = state.order.flat
-        found, head = place[row, slot], row // (len(place) // len(order))
-        bounds = torch.tensor(state.bounds, device=found.device)
-        position = order[head, found] + bounds[torch.searchsorted(bounds, found, right=True) - 1]
+        position = _positions(state, place[row, slot], row // (len(place) // len(state.order.flat)))
         is_counted = position < self.length
         self.counts.index_add_(0, position[is_counted].cpu(), times[row, slot][is_counted].cpu())
+
+
+@dataclass
+class OpenedKeys:
+    """How often each head of one layer opened some keys, and how often it gave them at least `share` of its weights.
+
+    For a batch of one. Query heads that share keys open cells together, so their counts in `opened` are the same.
+
+    Attributes:
+        positions: which keys, `[keys]`.
+        share: of the weights of one query head, over all of these keys.
+        rows: queries that were counted.
+        opened: `[query heads]` on the CPU: of so many queries a head opened a cell with one of these keys.
+        looked: `[query heads]` on the CPU: and gave them together at least `share` of its weights.
+    """
+
+    positions: Tensor
+    share: float = 0.2
+    rows: int = 0
+    opened: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    looked: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    def add(self, state: CacheState, place: Tensor, weight: Tensor) -> None:
+        heads = len(state.order.flat)
+        rows, group = len(place) // heads, weight.shape[1]
+        head = torch.arange(heads, device=place.device).repeat_interleave(rows)[:, None].expand_as(place)
+        is_wanted = torch.isin(_positions(state, place, head), self.positions.to(place.device))
+        # Place 0 may stand for no key at all.
+        is_there = is_wanted & ((place != 0) | (weight > 0).any(1))
+        opened = is_there.any(1)[:, None].expand(-1, group)
+        looked = (weight * is_wanted[:, None]).sum(2) >= self.share
+        # Query heads that share keys follow one another.
+        found = [x.view(heads, rows, group).sum(1).flatten().cpu() for x in (opened, looked)]
+        if not self.rows:
+            self.opened, self.looked = torch.zeros_like(found[0]), torch.zeros_like(found[1])
+        self.rows, self.opened, self.looked = self.rows + rows, self.opened + found[0], self.looked + found[1]
+
+
+def _positions(state: CacheState, place: Tensor, head: Tensor) -> Tensor:
+    """In the order in which keys came: the positions of keys of these heads that are stored at `place`, in closed segments."""
+    bounds = torch.tensor(state.bounds, device=place.device)
+    return state.order.flat[head, place] + bounds[torch.searchsorted(bounds, place, right=True) - 1]

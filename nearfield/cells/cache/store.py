@@ -12,7 +12,7 @@ from torch import Tensor
 from nearfield.cells.cache.adopted import known_segments, takes_over
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.chunks import attend_to_closed
-from nearfield.cells.cache.heavy import HeavyKeys
+from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.state import CacheState, Saved
 from nearfield.cells.cache.steps import (
     StepError,
@@ -111,7 +111,7 @@ class CellStore:
         self.errors: list[StepError] = []
         """one for every call of `attend` while `audit` was set"""
         self.regroup = regroup
-        self.watch: HeavyKeys | None = None
+        self.watch: Watch | None = None
         """counts what `attend` looks at while it is set; such steps do not use the kernels, which keep no weights"""
         # All there is, in one attribute: an operation ends by setting it. While one writes over rows, `undo` has what was there.
         self._state: CacheState | None = None

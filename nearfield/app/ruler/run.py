@@ -1,0 +1,136 @@
+"""All prompts by all ways: what is on record already is left as it is, and every new answer is put on record at once."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from nearfield.app.ruler.answers import answer
+from nearfield.app.ruler.needles import opened_by_heads, places
+from nearfield.app.ruler.official import Task
+from nearfield.app.ruler.prompts import Prompt, Prompts
+from nearfield.app.ruler.record import Key, Record
+from nearfield.app.ruler.ways import Way
+
+ROUND = 10
+"""Samples of every task and length that are answered before more of any are: a run that is stopped has some of everything."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to ask, and how."""
+
+    tasks: Sequence[Task]
+    lengths: Sequence[int]
+    templates: Sequence[str]
+    samples: int
+    ways: Sequence[Way]
+    batch: int = 1
+    watched: int = 5
+    """of the samples of a task with needles, so many are answered again to see which heads open them"""
+
+    @property
+    def answers(self) -> int:
+        return len(self.tasks) * len(self.lengths) * len(self.templates) * self.samples * len(self.ways)
+
+    def parts(self) -> Iterator[tuple[str, int, Task]]:
+        for template in self.templates:
+            for length in self.lengths:
+                for task in self.tasks:
+                    yield template, length, task
+
+
+class OutOfTime(Exception):
+    """The time that was given is over."""
+
+
+def make_prompts(plan: Plan, prompts: Prompts, told: Callable[[str, int], None]) -> dict[tuple[str, int, str], list[Prompt]]:
+    """All prompts by template, length and task. `told` hears what is made, and how many samples there are of it."""
+    found = {}
+    for template, length, task in plan.parts():
+        made = partial(told, f"prompts: {task.name}, {length:,}")
+        made(0)
+        found[template, length, task.name] = prompts.get(task, length, template, plan.samples, made)
+    return found
+
+
+def answer_all(
+    plan: Plan,
+    model: Any,
+    tokenizer: Any,
+    prompts: dict[tuple[str, int, str], list[Prompt]],
+    record: Record,
+    told: Callable[[str, int], None],
+    until: float | None = None,
+) -> None:
+    """Answer what is not on record. `told` hears what is done, and how many answers there are more.
+
+    Raises OutOfTime after the first answer that ends later than `until` (of `time.monotonic`).
+    """
+    names = {task.name: task for task in plan.tasks}
+    for start in range(0, plan.samples, ROUND):
+        for (_, length, name), every in prompts.items():
+            for first in range(start, min(start + ROUND, plan.samples), plan.batch):
+                batch = every[first : min(first + plan.batch, start + ROUND, plan.samples)]
+                encoded: dict[int, list[int]] = {}
+                for way in plan.ways:
+                    asked = [prompt for prompt in batch if not _is_answered(prompt, way, record)]
+                    what = f"{way.name}: {name}, {length:,}"
+                    told(what, len(batch) - len(asked))
+                    if not asked:
+                        continue
+                    for prompt in asked:
+                        if prompt.index not in encoded:
+                            encoded[prompt.index] = prompt.encode(tokenizer)
+                    _answer(plan, model, tokenizer, way, names[name], asked, encoded, record)
+                    told(what, len(asked))
+                    if until is not None and time.monotonic() > until:
+                        raise OutOfTime
+
+
+def _answer(
+    plan: Plan,
+    model: Any,
+    tokenizer: Any,
+    way: Way,
+    task: Task,
+    asked: Sequence[Prompt],
+    encoded: dict[int, list[int]],
+    record: Record,
+) -> None:
+    ids = [encoded[prompt.index] for prompt in asked]
+    for prompt, tokens, found in zip(asked, ids, answer(model, tokenizer, way, ids, task.tokens), strict=True):
+        entry: dict[str, Any] = {
+            "score": task.score(found.text, prompt.outputs),
+            "answer": found.text,
+            "outputs": list(prompt.outputs),
+            "prompt_sha256": _digest(prompt),
+            "prompt_tokens": len(tokens),
+            "tokens": len(found.tokens),
+            "keys_read": found.keys_read,
+            "reading": round(found.reading, 4),
+            "writing": round(found.writing, 4),
+        }
+        if way.opens_cells and prompt.index < plan.watched:
+            wanted = places(prompt, tokenizer)
+            opened = opened_by_heads(model, way, tokens, found.tokens, wanted) if wanted else None
+            entry["needle"] = None if opened is None else asdict(opened)
+        record.add(_key(prompt, way), entry)
+
+
+def _is_answered(prompt: Prompt, way: Way, record: Record) -> bool:
+    """Whether there is an answer to this very prompt; a model's template may have changed."""
+    found = record.answers.get(_key(prompt, way))
+    return found is not None and found.get("prompt_sha256") == _digest(prompt)
+
+
+def _key(prompt: Prompt, way: Way) -> Key:
+    return Key(prompt.template, prompt.length, prompt.task, prompt.index, way.name)
+
+
+def _digest(prompt: Prompt) -> str:
+    return hashlib.sha256(prompt.text.encode()).hexdigest()[:16]
