@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SECONDS, SECONDS_ON_GPU = 110.0, 600.0
+SECONDS, SECONDS_ON_GPU = 300.0, 600.0
 """A unit that takes longer stops there, and says so. On a GPU all of them are done by then."""
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield import _compat
-from nearfield.app.evaluate.measure import attending
 from nearfield.app.evaluate.models import generation_config
 from nearfield.app.ruler.ways import Way
 from nearfield.hf.generation import read_prompt
@@ -30,58 +27,57 @@ class Answer:
     """seconds for the answer; those of a batch are shared out"""
 
 
+class Reading(NamedTuple):
+    """A prompt that was read, all tokens but the last."""
+
+    cache: Any
+    seconds: float
+
+
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, way: Way, prompts: Sequence[Sequence[int]], most: int) -> list[Answer]:
-    """Answer prompts with up to `most` tokens each. Each prompt is read by itself; the answers are written together."""
+def read(model: Any, way: Way, ids: Tensor) -> Reading:
+    """Read a prompt `[length]` as a way does, or its source."""
+    way = way.source or way
+    start = _now(model)
+    cache = way.cache(model.config)
+    with way.reading(model, len(ids)):
+        read_prompt(model, ids[:-1], cache)
+    return Reading(cache, _now(model) - start)
+
+
+@torch.no_grad()
+def answer(
+    model: Any,
+    tokenizer: Any,
+    way: Way,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    readings: Sequence[Reading] | None = None,
+) -> list[Answer]:
+    """Answer prompts with up to `most` tokens each. Each prompt is read by itself, unless that is done already (`readings`); the
+    answers are written together."""
     config = generation_config(model, tokenizer, most)
     given = [torch.tensor(ids, device=model.device) for ids in prompts]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    with reading(model, way):
-        caches, seconds = [], []
-        for ids in given:
-            start = _now(model)
-            caches.append(read(model, way, ids))
-            seconds.append(_now(model) - start)
-        keys = [way.keys_read(cache) for cache in caches]
+    done = [read(model, way, ids) for ids in given] if readings is None else list(readings)
+    caches, seconds = [], []
+    while done:
+        one = done.pop(0)
         start = _now(model)
-        with writing(model, way):
-            cache = caches[0] if len(caches) == 1 else way.join(caches, model.config)
-            caches.clear()
-            found = way.continued(model, given, cache, config)
-        each = (_now(model) - start) / len(given)
+        caches.append(way.adopt(one.cache, model.config))
+        seconds.append(one.seconds + _now(model) - start)
+    keys = [way.keys_read(cache) for cache in caches]
+    start = _now(model)
+    with way.writing(model, max(map(len, given))):
+        cache = caches[0] if len(caches) == 1 else way.join(caches, model.config)
+        caches.clear()
+        found = way.continued(model, given, cache, config)
+    each = (_now(model) - start) / len(given)
     answers = []
     for ids, whole, read_keys, before in zip(given, found, keys, seconds, strict=True):
         tokens = _ended(whole[len(ids) :], ends)
         answers.append(Answer(tokens, tokenizer.decode(tokens, skip_special_tokens=True), read_keys, before, each))
     return answers
-
-
-def read(model: Any, way: Way, ids: Tensor) -> Any:
-    """A cache that has all tokens of a prompt `[length]` but the last."""
-    cache = way.cache(model.config)
-    read_prompt(model, ids[:-1], cache)
-    return cache
-
-
-@contextmanager
-def reading(model: Any, way: Way) -> Iterator[None]:
-    """Attend as a way reads prompts."""
-    with nullcontext() if way.prefill is None else attending(model, way.prefill):
-        yield
-
-
-@contextmanager
-def writing(model: Any, way: Way) -> Iterator[None]:
-    """Attend as a way writes answers; inside of `reading`."""
-    if way.decode is None:
-        yield
-        return
-    before = _compat.attention_name(model)
-    model.set_attn_implementation(way.decode)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _ended(tokens: Tensor, ends: Sequence[int | None]) -> list[int]:

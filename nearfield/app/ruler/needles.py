@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nearfield.app.ruler.answers import read, reading, writing
+from nearfield.app.ruler.answers import read
 from nearfield.app.ruler.prompts import Prompt
 from nearfield.app.ruler.ways import Way
 from nearfield.cells.cache import OpenedKeys
@@ -57,15 +57,14 @@ def opened_by_heads(model: Any, way: Way, prompt: Sequence[int], answer: Sequenc
     Counting takes a slower path than an answer does, so an answer itself is not counted. None: no layer has cells.
     """
     ids = torch.tensor(prompt, device=model.device)
-    with reading(model, way):
-        cache = read(model, way, ids)
-        positions = torch.tensor(wanted, dtype=torch.int64)
-        watches = {i: OpenedKeys(positions) for i, layer in enumerate(cache.layers) if isinstance(layer, CellLayer)}
-        cache.watch(watches)
-        steps = [prompt[-1], *answer[:-1]][:STEPS]
-        with writing(model, way):
-            for token in steps:
-                model(input_ids=torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=True)
+    cache = way.adopt(read(model, way, ids).cache, model.config)
+    positions = torch.tensor(wanted, dtype=torch.int64)
+    watches = {i: OpenedKeys(positions) for i, layer in enumerate(cache.layers) if isinstance(layer, CellLayer)}
+    cache.watch(watches)
+    steps = [prompt[-1], *answer[:-1]][:STEPS]
+    with way.writing(model, len(prompt)):
+        for token in steps:
+            model(input_ids=torch.tensor([[token]], device=model.device), past_key_values=cache, use_cache=True)
     served = {layer: one for layer, one in watches.items() if one.rows}
     if not served:
         return None

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from nearfield.app.ruler.answers import answer
+import torch
+
+from nearfield.app.ruler.answers import Reading, answer, read
 from nearfield.app.ruler.needles import opened_by_heads, places
 from nearfield.app.ruler.official import Task
 from nearfield.app.ruler.prompts import Prompt, Prompts
@@ -77,6 +79,7 @@ def answer_all(
             for first in range(start, min(start + ROUND, plan.samples), plan.batch):
                 batch = every[first : min(first + plan.batch, start + ROUND, plan.samples)]
                 encoded: dict[int, list[int]] = {}
+                readings: dict[tuple[str, int], Reading] = {}
                 for way in plan.ways:
                     asked = [prompt for prompt in batch if not _is_answered(prompt, way, record)]
                     what = f"{way.name}: {name}, {length:,}"
@@ -86,10 +89,28 @@ def answer_all(
                     for prompt in asked:
                         if prompt.index not in encoded:
                             encoded[prompt.index] = prompt.encode(tokenizer)
-                    _answer(plan, model, tokenizer, way, names[name], asked, encoded, record)
+                    done = _readings(model, way, asked, encoded, readings)
+                    _answer(plan, model, tokenizer, way, names[name], asked, encoded, record, done)
                     told(what, len(asked))
                     if until is not None and time.monotonic() > until:
                         raise OutOfTime
+
+
+def _readings(
+    model: Any,
+    way: Way,
+    asked: Sequence[Prompt],
+    encoded: dict[int, list[int]],
+    readings: dict[tuple[str, int], Reading],
+) -> list[Reading] | None:
+    """Prompts as the source of a way has read them, from `readings` or put there; None: the way reads them itself."""
+    if way.source is None:
+        return None
+    for prompt in asked:
+        if (way.source.name, prompt.index) not in readings:
+            ids = torch.tensor(encoded[prompt.index], device=model.device)
+            readings[way.source.name, prompt.index] = read(model, way, ids)
+    return [readings[way.source.name, prompt.index] for prompt in asked]
 
 
 def _answer(
@@ -101,9 +122,10 @@ def _answer(
     asked: Sequence[Prompt],
     encoded: dict[int, list[int]],
     record: Record,
+    readings: Sequence[Reading] | None,
 ) -> None:
     ids = [encoded[prompt.index] for prompt in asked]
-    for prompt, tokens, found in zip(asked, ids, answer(model, tokenizer, way, ids, task.tokens), strict=True):
+    for prompt, tokens, found in zip(asked, ids, answer(model, tokenizer, way, ids, task.tokens, readings), strict=True):
         entry: dict[str, Any] = {
             "score": task.score(found.text, prompt.outputs),
             "answer": found.text,

@@ -1,0 +1,156 @@
+"""Models of Transformers whose answers, and prompts where a rule is for them too, read keys by a rule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nearfield import _compat
+from nearfield.app.peers.rules import Notes, Rows, Rule, budget_of
+
+# Last: without Transformers, nearfield.hf says what to install.
+from nearfield.hf import cache as _cache  # noqa: F401  isort: skip
+from transformers import AttentionInterface, AttentionMaskInterface  # isort: skip
+from transformers.cache_utils import DynamicCache, DynamicLayer  # isort: skip
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # isort: skip
+from transformers.masking_utils import sdpa_mask  # isort: skip
+
+NAME = "nearfield-peer"
+OBSERVED = 32
+"""How many of the last queries of a prompt are kept for rules that look at them."""
+LOGITS = 1 << 27
+"""So many logits are made at a time where a prompt is read by a rule."""
+
+
+class PeerLayer(DynamicLayer):
+    """Keys and values of one layer, the last queries of the prompt, and what a rule has noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: Tensor | None = None
+        self.notes: Notes = {}
+        self.budget = 0
+        self.scale = 1.0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        # Another object with the same numbers, which the layer does not hold: else old keys would live on in a circle.
+        found: Any = keys.view_as(keys)
+        found.peer = self
+        return found, values
+
+
+class PeerCache(DynamicCache):
+    """A cache of `PeerLayer`s; layers with a window are those of Transformers, and are read exactly."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.layers = [PeerLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    def by_rule(self, rule: Rule, share: float) -> PeerCache:
+        """A cache with the same prompt that answers by a rule, with a share of its keys as the budget. This one stays."""
+        made = copy.copy(self)
+        made.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in made.layers:
+            if isinstance(layer, PeerLayer):
+                layer.budget = budget_of(share, layer.get_seq_length())
+                if layer.get_seq_length() > layer.budget:
+                    read: Any = layer
+                    layer.notes = rule.notes(read.queries, read.keys, read.values, layer.scale, layer.budget)
+        return made
+
+    @staticmethod
+    def join(caches: Sequence[PeerCache], config: Any) -> PeerCache:
+        """One cache for prompts that were read by themselves, as a batch that is padded on the left."""
+        joined = PeerCache(config)
+        longest = max(cache.get_seq_length() for cache in caches)
+        for number, layer in enumerate(joined.layers):
+            own: list[Any] = [cache.layers[number] for cache in caches]
+            if not isinstance(layer, PeerLayer):
+                raise ValueError(f"layer {number} has a window, and cannot be answered in batches; use --batch 1")
+            missing = [longest - x.get_seq_length() for x in own]
+            keys, values = (
+                torch.cat([F.pad(getattr(x, name), (0, 0, n, 0)) for x, n in zip(own, missing, strict=True)])
+                for name in ("keys", "values")
+            )
+            layer.update(keys, values)
+            layer.budget, layer.scale = max(x.budget for x in own), own[0].scale
+            layer.notes = _joined_notes([x.notes for x in own], missing)
+        return joined
+
+
+def _joined_notes(notes: Sequence[Notes], missing: Sequence[int]) -> Notes:
+    """Those of a batch. Padding is in no cluster, and none of it is kept; clusters that others have more of are empty."""
+    if not all(notes):
+        return {}
+    found = {}
+    for name in notes[0]:
+        own = [one[name] for one in notes]
+        if name.startswith("key"):
+            own = [F.pad(x, (n, 0), value=-1 if x.dtype == torch.int64 else False) for x, n in zip(own, missing, strict=True)]
+        else:
+            most = max(x.shape[2] for x in own)
+            own = [F.pad(x, (0, 0, 0, most - x.shape[2])) for x in own]
+        found[name] = torch.cat(own)
+    return found
+
+
+class PeerAttention:
+    """The attention function of such a model. `share`: of the prompt's keys that its rows read by the rule, half as many as an
+    answer's tokens do, since a row sees half of them on average; None: prompts are read exactly."""
+
+    def __init__(self, rule: Rule | None, share: float | None = None) -> None:
+        self.rule, self.share = rule, share
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        layer: PeerLayer | None = getattr(key, "peer", None)
+        scaling = options.get("scaling")
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        is_prompt = query.shape[2] == key.shape[2]
+        if layer is not None and is_prompt:
+            layer.queries, layer.scale = query[:, :, -OBSERVED:].clone(), scale
+        by_rule = layer is not None and self.rule is not None and (not is_prompt or self.share is not None)
+        if not by_rule:
+            return sdpa_attention_forward(module, query, key, value, mask, *args, **options)
+        assert layer is not None
+        assert self.rule is not None
+        if is_prompt:
+            assert self.share is not None
+            found = prompt_by_rule(self.rule, query, key, value, scale, budget_of(self.share / 2, key.shape[2]))
+        else:
+            counts = None if mask is None else mask[:, 0, -1].bool()
+            found = self.rule.attend(Rows(query, key, value, scale, counts), layer.budget, layer.notes)
+        return found.transpose(1, 2).contiguous(), None
+
+
+def prompt_by_rule(rule: Rule, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int) -> Tensor:
+    """Causal attention of a prompt without padding, `[batch, heads, length, dim]`, some rows at a time."""
+    length = key.shape[2]
+    step = max(16, LOGITS // (query.shape[0] * query.shape[1] * length))
+    found = []
+    for start in range(0, length, step):
+        stop = min(length, start + step)
+        rows = Rows(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], scale)
+        found.append(rule.attend(rows, budget, {}))
+    return torch.cat(found, 2)
+
+
+@contextmanager
+def by_peer(model: Any, rule: Rule | None, share: float | None = None) -> Iterator[None]:
+    """Let the layers of a model attend by a rule where they have a `PeerCache`, and afterwards as they did before."""
+    before = _compat.attention_name(model)
+    AttentionInterface.register(NAME, PeerAttention(rule, share))
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,357 @@
+"""Rules of others: which keys they read, what they make of those, alone and in a batch, in prompts and in answers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from hf_models import model as tiny_model
+from hf_models import tokenizer_of_letters
+
+from nearfield.app.peers.cache import PeerCache, _joined_notes, by_peer, prompt_by_rule
+from nearfield.app.peers.rules import (
+    RULES,
+    Choice,
+    MoBA,
+    Notes,
+    Quest,
+    RetroInfer,
+    Rows,
+    SnapKV,
+    Streaming,
+    VAttention,
+    budget_of,
+)
+from nearfield.app.ruler import run
+from nearfield.app.ruler.answers import answer, read
+from nearfield.app.ruler.ways import RECORDED, WAYS, BudgetWay, PeerWay, cells_of_budget
+from nearfield.cells import sizes
+
+HEADS, KV_HEADS, LENGTH, DIM, BUDGET = 4, 2, 230, 16, 48
+SCALE = DIM**-0.5
+SMALL = {
+    **RULES,
+    "moba": MoBA("moba", size=8),
+    "quest": Quest("quest", size=8),
+    "retroinfer": RetroInfer("retroinfer", size=8, window=8),
+    "vattention": VAttention("vattention", sinks=2, window=4),
+}
+"""The same rules with sizes for few keys."""
+
+
+def inputs(length: int = LENGTH, rows: int = 1, seed: int = 0, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = 2 * torch.randn(batch, HEADS, rows, DIM, generator=generator)
+    key, value = torch.randn(2, batch, KV_HEADS, length, DIM, generator=generator)
+    return query, key, value
+
+
+def given(length: int = LENGTH, rows: int = 1, seed: int = 0) -> Rows:
+    return Rows(*inputs(length, rows, seed), SCALE)
+
+
+def noted(rule: Any, rows: Rows, budget: int = BUDGET) -> Notes:
+    """Of a prompt without the last ten keys, which are tokens of an answer."""
+    queries = torch.randn(1, HEADS, 32, DIM, generator=torch.Generator().manual_seed(9))
+    return rule.notes(queries, rows.key[:, :, :-10], rows.value[:, :, :-10], SCALE, budget)
+
+
+def exact(rows: Rows) -> Tensor:
+    mask = rows.visible.expand(-1, HEADS, -1, -1)
+    return F.scaled_dot_product_attention(rows.query, rows.key, rows.value, mask, scale=SCALE, enable_gqa=True)
+
+
+def by_hand(rows: Rows, choice: Choice, entry: int, head: int, row: int) -> Tensor:
+    """The sums of a choice, key by key."""
+    top, below = torch.zeros(DIM, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    kv = head // (HEADS // KV_HEADS)
+    for j in range(rows.length):
+        if choice.read[entry, head, row, j]:
+            logit = float(rows.query[entry, head, row] @ rows.key[entry, kv, j]) * SCALE
+            extra = 0.0 if choice.log_weight is None else float(choice.log_weight[entry, head, row, j])
+            weight = torch.tensor(logit + extra, dtype=torch.float64).exp()
+            top, below = top + weight * rows.value[entry, kv, j], below + weight
+    if choice.far_logits is not None and choice.far_values is not None:
+        for cluster, logit in enumerate(choice.far_logits[entry, head, row]):
+            weight = logit.double().exp()
+            top, below = top + weight * choice.far_values[entry, kv, cluster], below + weight
+    return (top / below).float()
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_with_room_for_all_keys_a_rule_is_exact_attention(name: str) -> None:
+    rows = given(rows=5)
+    torch.testing.assert_close(RULES[name].attend(rows, LENGTH, {}), exact(rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_the_output_is_the_softmax_over_what_is_read(name: str) -> None:
+    rule = SMALL[name]
+    rows = given(rows=3 if rule.reads_prompts else 1)
+    notes = noted(rule, rows)
+    choice = rule.choose(rows, BUDGET, notes)
+    found = rule.attend(rows, BUDGET, notes)
+    for head in range(HEADS):
+        for row in range(rows.query.shape[2]):
+            torch.testing.assert_close(found[0, head, row], by_hand(rows, choice, 0, head, row), atol=1e-4, rtol=1e-4)
+    assert not bool((choice.read & ~rows.visible).any())
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_no_rule_reads_more_than_its_budget(name: str) -> None:
+    """SnapKV reads the tokens of the answer besides, and clusters what came after them, too."""
+    rule = SMALL[name]
+    for seed in range(5):
+        rows = given(rows=9 if rule.reads_prompts else 1, seed=seed)
+        read = rule.choose(rows, BUDGET, noted(rule, rows)).read.sum(-1)
+        more = 10 if not rule.reads_prompts else 0
+        assert int(read.max()) <= BUDGET + more
+        # A row's own block may have a single key.
+        assert int(read.min()) >= BUDGET - (8 if name in ("quest", "moba", "retroinfer") else 0)
+
+
+def test_the_heaviest_keys_are_read() -> None:
+    rows = given(rows=4)
+    read = RULES["topk"].choose(rows, BUDGET, {}).read
+    for head in range(HEADS):
+        for row in range(4):
+            best = set(rows.logits[0, head, row].argsort(descending=True)[:BUDGET].tolist())
+            assert set(read[0, head, row].nonzero()[:, 0].tolist()) == best
+
+
+def test_streaming_reads_the_first_and_the_latest() -> None:
+    read = Streaming("s", sinks=4).choose(given(rows=2), 20, {}).read
+    for row in range(2):
+        own = LENGTH - 2 + row
+        assert read[0, 0, row].nonzero()[:, 0].tolist() == [0, 1, 2, 3, *range(own - 15, own + 1)]
+
+
+def test_a_page_is_bounded_from_above_and_the_best_bounds_are_read() -> None:
+    rows, rule = given(), Quest("q", size=8)
+    whole = LENGTH // 8
+    pages = rows.key[:, :, : whole * 8].unflatten(2, (whole, 8))
+    bounds = rule.scores(rows, pages)
+    products = rows.times(rows.key)[..., : whole * 8].unflatten(3, (whole, 8))
+    assert bool((bounds + 1e-4 >= products.amax(-1)).all())
+    single = rule.scores(rows, rows.key[:, :, :, None])
+    torch.testing.assert_close(single, rows.times(rows.key), atol=1e-4, rtol=1e-4)
+    read = rule.choose(rows, BUDGET, {}).read
+    for head in range(HEADS):
+        best = bounds[0, head, 0].argsort(descending=True)[: BUDGET // 8 - 1]
+        expected = {8 * int(page) + i for page in best for i in range(8)} | set(range(whole * 8, LENGTH))
+        assert set(read[0, head, 0].nonzero()[:, 0].tolist()) == expected
+
+
+def test_blocks_are_judged_by_their_mean_key() -> None:
+    rows, rule = given(), MoBA("m", size=8)
+    blocks = rows.key[:, :, :224].unflatten(2, (28, 8))
+    found = rule.scores(rows, blocks)
+    torch.testing.assert_close(found, rows.times(rows.key)[..., :224].unflatten(3, (28, 8)).mean(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_no_whole_block_ahead_of_a_row_is_read() -> None:
+    """Also the block that a row is in counts only up to the row, and is no candidate."""
+    rows = Rows(*inputs(rows=LENGTH), SCALE)
+    for name in ("quest", "moba"):
+        read = SMALL[name].choose(rows, BUDGET, {}).read[0, 0]
+        for row in (0, 7, 8, 100, LENGTH - 1):
+            own = set(range(row // 8 * 8, row + 1))
+            there = set(read[row].nonzero()[:, 0].tolist())
+            assert own <= there
+            assert max(there) == row
+
+
+def test_snapkv_keeps_what_the_last_queries_looked_at() -> None:
+    query, key, value = inputs(rows=32)
+    key[:, :, 57] = 5 * query[:, ::2, -8:].mean(2)  # what the heads of a group look at
+    rule = SnapKV("s")
+    kept = rule.notes(query, key, value, SCALE, BUDGET)["key_kept"]
+    assert kept.shape == (1, HEADS, LENGTH)
+    assert bool((kept.sum(-1) == BUDGET).all())
+    assert bool(kept[:, ::2, 57].all())
+    assert bool(kept[:, :, -32:].all())
+    rows = Rows(*inputs(LENGTH + 3, seed=2), SCALE)
+    read = rule.choose(rows, BUDGET, {"key_kept": kept}).read[:, :, 0]
+    assert torch.equal(read[..., :LENGTH], kept)
+    assert bool(read[..., LENGTH:].all())
+
+
+def test_clusters_of_equal_keys_stand_for_them_exactly() -> None:
+    """Where all keys of a cluster are the same, its centroid says all there is to say: no cluster need be read."""
+    query, key, value = inputs()
+    kinds = torch.randn(1, KV_HEADS, 5, DIM, generator=torch.Generator().manual_seed(3))
+    key[:, :, 4:] = kinds[:, :, torch.arange(LENGTH - 4) % 5]
+    rule = RetroInfer("r", size=8, window=8)
+    rows = Rows(query, key, value, SCALE)
+    notes = rule.notes(query, key, value, SCALE, 12)
+    assert int(rule.choose(rows, 12, notes).read.sum()) == HEADS * 12  # the first four and the latest eight
+    torch.testing.assert_close(rule.attend(rows, 12, notes), exact(rows), atol=1e-4, rtol=1e-4)
+    rows = given()  # and where they are not the same, it does not
+    off = rule.attend(rows, 12, rule.notes(query, rows.key, rows.value, SCALE, 12)) - exact(rows)
+    assert float(off.norm()) > 0.1
+
+
+def test_a_random_sample_counts_for_all_that_it_was_drawn_from() -> None:
+    """The sum of the weights is unbiased: over 400 seeds its mean is within five standard errors, and a sample that counted once
+    is far from it."""
+    rows = given()
+    logits = rows.logits[0, 0, 0].double()
+    sums, plain = [], []
+    for seed in range(400):
+        choice = VAttention("v", sinks=2, window=4, seed=seed).choose(rows, BUDGET, {})
+        assert choice.log_weight is not None
+        read, extra = choice.read[0, 0, 0], choice.log_weight[0, 0, 0].double()
+        sums.append((logits + extra).exp()[read].sum())
+        plain.append(logits.exp()[read].sum())
+    found, wanted = torch.stack(sums), logits.exp().sum()
+    error = found.std() / len(sums) ** 0.5
+    assert abs(found.mean() - wanted) < 5 * error
+    assert abs(torch.stack(plain).mean() - wanted) > 20 * error
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "vattention"])
+def test_padding_changes_nothing(name: str) -> None:
+    """A batch that is padded on the left: every entry reads what it reads alone."""
+    rule, lengths = SMALL[name], (LENGTH, LENGTH - 48, LENGTH - 7)
+    alone, notes, padded = [], [], []
+    for seed, length in enumerate(lengths):
+        rows = given(length, seed=seed)
+        notes.append(noted(rule, rows))
+        alone.append(rule.attend(rows, BUDGET, notes[-1]))
+        missing = LENGTH - length
+        padded.append((rows.query, *(F.pad(x, (0, 0, missing, 0), value=100.0) for x in (rows.key, rows.value))))
+    query, key, value = (torch.cat(parts) for parts in zip(*padded, strict=True))
+    missing = [LENGTH - length for length in lengths]
+    counts = torch.arange(LENGTH) >= torch.tensor(missing)[:, None]
+    found = rule.attend(Rows(query, key, value, SCALE, counts), BUDGET, _joined_notes(notes, missing))
+    torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in SMALL.items() if rule.reads_prompts])
+def test_rows_of_a_prompt_see_nothing_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nearfield.app.peers.cache.LOGITS", HEADS * LENGTH * 50)  # several parts
+    query, key, value = inputs(rows=LENGTH)
+    whole = prompt_by_rule(SMALL[name], query, key, value, SCALE, BUDGET)
+    later = [x.clone() for x in (query, key, value)]
+    for x in later:
+        x[:, :, 150:] = 7.0
+    changed = prompt_by_rule(SMALL[name], *later, SCALE, BUDGET)
+    torch.testing.assert_close(changed[:, :, :150], whole[:, :, :150], atol=1e-5, rtol=1e-5)
+    first = Rows(query[:, :, :BUDGET], key[:, :, :BUDGET], value[:, :, :BUDGET], SCALE)
+    torch.testing.assert_close(whole[:, :, :BUDGET], exact(first), atol=1e-4, rtol=1e-4)
+    assert float((whole - exact(Rows(query, key, value, SCALE)))[:, :, 150:].abs().max()) > 1e-3
+
+
+# Models.
+
+
+PROMPTS = [[5 * i % 97 + 3 for i in range(length)] for length in (420, 404, 388)]
+
+
+def net(**changes: Any) -> Any:
+    return tiny_model("llama", vocab_size=128, max_position_embeddings=2048, **changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["topk-6", "quest-6", "moba-6", "snapkv-6", "streaming-6", "retroinfer-6", "vattention-6", "cells-6"]
+)
+def test_answers_by_a_rule_are_the_same_in_a_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "SEGMENT", 64)
+    model, talks, way = net(), tokenizer_of_letters(), WAYS[name]
+    alone = [answer(model, talks, way, [ids], 5)[0] for ids in PROMPTS]
+    together = answer(model, talks, way, PROMPTS, 5)
+    if name != "vattention-6":  # other draws
+        assert [one.tokens for one in together] == [one.tokens for one in alone]
+    for one in together:
+        assert one.keys_read == 192 if name != "cells-6" else 150 < one.keys_read <= 230
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "name", ["topk-6-both", "quest-6-both", "moba-6-both", "streaming-6-both", "vattention-6-both", "cells-6-both"]
+)
+def test_prompts_by_a_rule(name: str) -> None:
+    model, talks = net(), tokenizer_of_letters()
+    way = WAYS[name]
+    (found,) = answer(model, talks, way, PROMPTS[:1], 3)
+    assert len(found.tokens) == 3
+    with way.reading(model, 420), torch.no_grad():
+        by_rule = model(torch.tensor(PROMPTS[:1]), past_key_values=way.cache(model.config)).logits
+    with torch.no_grad():
+        exactly = model(torch.tensor(PROMPTS[:1])).logits
+    assert float((by_rule - exactly)[:, 300:].abs().max()) > 1e-4
+    torch.testing.assert_close(by_rule[:, :30], exactly[:, :30], atol=1e-4, rtol=1e-4)
+    short = answer(model, talks, way, [PROMPTS[0][:100]], 3)
+    assert short[0].tokens == answer(model, talks, WAYS["exact"], [PROMPTS[0][:100]], 3)[0].tokens
+
+
+def test_a_budget_that_holds_everything_gives_exact_answers() -> None:
+    model, talks = net(), tokenizer_of_letters()
+    expected = [one.tokens for one in answer(model, talks, WAYS["exact"], PROMPTS, 6)]
+    for rule in RULES.values():
+        way = PeerWay("all", "", rule=rule, share=2.0, both=rule.reads_prompts)
+        assert [one.tokens for one in answer(model, talks, way, PROMPTS, 6)] == expected
+    assert [one.tokens for one in answer(model, talks, BudgetWay("all", "", share=2.0), PROMPTS, 6)] == expected
+
+
+@torch.no_grad()
+def test_a_prompt_is_read_once_for_all_that_answer_it_by_a_rule() -> None:
+    model = net()
+    ids = torch.tensor(PROMPTS[0])
+    one = read(model, WAYS["quest-6"], ids)
+    assert isinstance(one.cache, PeerCache)
+    before = [layer.keys.clone() for layer in one.cache.layers]
+    expected = {}
+    for name in ("quest-6", "snapkv-6", "cells-6", "topk-1.5"):
+        expected[name] = answer(model, tokenizer_of_letters(), WAYS[name], PROMPTS[:1], 5)[0].tokens
+    for name, tokens in expected.items():
+        assert WAYS[name].source is RECORDED
+        assert answer(model, tokenizer_of_letters(), WAYS[name], PROMPTS[:1], 5, [one])[0].tokens == tokens
+    for layer, keys in zip(one.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+    reads: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "read", lambda *given: reads.append(given[1].name) or read(*given))  # type: ignore[func-returns-value]
+        kept: Any = {}
+        prompts: Any = [type("P", (), {"index": i}) for i in range(2)]
+        encoded = dict(enumerate(PROMPTS))
+        for name in expected:
+            found = run._readings(model, WAYS[name], prompts, encoded, kept)
+            assert found is not None
+            assert len(found) == 2
+        assert run._readings(model, WAYS["quest-6-both"], prompts, encoded, kept) is None
+    assert reads == ["quest-6"] * 2
+
+
+@torch.no_grad()
+def test_layers_with_a_window_are_read_exactly() -> None:
+    model = tiny_model("gemma3", vocab_size=128, max_position_embeddings=2048)
+    ids = torch.tensor(PROMPTS[:1])
+    with by_peer(model, replace(RULES["topk"]), 0.06):
+        cache = PeerCache(model.config)
+        found = model(ids[:, :-1], past_key_values=cache).logits
+        step = model(ids[:, -1:], past_key_values=cache.by_rule(RULES["topk"], 2.0)).logits
+    assert torch.isfinite(found).all()
+    assert torch.isfinite(step).all()
+    assert {type(layer).__name__ for layer in cache.layers} > {"PeerLayer"}
+
+
+def test_budgets() -> None:
+    assert budget_of(0.06, 32768) == 1967
+    assert budget_of(0.015, 4096) == 192
+    for share in (0.015, 0.03, 0.06, 0.12):
+        cells = cells_of_budget(share, 32768)
+        assert cells.segment is not None
+        assert cells.probes is not None
+        read = cells.segment / 2 + 16 + 32 * cells.probes
+        assert 0.8 < read / (share / 2 * 32768) <= 1.0
