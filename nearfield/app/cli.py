@@ -307,7 +307,9 @@ def ruler(
     lengths: str = typer.Option("4096,8192,16384,32768", metavar="N,N,...", help="Tokens of a prompt with its answer."),
     samples: int = typer.Option(100, min=1, metavar="N", help="Prompts of each task at each length."),
     methods: str = typer.Option(
-        "default", metavar="NAME,...", help="What to compare with exact attention, such as default,cells,cells+exact."
+        "default",
+        metavar="NAME,...",
+        help="What to compare with exact attention, such as default,cells,cells-6,quest-6,topk-6-both; docs/ruler.md lists all.",
     ),
     templates: str = typer.Option("raw", metavar="NAME,...", help="raw, chat (the model's template), or both."),
     seed: int = typer.Option(42, metavar="N", help="Of the prompts. RULER's own is 42."),
