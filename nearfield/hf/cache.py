@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nearfield._compat import outside_of_compiled
+from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore, check_resident
@@ -38,13 +39,14 @@ class StoreOptions(NamedTuple):
     resident: int | None = None
     regroup: bool = True
     group_from: int | None = None
+    eps: float | None = None
 
     @staticmethod
     def of(store: CellStore | IndexStore) -> StoreOptions:
         """Those with which this one was made."""
         if not isinstance(store, CellStore):
             return StoreOptions()
-        return StoreOptions(store.offload, store.resident, store.regroup, store.group_from)
+        return StoreOptions(store.offload, store.resident, store.regroup, store.group_from, store.guard and store.guard.eps)
 
 
 class CellLayer(CacheLayerMixin):
@@ -150,6 +152,8 @@ def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> Cell
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
     if options.offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
+    if options.eps is not None:
+        raise ValueError(f"eps={options.eps!r} is for Cells(...) only, got {method!r}; an index has no cells to open more of")
     check_resident(options.resident, options.offload)
     return IndexStore(method, audit=audit)
 
@@ -180,6 +184,9 @@ class CellCache(Cache):
             grouping its keys anew; see `CellStore`.
         group_from: how many tokens there are before any are grouped into cells; until then all steps are exact. None: 8,192, on
             a GPU 16,384, since up to there cells save no time. Where the method has a segment, that decides.
+        eps: the error that the attention of a step may have, pooled over the heads of a layer. Every 32nd step is compared with
+            exact attention, and where a layer is off by more, it opens more cells from then on; see `CellStore` and `guards`.
+            None: nobody looks.
 
     A call of the model that is interrupted leaves some layers with its tokens and others without. The next call is then refused,
     with an error that says how to go on: `crop(n)` to the n tokens that all layers have (for layers with a window, `reset()`).
@@ -208,6 +215,7 @@ class CellCache(Cache):
         resident: int | None = None,
         regroup: bool = True,
         group_from: int | None = None,
+        eps: float | None = None,
     ) -> None:
         if hasattr(method, "get_text_config") or hasattr(method, "config"):
             told = "model" if hasattr(method, "config") else "model.config"
@@ -220,7 +228,7 @@ class CellCache(Cache):
                 f"config must be the config of a model, got {type(config).__name__}; write CellCache(config=model.config)"
             )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
-        options = StoreOptions(offload, resident, regroup, group_from)
+        options = StoreOptions(offload, resident, regroup, group_from, eps)
         for one in self.methods.values():
             _make_store(one, audit, options)  # raises if it cannot be
         self._audit, self._options = audit, options
@@ -383,6 +391,18 @@ class CellCache(Cache):
     def errors(self) -> dict[int, list[StepError]]:
         """By layer, the error of every call after the prompt that was made while `audit` was set."""
         return {number: layer.store.errors for number, layer in self._cell_layers().items()}
+
+    @property
+    def guards(self) -> dict[int, Guard]:
+        """With `eps`, by layer: the error at the last look, and how many times the usual number of cells is opened. Of a cache
+        made by `batch`, of the request that opens most."""
+        found = {}
+        for number, layer in self._cell_layers().items():
+            stores = layer.store.stores if isinstance(layer.store, RequestStores) else [layer.store]
+            guards = [store.guard for store in stores if isinstance(store, CellStore) and store.guard is not None]
+            if guards:
+                found[number] = max(guards, key=lambda guard: (guard.factor, guard.error or 0.0))
+        return found
 
     def watch(self, heavy: Watch | Mapping[int, Watch] | None) -> None:
         """Count from now on which keys the steps of all layers look at most; None: no longer. For layers with `Cells`.

@@ -41,6 +41,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     reads: list[tuple[Any, ...]]
+    probes: list[int]
 
 
 class ModelStep:
@@ -63,7 +64,8 @@ class ModelStep:
     @property
     def is_ready(self) -> bool:
         """Whether the graph that was captured serves the next step."""
-        return self._captured is not None and all(map(_serves, stores_of(self.cache), self._captured.reads))
+        captured = self._captured
+        return captured is not None and all(map(_serves, stores_of(self.cache), captured.reads, captured.probes))
 
     def prepare(self, ids: Tensor, positions: Tensor) -> None:
         """Capture a graph, unless there is one for the next step. If that fails, nothing has happened to the cache."""
@@ -118,7 +120,7 @@ class ModelStep:
         with _on_trial(self.cache), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self.forward(**options).logits
         self.captures += 1
-        return Captured(graph, logits, [_reads(_state(store)) for store in stores])
+        return Captured(graph, logits, [_reads(_state(store)) for store in stores], [store.probes for store in stores])
 
 
 def _reads(state: CacheState) -> tuple[Any, ...]:
@@ -128,10 +130,10 @@ def _reads(state: CacheState) -> tuple[Any, ...]:
     return keys.storage, values.storage, keys.base, values.base, state.sinks, state.tables, state.device_length.tensor, pool
 
 
-def _serves(store: CellStore, reads: tuple[Any, ...]) -> bool:
-    """Whether a graph that was captured for `reads` is right for the next step of a store."""
+def _serves(store: CellStore, reads: tuple[Any, ...], probes: int) -> bool:
+    """Whether a graph that was captured for `reads`, and opens so many cells, is right for the next step of a store."""
     state = store.state
-    if state is None or store.audit or store.watch is not None:
+    if state is None or store.audit or store.watch is not None or store.is_due(1) or store.probes != probes:
         return False
     in_time = state.length < store.sizes.next_close(state.closed)
     has_moved = any(x is not y for x, y in zip(_reads(state), reads, strict=True))
@@ -166,6 +168,13 @@ def stores_of(cache: CellCache) -> list[CellStore]:
     if not all(isinstance(store, CellStore) for store in found):
         raise TypeError("every layer must have a CellStore")
     return found
+
+
+def _guarded(cache: CellCache) -> list[CellStore]:
+    """The stores that look at their error now and then, in a step without a graph."""
+    layers = [getattr(layer, "store", None) for layer in cache.layers]
+    stores = [store for own in layers for store in (own.stores if isinstance(own, RequestStores) else [own])]
+    return [store for store in stores if isinstance(store, CellStore) and store.guard is not None]
 
 
 def why_not(model: Any, cache: CellCache, mask: Tensor | None = None) -> str | None:
@@ -223,6 +232,8 @@ def stepping(model: Any, cache: CellCache, graph: bool | None, compile: bool = F
         ids = options.get("input_ids")
         if args or options.get("past_key_values") is not cache or ids is None or ids.dim() != 2 or ids.shape[1] != 1:
             return forward(*args, **options)
+        if any(store.is_due(1) for store in _guarded(cache)):
+            return forward(**options)
         reason = failed or _unknown(options)
         if reason is None and not step.is_ready:
             reason = why_not(model, cache, options.get("attention_mask") if step.captures == 0 else None)

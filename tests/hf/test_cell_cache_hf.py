@@ -294,6 +294,28 @@ def test_other_masks_are_refused(nets: dict[str, tuple[Any, Any]]) -> None:
 
 
 @torch.no_grad()
+def test_a_cache_looks_at_its_error(nets: dict[str, tuple[Any, Any]]) -> None:
+    _, ours = nets["llama"]
+    cache = hf.CellCache(FEW, config=ours.config, eps=0.01)
+    assert {layer: guard.looks for layer, guard in cache.guards.items()} == {0: 0, 1: 0}
+    ours(tokens(1, LENGTH), past_key_values=cache)
+    ours.generate(tokens(1, LENGTH + 1), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    for guard in cache.guards.values():
+        assert guard.looks == 1
+        assert guard.error is not None
+        assert guard.error <= 0.01
+    caches = []
+    for eps in (None, 0.02):
+        caches.append(hf.CellCache(FEW, config=ours.config, eps=eps))
+        ours(tokens(1, LENGTH), past_key_values=caches[-1])
+    both = hf.CellCache.batch(caches)
+    hf.generate(ours, [tokens(1, LENGTH + 1)[0]] * 2, cache=both, max_new_tokens=2, do_sample=False)
+    assert {guard.eps for guard in both.guards.values()} == {0.02}
+    with pytest.raises(ValueError, match=r"eps=0.1 is for Cells\(...\) only"):
+        hf.CellCache(nearfield.TopK(4), eps=0.1)
+
+
+@torch.no_grad()
 def test_a_compiled_model_generates_the_same(nets: dict[str, tuple[Any, Any]]) -> None:
     """What lies between the attention of two layers is compiled, once for the prompt and once for all steps."""
     graphs = []

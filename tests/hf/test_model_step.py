@@ -218,6 +218,19 @@ def test_compiled_steps_give_the_same_logits() -> None:
 
 
 @ON_GPU
+@torch.no_grad()
+def test_steps_that_look_at_their_error_are_not_of_the_graph() -> None:
+    made, ids = net("cuda"), tokens(1, 70).cuda()
+    cache, twin = (hf.CellCache(SIZES, config=made.config, eps=0.001) for _ in range(2))
+    options: dict[str, Any] = {"max_new_tokens": 70, "do_sample": False}
+    found = hf.generate(made, ids, cache=cache, graph=True, **options)
+    assert torch.equal(found, hf.generate(made, ids, cache=twin, graph=False, **options))
+    for own, other in zip(cache.guards.values(), twin.guards.values(), strict=True):
+        assert own.looks == other.looks == 3
+        assert own.factor == other.factor
+
+
+@ON_GPU
 def test_requests_crops_and_other_ways_of_moving() -> None:
     made = net("cuda")
     prompts = [tokens(1, 99, seed=i)[0, :length].cuda() for i, length in enumerate((70, 33, 1, 48))]

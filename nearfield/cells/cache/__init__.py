@@ -2,15 +2,16 @@
 
 In reading order: `steps` (what all stores of keys share), `buffers` (tensors that grow), `segments` (how a segment becomes
 cells), `resident` (which offloaded cells are on the card), `state` (what a store holds), `heavy` (which keys are looked at most),
-`attention` (of some rows to it, in PyTorch), `decode` (the same for the latest row, by Triton kernels), `store` (what a user
-calls) and `graph` (a step in a CUDA graph).
+`guard` (a look at the error now and then), `attention` (of some rows to it, in PyTorch), `decode` (the same for the latest row,
+by Triton kernels), `store` (what a user calls) and `graph` (a step in a CUDA graph).
 """
 
 from __future__ import annotations
 
 from nearfield.cells.cache.graph import StepGraph
+from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.heavy import HeavyKeys, OpenedKeys
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore
 
-__all__ = ["CellStore", "HeavyKeys", "OpenedKeys", "StepError", "StepGraph"]
+__all__ = ["CellStore", "Guard", "HeavyKeys", "OpenedKeys", "StepError", "StepGraph"]

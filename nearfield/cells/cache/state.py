@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nearfield.cells.cache.adopted import KnownCells
 from nearfield.cells.cache.buffers import Buffer, outside_inference
+from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.resident import Pool, Resident
 from nearfield.cells.cache.segments import CacheTables, close_segment, cross_of
 from nearfield.cells.cache.steps import hidden_mask
@@ -85,6 +86,8 @@ class CacheState:
         """0, and then where each closed segment ends"""
         self.cell_bounds = [0]
         """0, and then where its cells end"""
+        self.guard: Guard | None = None
+        """what looks at the error of steps have found; None: there are none"""
         self.undo: Saved = ()
         """rows that an operation has written over, or is about to; it has not come to its end"""
         self.in_graph = False

@@ -20,6 +20,8 @@ class StepError:
     """||estimate - exact|| / ||exact||"""
     additive: Tensor
     """||estimate - exact||, in units of the rms norm of the values"""
+    pooled: float
+    """||estimate - exact|| over all heads and rows together, in units of ||exact||, of the worst batch entry"""
 
     def __str__(self) -> str:
         return (
@@ -43,8 +45,10 @@ def step_error(
     exact = _exact_attention(queries, keys.flatten(0, 1), values.flatten(0, 1), hidden).view_as(output)
     norm = rms_norm(values.flatten(0, 1), None if key_padding is None else key_padding.repeat_interleave(heads, 0))
     norm = norm.view(batch, heads, 1).repeat_interleave(group, 1)
-    off = (output.to(exact.dtype) - exact).norm(dim=-1)
-    return StepError(first, off / exact.norm(dim=-1).clamp(min=torch.finfo(off.dtype).tiny), off / norm)
+    off, size = (output.to(exact.dtype) - exact).norm(dim=-1), exact.norm(dim=-1)
+    least = torch.finfo(off.dtype).tiny
+    pooled = off.flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1).clamp(min=least)
+    return StepError(first, off / size.clamp(min=least), off / norm, float(pooled.max()) if len(pooled) else 0.0)
 
 
 def _exact_attention(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:

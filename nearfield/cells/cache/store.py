@@ -12,6 +12,7 @@ from torch import Tensor
 from nearfield.cells.cache.adopted import known_segments, takes_over
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.chunks import attend_to_closed
+from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.state import CacheState, Saved
 from nearfield.cells.cache.steps import (
@@ -28,7 +29,7 @@ from nearfield.cells.method import Cells
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.sizes import CacheSizes, default_cache_probes
 from nearfield.cells.trial import Prepared
-from nearfield.checks import check_positive
+from nearfield.checks import check_fraction, check_positive
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.kernels import backends
 from nearfield.merge import merge
@@ -72,6 +73,10 @@ class CellStore:
             errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text.
         group_from: how many keys there are before any are grouped; until then `attend` is exact. None: 8,192, on a GPU 16,384,
             since up to there cells save no time. Fewer than 1,024 mean 1,024. Where `method` has a segment, that decides.
+        eps: the error that a step may have, pooled over heads and in units of the norm of the exact output. Every 32nd step (the
+            first among them) is compared with exact attention over all keys. Where it is off by more, twice as many cells are
+            opened until it is not, for this step and those after it; where it is off by less than a quarter of eps, half as many
+            again. `guard` tells what was found. Steps in between are not looked at, and promise nothing. None: no look.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -99,11 +104,15 @@ class CellStore:
         resident: int | None = None,
         regroup: bool = True,
         group_from: int | None = None,
+        eps: float | None = None,
     ) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
         check_resident(resident, offload)
         check_positive("group_from", group_from, optional=True, least=0)
+        if eps is not None:
+            check_fraction("eps", eps)
+        self._guard = None if eps is None else Guard(float(eps))
         self.audit, self.offload, self.resident = audit, offload, resident
         self.group_from = group_from
         self.sizes = self._sizes(on_gpu=False)
@@ -129,6 +138,11 @@ class CellStore:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_state": self.state}
+
+    @property
+    def guard(self) -> Guard | None:
+        """With `eps`: what looks at its error have found, and how many more cells it opens for that."""
+        return self._guard if self._state is None else self._state.guard
 
     def _keep(self, saved: Saved) -> None:
         """Put these rows back unless the operation that is under way comes to its end."""
@@ -163,7 +177,12 @@ class CellStore:
         return self._probes(self.closed, self.cells)
 
     def _probes(self, closed: int, cells: int) -> int:
-        return self.method.probes or default_cache_probes(closed, cells)
+        usual = self.method.probes or default_cache_probes(closed, cells)
+        return usual if self.guard is None or self.guard.factor == 1 else max(usual, min(cells, usual * self.guard.factor))
+
+    def is_due(self, new: int = 0) -> bool:
+        """Whether the step that finds `new` keys more than there are now looks at its error."""
+        return self.guard is not None and self.closed > 0 and self.guard.is_due(self.length + new)
 
     @property
     def summary(self) -> str:
@@ -218,6 +237,7 @@ class CellStore:
         if state is None:
             self.sizes = self._sizes(key.is_cuda)
             state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload, resident=self.resident)
+            state.guard = self._guard
         check_alike(key, value, state.keys.storage, state.values.storage)
         self._state = state.append(key, value, counts)
 
@@ -244,7 +264,8 @@ class CellStore:
         self.check_crop(length)
         state = self.state
         if state is not None:
-            self._state = state.crop(length, self._most_closed(length), self._keep)
+            guard = state.guard and state.guard._replace(next_look=min(state.guard.next_look, length))
+            self._state = state.crop(length, self._most_closed(length), self._keep).but(guard=guard)
 
     def check_crop(self, length: int) -> None:
         """Raise unless the store can be cropped to this length."""
@@ -331,15 +352,44 @@ class CellStore:
         else:
             state, output = self._attend_in_blocks(state, query, first, scale)
         state = state.offload_closed()
-        if rows and self.audit:
-            with torch.autocast(query.device.type, enabled=False):
-                keys, values = (state.in_order(x) for x in (state.keys, state.values))
-                queries = scaled_queries(query, state.heads, scale)
-                error = step_error(queries, keys, values, state.key_padding, output, first)
-        self._state = state
+        guard = state.guard
+        looks = rows == 1 and guard is not None and state.closed > 0 and guard.is_due(state.length)
+        if rows and (self.audit or looks):
+            error = self._step_error(state, query, output, first, scale)
+        if looks:
+            output, error, guard = self._within_eps(state, query, output, error, first, scale)
+        self._state = state if guard is state.guard else state.but(guard=guard)
         if rows and self.audit:
             self.errors.append(error)
         return output
+
+    def _step_error(self, state: CacheState, query: Tensor, output: Tensor, first: int, scale: float) -> StepError:
+        with torch.autocast(query.device.type, enabled=False):
+            keys, values = (state.in_order(x) for x in (state.keys, state.values))
+            queries = scaled_queries(query, state.heads, scale)
+            return step_error(queries, keys, values, state.key_padding, output, first)
+
+    def _within_eps(
+        self, state: CacheState, query: Tensor, output: Tensor, error: StepError, first: int, scale: float
+    ) -> tuple[Tensor, StepError, Guard]:
+        """The step with as many cells opened as eps asks for, its error, and what is opened from now on."""
+        guard = state.guard
+        assert guard is not None
+        cells, factor = len(state.tables), guard.factor
+        usual = self.method.probes or default_cache_probes(state.closed, cells)
+        probes = self._probes(state.closed, cells)
+        # Not "more than eps": an error that is no number is none to be content with.
+        while not error.pooled <= guard.eps and probes < cells:
+            factor *= 2
+            probes = min(cells, usual * factor)
+            with _without_autocast(query.device):
+                found = self._attend_rows(state, query, first, scale, probes)
+            output = found.to(query.dtype).view(output.shape)
+            error = self._step_error(state, query, output, first, scale)
+        if factor == guard.factor > 1 and error.pooled < guard.eps / 4:
+            factor //= 2
+        share = (state.length - state.closed + probes * state.closed / max(1, cells)) / state.length
+        return output, error, guard.looked(state.length, error.pooled, factor, share)
 
     # The next three return the state with all segments closed that rows from position `first` on see through cells, and the
     # output of the rows.
@@ -386,9 +436,9 @@ class CellStore:
         """Whether so many rows are worth going through all keys for their sake."""
         return rows >= max(LEAST_CHUNK, state.length // CHUNK_SHARE) and state.key_padding is None and self.watch is None
 
-    def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float) -> Tensor:
+    def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float, probes: int | None = None) -> Tensor:
         """Attention of rows from position `first` on, which all see the same closed segments."""
-        probes = self._probes(state.closed, len(state.tables))
+        probes = self._probes(state.closed, len(state.tables)) if probes is None else probes
         if backends.runs_triton(query.device) and self.watch is None:
             from nearfield.cells.cache import decode
 

@@ -26,6 +26,7 @@ CELLS = nf.Cells(segment=12, cell_size=4, probes=2, sinks=3, window=4)
 MAKE: dict[str, Callable[[], Store]] = {
     "cells": lambda: CellStore(CELLS),
     "offloaded": lambda: CellStore(CELLS, offload=True),
+    "guarded": lambda: CellStore(CELLS, eps=0.05),
     "topk": lambda: IndexStore(nf.TopK(4, index=nf.KMeansIndex())),
 }
 
