@@ -152,7 +152,7 @@ def exact_step(
 
 def forward_of(model: Any, compile: bool) -> Callable[..., Any]:
     """What `hf.generate` calls for a step, `compile` or not."""
-    return compiled_steps(model.forward, model.config.num_hidden_layers) if compile else model
+    return compiled_steps(model.forward) if compile else model
 
 
 def step_without_attention(model: Any, entries: int, compile: bool = False) -> Step:

@@ -58,10 +58,11 @@ def outside_of_compiled(function: F) -> F:
     return cast(F, called)
 
 
-def compiled_steps(function: Callable[..., Any], layers: int) -> Callable[..., Any]:
-    """`torch.compile` for calls of one shape, of a function that goes through this many layers. Seen in torch 2.11 and 2.13.
+def compiled_steps(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` for calls of one shape, of a function that goes through many layers. Seen in torch 2.11 and 2.13.
 
-    A layer knows its number, so what is in a layer is compiled once for each, and the compiler gives up after eight.
+    A layer knows its number, so what is in a layer is compiled once for each, for each batch size and for each model. The
+    compiler would give up after eight, without a word.
     """
     import torch._dynamo
 
@@ -69,7 +70,7 @@ def compiled_steps(function: Callable[..., Any], layers: int) -> Callable[..., A
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        with config.patch(recompile_limit=max(config.recompile_limit, 8 + layers)):
+        with config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
             return compiled(*args, **options)
 
     return called

@@ -62,7 +62,7 @@ def made_with(sizes: Sizes, name: str) -> str:
 
 def others(sizes: Sizes, name: str) -> tuple[str, ...]:
     """The methods that a model trained with this one is used with as well."""
-    return tuple(other for other in (sizes.methods if name == "exact" else ("exact",)) if other != name)
+    return tuple(x for x in ((*sizes.methods, *sizes.only_used) if name == "exact" else ("exact",)) if x != name)
 
 
 def measure(corpus: Corpus, text: Text, sizes: Sizes, name: str, seed: int, timed: bool = True) -> Rows:

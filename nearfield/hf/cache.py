@@ -152,8 +152,10 @@ def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> Cell
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
     if options.offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
-    if options.eps is not None:
-        raise ValueError(f"eps={options.eps!r} is for Cells(...) only, got {method!r}; an index has no cells to open more of")
+    for name in ("eps", "group_from"):
+        given = getattr(options, name)
+        if given is not None:
+            raise ValueError(f"{name}={given!r} is for Cells(...) only, got {method!r}; leave it out: an index has no cells")
     check_resident(options.resident, options.offload)
     return IndexStore(method, audit=audit)
 
@@ -183,7 +185,7 @@ class CellCache(Cache):
         regroup: False: take over the cells of a prompt's attention where it was by `Cells`, from 32,768 keys on, instead of
             grouping its keys anew; see `CellStore`.
         group_from: how many tokens there are before any are grouped into cells; until then all steps are exact. None: 8,192, on
-            a GPU 16,384, since up to there cells save no time. Where the method has a segment, that decides.
+            a GPU 16,384, since up to there cells save little time or none. Where the method has a segment, that decides.
         eps: the error that the attention of a step may have, pooled over the heads of a layer. Every 32nd step is compared with
             exact attention, and where a layer is off by more, it opens more cells from then on; see `CellStore` and `guards`.
             None: nobody looks.

@@ -123,10 +123,10 @@ class Memory:
 
         `device`: of the model. None: where the memory is; a loaded one is on the CPU.
         """
-        cache = CellCache(self.method, audit=audit)
+        cache = CellCache(self.method, audit=audit, group_from=0)
         for tensors in self._contents.layers:
             layer = CellLayer(self.method, audit)
-            layer.store = CellStore(self.method, audit=audit)
+            layer.store = CellStore(self.method, audit=audit, group_from=0)
             moved = {name: x.to(device) for name, x in tensors.items()}
             layer.store.state = _restored(moved, self._contents.bounds, layer.store)
             cache.layers.append(layer)

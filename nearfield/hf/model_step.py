@@ -56,7 +56,7 @@ class ModelStep:
 
     def __init__(self, model: Any, cache: CellCache, compile: bool = False) -> None:
         self.model, self.cache = model, cache
-        self.forward = compiled_steps(model.forward, len(cache.layers)) if compile else model.forward
+        self.forward = compiled_steps(model.forward) if compile else model.forward
         self._captured: Captured | None = None
         self.captures = 0
         """how often it was captured"""
@@ -151,7 +151,10 @@ def _on_trial(cache: CellCache) -> Iterator[None]:
     layers = [layer for layer in cache.layers if isinstance(layer, CellLayer)]
     stores = [layer.store for layer in layers]
     for layer in layers:
-        layer.store = layer.store.on_trial() if isinstance(layer.store, RequestStores) else copy.copy(layer.store)
+        if isinstance(layer.store, RequestStores):
+            layer.store = layer.store.on_trial()
+        else:
+            layer.store = layer.store.unguarded() if isinstance(layer.store, CellStore) else copy.copy(layer.store)
     try:
         yield
     finally:
@@ -232,7 +235,10 @@ def stepping(model: Any, cache: CellCache, graph: bool | None, compile: bool = F
         ids = options.get("input_ids")
         if args or options.get("past_key_values") is not cache or ids is None or ids.dim() != 2 or ids.shape[1] != 1:
             return forward(*args, **options)
-        if any(store.is_due(1) for store in _guarded(cache)):
+        guarded = _guarded(cache)
+        if any(store.is_due(1) for store in guarded):
+            for store in guarded:  # all in one step, so that most others are left to the graph
+                store.look_next()
             return forward(**options)
         reason = failed or _unknown(options)
         if reason is None and not step.is_ready:

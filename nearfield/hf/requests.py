@@ -115,7 +115,8 @@ class RequestStores:
 
     def on_trial(self) -> RequestStores:
         """A copy that shares memory with this one, for a step that is not meant."""
-        found = RequestStores([copy.copy(store) for store in self.stores])
+        copies = [store.unguarded() if isinstance(store, CellStore) else copy.copy(store) for store in self.stores]
+        found = RequestStores(copies)
         found._checked = True
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -337,13 +336,42 @@ def test_a_prompt_is_read_once_for_all_that_answer_it_by_a_rule() -> None:
 def test_layers_with_a_window_are_read_exactly() -> None:
     model = tiny_model("gemma3", vocab_size=128, max_position_embeddings=2048)
     ids = torch.tensor(PROMPTS[:1])
-    with by_peer(model, replace(RULES["topk"]), 0.06):
-        cache = PeerCache(model.config)
-        found = model(ids[:, :-1], past_key_values=cache).logits
-        step = model(ids[:, -1:], past_key_values=cache.by_rule(RULES["topk"], 2.0)).logits
-    assert torch.isfinite(found).all()
-    assert torch.isfinite(step).all()
+    exactly = model(ids).logits
+    for share, is_exact in ((4.0, True), (0.06, False)):
+        with by_peer(model, RULES["topk"], share):
+            cache = PeerCache(model.config)
+            found = model(ids[:, :-1], past_key_values=cache).logits
+            step = model(ids[:, -1:], past_key_values=cache.by_rule(RULES["topk"], share)).logits
+        assert torch.allclose(torch.cat([found, step], 1), exactly, atol=1e-4) == is_exact
     assert {type(layer).__name__ for layer in cache.layers} > {"PeerLayer"}
+
+
+def test_answers_that_grow_past_the_budget() -> None:
+    """Prompts within it, alone and beside one that is not; some so short that a rule has nothing to leave out."""
+    model, talks = net(), tokenizer_of_letters()
+    model.generation_config.eos_token_id = None
+    for name in RULES:
+        for prompts in (
+            [PROMPTS[0][:190]],
+            [PROMPTS[0][:190], PROMPTS[1]],
+            [PROMPTS[0][:3]],
+            [PROMPTS[0][:40], PROMPTS[1][:191]],
+        ):
+            found = answer(model, talks, WAYS[f"{name}-6"], prompts, 8)
+            assert all(len(one.tokens) == 8 for one in found)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in SMALL.items() if rule.reads_prompts])
+def test_half_precision_costs_no_more_than_in_sdpa(name: str) -> None:
+    """And ties between rounded logits are not read beyond the budget."""
+    query, key, value = (x.bfloat16() for x in inputs(rows=3))
+    key[:, :, 50:100] = key[:, :, 50:51]  # ties
+    rows = Rows(query, key, value, SCALE)
+    assert int(SMALL[name].choose(rows, BUDGET, {}).read.sum(-1).max()) <= BUDGET
+    wide = exact(Rows(query.float(), key.float(), value.float(), SCALE))
+    found = SMALL[name].attend(rows, LENGTH, {})
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - wide).norm() <= 1.1 * (exact(rows).float() - wide).norm()
 
 
 def test_budgets() -> None:

@@ -103,6 +103,11 @@ def test_steps_of_many_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
         seen.append(len(graphs))
     assert seen[0] == 11 + 6, "one for each layer, and what they have in common"
     assert set(seen) == {seen[0]}
+    both = hf.CellCache(SIZES, config=made.config)
+    made(input_ids=tokens(2, 40), past_key_values=both)
+    positions = torch.full((2, 1), 40)
+    step.forward(input_ids=torch.full((2, 1), 5), position_ids=positions, past_key_values=both, use_cache=True, logits_to_keep=1)
+    assert len(graphs) == 2 * seen[0], "once more for another batch size, in all layers"
 
 
 def test_the_model_gets_its_forward_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +233,17 @@ def test_steps_that_look_at_their_error_are_not_of_the_graph() -> None:
     for own, other in zip(cache.guards.values(), twin.guards.values(), strict=True):
         assert own.looks == other.looks == 3
         assert own.factor == other.factor
+
+
+@ON_GPU
+@torch.no_grad()
+def test_looks_begin_with_the_first_segment() -> None:
+    made, ids = net("cuda"), tokens(1, 20).cuda()
+    cache, twin = (hf.CellCache(SIZES, config=made.config, eps=0.001) for _ in range(2))
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    found = hf.generate(made, ids, cache=cache, graph=True, **options)
+    assert torch.equal(found, hf.generate(made, ids, cache=twin, graph=False, **options))
+    assert {guard.looks for guard in cache.guards.values()} == {2}
 
 
 @ON_GPU

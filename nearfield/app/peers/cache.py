@@ -60,9 +60,8 @@ class PeerCache(DynamicCache):
         for layer in made.layers:
             if isinstance(layer, PeerLayer):
                 layer.budget = budget_of(share, layer.get_seq_length())
-                if layer.get_seq_length() > layer.budget:
-                    read: Any = layer
-                    layer.notes = rule.notes(read.queries, read.keys, read.values, layer.scale, layer.budget)
+                read: Any = layer
+                layer.notes = rule.notes(read.queries, read.keys, read.values, layer.scale, layer.budget)
         return made
 
     @staticmethod
@@ -87,8 +86,6 @@ class PeerCache(DynamicCache):
 
 def _joined_notes(notes: Sequence[Notes], missing: Sequence[int]) -> Notes:
     """Those of a batch. Padding is in no cluster, and none of it is kept; clusters that others have more of are empty."""
-    if not all(notes):
-        return {}
     found = {}
     for name in notes[0]:
         own = [one[name] for one in notes]
@@ -124,21 +121,22 @@ class PeerAttention:
         assert self.rule is not None
         if is_prompt:
             assert self.share is not None
-            found = prompt_by_rule(self.rule, query, key, value, scale, budget_of(self.share / 2, key.shape[2]))
+            budget = budget_of(self.share / 2, key.shape[2])
+            found = prompt_by_rule(self.rule, query, key, value, scale, budget, module.layer_idx)
         else:
             counts = None if mask is None else mask[:, 0, -1].bool()
-            found = self.rule.attend(Rows(query, key, value, scale, counts), layer.budget, layer.notes)
+            found = self.rule.attend(Rows(query, key, value, scale, counts, module.layer_idx), layer.budget, layer.notes)
         return found.transpose(1, 2).contiguous(), None
 
 
-def prompt_by_rule(rule: Rule, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int) -> Tensor:
+def prompt_by_rule(rule: Rule, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int, layer: int = 0) -> Tensor:
     """Causal attention of a prompt without padding, `[batch, heads, length, dim]`, some rows at a time."""
     length = key.shape[2]
     step = max(16, LOGITS // (query.shape[0] * query.shape[1] * length))
     found = []
     for start in range(0, length, step):
         stop = min(length, start + step)
-        rows = Rows(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], scale)
+        rows = Rows(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], scale, layer=layer)
         found.append(rule.attend(rows, budget, {}))
     return torch.cat(found, 2)
 

@@ -1,7 +1,7 @@
 """Which keys a query reads, by the rules that others have published, and its attention to those alone.
 
 Every rule has the same budget: how many keys a query head may read, the first and the latest ones among them. Each query head
-chooses for itself, also where several share their keys: that is what the rules were published with, or kinder to them.
+chooses for itself, also where several share their keys. docs/ruler.md says where a rule is not as its authors have it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Notes = dict[str, Tensor]
 class Rows:
     """Queries `[batch, heads, rows, dim]` at the end of keys and values `[batch, kv_heads, length, dim]`.
 
-    `counts` `[batch, length]` is False for padding; None: there is none. `logits` is all of them, which no rule would compute.
+    `counts` `[batch, length]` is False for padding; None: there is none. `layer` is for rules that draw. `logits` is all of them,
+    which no rule would compute.
     """
 
     query: Tensor
@@ -33,6 +34,7 @@ class Rows:
     value: Tensor
     scale: float
     counts: Tensor | None = None
+    layer: int = 0
 
     @property
     def length(self) -> int:
@@ -55,14 +57,14 @@ class Rows:
         return seen if self.counts is None else seen & self.counts[:, None, None]
 
     def times(self, table: Tensor) -> Tensor:
-        """Products of the queries with a table `[batch, kv_heads, any, dim]`: `[batch, heads, rows, any]`."""
-        query = self.query.to(table.dtype).unflatten(1, (-1, self.group)).flatten(2, 3)
-        return (query @ table.mT).unflatten(2, (self.group, -1)).flatten(1, 2)
+        """Products of the queries with a table `[batch, kv_heads, any, dim]`: `[batch, heads, rows, any]`, float32."""
+        query = self.query.float().unflatten(1, (-1, self.group)).flatten(2, 3)
+        return (query @ table.float().mT).unflatten(2, (self.group, -1)).flatten(1, 2)
 
     @cached_property
     def logits(self) -> Tensor:
         """`[batch, heads, rows, length]`, float32; -inf where a row sees no key."""
-        found = self.times(self.key).float() * self.scale
+        found = self.times(self.key) * self.scale
         return found.masked_fill(~self.visible, -torch.inf)
 
     def per_head(self, x: Tensor) -> Tensor:
@@ -117,16 +119,16 @@ def _weighted(rows: Rows, logits: Tensor, choice: Choice | None) -> Tensor:
     if choice is not None and choice.far_logits is not None:
         logits = torch.cat([logits, choice.far_logits], -1)
     # A row without keys (padding) has zeros, as in `Exact`.
-    weights = torch.softmax(logits, -1).nan_to_num(0.0).to(rows.value.dtype)
+    weights = torch.softmax(logits, -1).nan_to_num(0.0)
     found = _sums(weights[..., :near], rows.value, rows.group)
     if choice is not None and choice.far_values is not None:
-        found = found + _sums(weights[..., near:], choice.far_values.to(rows.value.dtype), rows.group)
-    return found
+        found = found + _sums(weights[..., near:], choice.far_values, rows.group)
+    return found.to(rows.value.dtype)
 
 
 def _sums(weights: Tensor, values: Tensor, group: int) -> Tensor:
     grouped = weights.unflatten(1, (-1, group)).flatten(2, 3)
-    return (grouped @ values).unflatten(2, (group, -1)).flatten(1, 2)
+    return (grouped @ values.float()).unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def _first(rows: Rows, count: int) -> Tensor:
@@ -144,11 +146,11 @@ def _latest(rows: Rows, count: int) -> Tensor:
 
 def _best(scores: Tensor, count: int) -> Tensor:
     """Whether a score is among the `count` best of its row; those of -inf never are."""
-    count = min(count, scores.shape[-1])
+    found = torch.zeros_like(scores, dtype=torch.bool)
     if count < 1:
-        return torch.zeros_like(scores, dtype=torch.bool)
-    least = scores.topk(count, -1, sorted=False).values.amin(-1, keepdim=True)
-    return (scores >= least) & (scores > -torch.inf)
+        return found
+    best = scores.topk(min(count, scores.shape[-1]), -1, sorted=False).indices
+    return found.scatter_(-1, best, True) & (scores > -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ class MoBA(Blocks):
     """MoBA: blocks by the product with their mean key (arXiv:2502.13189). Its blocks are larger; so few would fit no budget."""
 
     def scores(self, rows: Rows, blocks: Tensor) -> Tensor:
-        return rows.times(blocks.mean(3))
+        return rows.times(blocks.float().mean(3))
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class SnapKV(Rule):
         rows = Rows(query[:, :, -self.observed :], key, value, scale)
         seen = rows.query.shape[2]
         given = torch.softmax(rows.logits, -1).sum(2)[..., : rows.length - seen]
-        smooth = F.avg_pool1d(given, self.kernel, 1, self.kernel // 2)
+        smooth = F.avg_pool1d(given, self.kernel, 1, self.kernel // 2) if given.shape[2] else given
         kept = F.pad(_best(smooth, budget - seen), (0, seen), value=True)
         return {"key_kept": kept}
 
@@ -252,17 +254,20 @@ class RetroInfer(Rule):
     reads_prompts = False
 
     def notes(self, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int) -> Notes:
-        stop = max(self.sinks, key.shape[2] - self.window)
-        own = key[:, :, self.sinks : stop]
+        first = min(self.sinks, key.shape[2])
+        stop = max(first, key.shape[2] - self.window)
+        own = key[:, :, first:stop]
         clusters = max(1, own.shape[2] // self.size)
-        cell = build_cells(KMeans(iterations=5), own.flatten(0, 1).float(), clusters).unflatten(0, own.shape[:2])
+        cell = torch.zeros(own.shape[:3], dtype=torch.int64, device=key.device)
+        if stop > first:
+            cell = build_cells(KMeans(iterations=5), own.flatten(0, 1).float(), clusters).unflatten(0, own.shape[:2])
         size = torch.zeros(*own.shape[:2], clusters, device=key.device).scatter_add_(2, cell, torch.ones_like(cell).float())
         tables = {}
-        for name, x in (("centroid", own), ("mean", value[:, :, self.sinks : stop])):
+        for name, x in (("centroid", own), ("mean", value[:, :, first:stop])):
             place = cell[..., None].expand(-1, -1, -1, x.shape[3])
             total = torch.zeros(*size.shape, x.shape[3], device=key.device).scatter_add_(2, place, x.float())
             tables[name] = total / size[..., None].clamp(min=1)
-        of_key = F.pad(cell, (self.sinks, key.shape[2] - stop), value=-1)
+        of_key = F.pad(cell, (first, key.shape[2] - stop), value=-1)
         return {"key_cell": of_key, "size": size[..., None], **tables}
 
     def choose(self, rows: Rows, budget: int, notes: Notes) -> Choice:
@@ -295,7 +300,7 @@ class VAttention(Rule):
         rest = rows.logits.masked_fill(near, -torch.inf)
         heavy = _best(rest, budget - budget // 2 - self.sinks - self.window)
         left = rows.visible & ~near & ~heavy
-        generator = torch.Generator(rows.query.device).manual_seed(self.seed + rows.length)
+        generator = torch.Generator(rows.query.device).manual_seed(hash((self.seed, rows.length, rows.layer)) % (1 << 63))
         dice = torch.rand(rest.shape, generator=generator, device=rest.device).masked_fill(~left, -torch.inf)
         drawn = _best(dice, budget // 2)
         times = left.sum(-1, keepdim=True) / drawn.sum(-1, keepdim=True).clamp(min=1)

@@ -80,10 +80,12 @@ def _heads(answers: Mapping[Key, Mapping[str, Any]]) -> list[Heads]:
 
 
 def _sum(way: str, parts: Sequence[Mapping[str, Any]]) -> Heads:
-    steps, layers = sum(part["steps"] for part in parts), parts[0]["layers"]
+    layers = parts[0]["layers"]
+    parts = [part for part in parts if part["layers"] == layers]
+    steps = sum(part["steps"] for part in parts)
 
     def shares(what: str) -> list[list[float]]:
-        whole = [part[what] for part in parts if part["layers"] == layers]
+        whole = [part[what] for part in parts]
         return [[sum(x) / steps for x in zip(*heads, strict=True)] for heads in zip(*whole, strict=True)]
 
     return Heads(way, len(parts), steps, layers, shares("opened"), shares("looked"))

@@ -59,10 +59,12 @@ class StepGraph:
     def _look(self) -> Tensor:
         """A step that is compared with exact attention, which no graph does."""
         key, value, query = self.inputs
-        self.store.append(key, value)
-        output = self._captured[1]
-        output.copy_(self.store.attend(query, self.scale))
-        return output
+        trial = copy.copy(self.store)
+        trial.append(key, value)
+        found = trial.attend(query, self.scale)
+        self.store.state = trial._require_state()
+        self._captured[1].copy_(found)
+        return self._captured[1]
 
     def _capture(self, state: CacheState) -> CacheState:
         """Capture a step. Returns the state in which the store is then: with the segments closed that the step needs closed."""
@@ -75,14 +77,14 @@ class StepGraph:
         side = torch.cuda.Stream(key.device)
         side.wait_stream(torch.cuda.current_stream(key.device))
         with torch.cuda.stream(side):
-            trial = copy.copy(store)
+            trial = store.unguarded()
             trial.append(key, value)
             trial.attend(query, self.scale)
             state.sync_device_length()
         torch.cuda.current_stream(key.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            trial = copy.copy(store)
+            trial = store.unguarded()
             trial.append(key, value)
             output = trial.attend(query, self.scale)
         self._captured = graph, output, self._reads(state)

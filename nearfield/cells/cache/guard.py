@@ -36,10 +36,11 @@ class Guard(NamedTuple):
         """After a look: this error was served, with this factor, and this share of all keys was read for it."""
         if share > MUCH and factor > self.factor:
             _log.warning(
-                "a layer of a cell cache reads %.0f%% of its %d keys to stay within eps=%g; where that is most layers, exact "
-                "attention is as fast, and a larger eps is faster",
+                "a layer of a cell cache reads %.0f%% of its %d keys because of eps=%g, and is off by %.2g; where that is most "
+                "layers, exact attention is as fast, and a larger eps is faster",
                 100 * share,
                 keys,
                 self.eps,
+                error,
             )
         return self._replace(factor=factor, next_look=keys + self.every, error=error, looks=self.looks + 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -72,11 +74,15 @@ class CellStore:
             32,768 keys on, `close` takes these over, each cut in two, as far as they are in long spans, which takes less time;
             errors are a little larger on texts, and more so where keys that are alike are strewn over all of a text.
         group_from: how many keys there are before any are grouped; until then `attend` is exact. None: 8,192, on a GPU 16,384,
-            since up to there cells save no time. Fewer than 1,024 mean 1,024. Where `method` has a segment, that decides.
+            since up to there cells save little time or none. Fewer than 1,024 mean 1,024. Where `method` has a segment, that
+            decides.
         eps: the error that a step may have, pooled over heads and in units of the norm of the exact output. Every 32nd step (the
-            first among them) is compared with exact attention over all keys. Where it is off by more, twice as many cells are
-            opened until it is not, for this step and those after it; where it is off by less than a quarter of eps, half as many
-            again. `guard` tells what was found. Steps in between are not looked at, and promise nothing. None: no look.
+            first among them) is compared with exact attention over all keys, which with `offload` come to the device for it.
+            Where it is off by more, the number of cells that are opened is doubled until it is not, for this step and those after
+            it; where it is off by less than a quarter of eps, it is halved, down to the usual number. With all cells open, only
+            rounding is left. `guard` tells what was found. Steps in between are not looked at, and promise nothing; neither do
+            calls with several rows. With very many cells open, the kernels may have no room, and PyTorch serves the steps. None:
+            no look.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -176,13 +182,30 @@ class CellStore:
         """How many of them it opens."""
         return self._probes(self.closed, self.cells)
 
-    def _probes(self, closed: int, cells: int) -> int:
+    def _probes(self, closed: int, cells: int, factor: int | None = None) -> int:
+        """`factor`: times the usual number, as far as there are cells; None: that of the guard."""
         usual = self.method.probes or default_cache_probes(closed, cells)
-        return usual if self.guard is None or self.guard.factor == 1 else max(usual, min(cells, usual * self.guard.factor))
+        if factor is None:
+            factor = 1 if self.guard is None else self.guard.factor
+        return usual if factor == 1 else max(usual, min(cells, usual * factor))
 
     def is_due(self, new: int = 0) -> bool:
         """Whether the step that finds `new` keys more than there are now looks at its error."""
-        return self.guard is not None and self.closed > 0 and self.guard.is_due(self.length + new)
+        if self.guard is None or not self.guard.is_due(self.length + new):
+            return False
+        # The step itself may close the first segment.
+        return self.closed > 0 or self.length + new > self.sizes.next_close(0)
+
+    def look_next(self, keys: int = 0) -> None:
+        """Let the next step look at its error, or the first one with so many keys."""
+        if self.state is not None and self.guard is not None:
+            self.state = self.state.but(guard=self.guard._replace(next_look=keys))
+
+    def unguarded(self) -> CellStore:
+        """A copy that shares memory with this one, opens as many cells, and looks at nothing: for a step that is captured."""
+        made = copy.copy(self)
+        made.look_next(sys.maxsize)
+        return made
 
     @property
     def summary(self) -> str:
@@ -376,12 +399,11 @@ class CellStore:
         guard = state.guard
         assert guard is not None
         cells, factor = len(state.tables), guard.factor
-        usual = self.method.probes or default_cache_probes(state.closed, cells)
         probes = self._probes(state.closed, cells)
         # Not "more than eps": an error that is no number is none to be content with.
         while not error.pooled <= guard.eps and probes < cells:
             factor *= 2
-            probes = min(cells, usual * factor)
+            probes = self._probes(state.closed, cells, factor)
             with _without_autocast(query.device):
                 found = self._attend_rows(state, query, first, scale, probes)
             output = found.to(query.dtype).view(output.shape)

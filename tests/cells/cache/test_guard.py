@@ -105,7 +105,7 @@ def test_all_cells_opened_are_exact_however_small_eps_is(caplog: pytest.LogCaptu
         _, error = step(store, data)
     assert error < 1e-5
     assert store.probes == store.cells
-    assert "reads 100% of its 601 keys to stay within eps=1e-09" in caplog.text
+    assert "reads 100% of its 601 keys because of eps=1e-09, and is off by" in caplog.text
     caplog.clear()
     for _ in range(EVERY + 1):
         step(store, data)
@@ -118,6 +118,25 @@ def test_an_error_that_is_no_number_opens_everything() -> None:
     store = filled((query, key, value), eps=0.05)
     step(store, (query, key, value))
     assert store.probes == store.cells
+
+
+def test_the_step_that_closes_the_first_segment_looks() -> None:
+    query, key, value = inputs()
+    store = CellStore(FEW, eps=0.05)
+    store.append(key[:, :, :60], value[:, :, :60])
+    for _ in range(15):
+        is_due, looks = store.is_due(1), store.guard and store.guard.looks
+        step(store, (query, key, value))
+        assert store.guard is not None
+        assert (store.guard.looks == looks + 1) == is_due  # type: ignore[operator]
+    assert store.closed == 64
+    assert store.guard.looks == 1
+    captured = store.unguarded()
+    captured.crop(74)
+    assert not store.unguarded().is_due(1)
+    assert store.guard.next_look < 200
+    store.look_next()
+    assert store.is_due(1)
 
 
 def test_without_cells_nobody_looks() -> None:
