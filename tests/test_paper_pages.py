@@ -199,3 +199,19 @@ def test_shakespeare_is_told_as_it_was_found() -> None:
     assert final is not None
     assert "at their best {:.2f} and {:.2f} at a context of 256".format(*best) in page
     assert f"to {final[1]} and {final[2]})" in page
+
+
+def test_three_seeds_of_shakespeare_are_told_as_they_were_found() -> None:
+    results = json.loads((ROOT / "experiments/results/shakespeare.json").read_text())
+    evidence = {found["claim"]: found["evidence"] for found in results["findings"]}
+    page = (FOLDER / "experiments.md").read_text()
+    gaps = re.findall(r"[+−][\d.]+% ± [\d.]+%", evidence["Context 64: more keys, drawn keys, and cells."].partition("After")[0])
+    assert len(gaps) == 3
+    assert f"top 5 {gaps[0]}, top √n {gaps[1]}, top √n/2 + √n/2 drawn {gaps[2]}, each" in page
+    assert gaps[0] in (FOLDER / "README.md").read_text()
+    swapped = evidence["A model trained with exact attention, used with kNN attention."].partition("context 1,024")[0]
+    rises = re.findall(r"\+([\d.]+% ± [\d.]+%)", swapped)
+    assert f"rises by {rises[0]}, with the top 8 by {rises[1]}, and with cells by {rises[3]}." in page
+    done = [unit["rows"][-1] for key, unit in results["units"].items() if key.startswith("context=64")]
+    assert len(done) == 12
+    assert not any(row["stopped"] for row in done)
