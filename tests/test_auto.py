@@ -385,7 +385,13 @@ def test_a_folder_in_place_of_the_cache_is_no_error(own_cache: Path) -> None:
 
 def test_an_interrupted_calibration_leaves_the_old_file(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crossover.keep(CPU, torch.float32, {"forward": 5000.0})
-    monkeypatch.setattr(json, "dump", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+
+    def half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(KeyboardInterrupt):
         crossover.keep(CPU, torch.float32, {"forward": 1.0})
     assert json.loads(own_cache.read_text())["lengths"][crossover.place(CPU)]["float32"] == {"forward": 5000.0}

@@ -92,7 +92,8 @@ class Point:
 
 def joined_points(lines: Sequence[tuple[str, Sequence[Point]]], x_name: str, y_name: str) -> str:
     """Points of several lines over a logarithmic axis of shares, each line in a colour of its own, and what they are called."""
-    width, height, left, right, top, bottom = 720, 340, 56, 150, 16, 46
+    width, left, right, top, bottom = 720, 56, 150, 16, 46
+    height = max(340, top + bottom + 20 * len(lines))  # so that all names are seen
     every = [point for _, points in lines for point in points]
     low_x = 10 ** math.floor(math.log10(min((point.x for point in every), default=0.01)) + 1e-9)
     low_x = min(low_x, 0.1)

@@ -249,8 +249,14 @@ def test_a_file_that_cannot_be_read_is_no_error(own_file: Path, monkeypatch: pyt
 def test_an_interrupted_calibration_leaves_the_old_file(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured.keep(NAME, "half", {("near_fwd", 64, 128): OURS})
     before = own_file.read_text()
+
+    def half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:5])
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched:
-        patched.setattr(json, "dump", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(Path, "write_bytes", half)
         with pytest.raises(KeyboardInterrupt):
             measured.keep(NAME, "half", {("near_fwd", 64, 128): TileSizes(16, 4, 1, 16)})
     assert own_file.read_text() == before
