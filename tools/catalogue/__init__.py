@@ -12,6 +12,7 @@ from catalogue import (
     indices,
     masks,
     methods,
+    peers,
     pilot,
     ready,
     stores,
@@ -20,7 +21,7 @@ from catalogue import (
 )
 from catalogue.mutant import Mutant
 
-AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, chat, pilot, theory, dropin)
+AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, chat, pilot, theory, dropin, peers)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]
