@@ -12,13 +12,13 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from few_keys import few_keys
 
 pytest.importorskip("transformers")
 
 from hf_models import model, tokenizer_of_letters
 
 import nearfield
-from nearfield.cells import sizes as cells_sizes
 
 
 @pytest.fixture
@@ -114,8 +114,7 @@ def test_a_store_is_as_good_as_lists_for_long(seed: int, operations: Any) -> Non
 
 
 def test_a_store_whose_segments_grow_is_as_good_as_lists(operations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SEGMENT": 16, "FIXED_SEGMENTS": 2, "GROUP_FROM": 0, "GROUP_FROM_ON_GPU": 0, "CELL_SIZE": 4}.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch, end_multiple=16)
     monkeypatch.setattr(operations, "METHODS", (nearfield.Cells(probes=10**6, sinks=5, window=3),))
     monkeypatch.setattr(operations, "MOST_KEYS", 800)
     assert sum(operations.run_trial(0, 400).values()) > 350

@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from few_keys import few_keys
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -21,7 +22,6 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import nearfield
 from nearfield import hf
-from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache import adopted
 from nearfield.cells.cache import store as cache_store
 
@@ -106,15 +106,7 @@ def test_chunks_by_the_engine_for_whole_sequences(
 @pytest.mark.parametrize("regroup", [False, True])
 def test_a_prompt_is_grouped_once(nets: dict[str, tuple[Any, Any]], regroup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = nets["llama"]
-    for name, size in {
-        "SEGMENT": 8,
-        "FIXED_SEGMENTS": 2,
-        "GROUP_FROM": 0,
-        "GROUP_FROM_ON_GPU": 0,
-        "CELL_SIZE": 4,
-        "END_MULTIPLE": 4,
-    }.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch, segment=8)
     monkeypatch.setattr(adopted, "LEAST_KEYS", 64)
     given = {"input_ids": tokens(1, LENGTH).repeat(1, 4)}
     cache = hf.CellCache(nearfield.Cells(probes=10**6, sinks=0), config=ours.config, regroup=regroup)

@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from few_keys import few_keys
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -22,7 +23,6 @@ from memories import ALL, FEW, LENGTH, NAME, NEW, answer, everything
 
 import nearfield
 from nearfield import hf
-from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.cache.segments import CacheTables
 from nearfield.hf.memory_file import fingerprint
@@ -113,15 +113,7 @@ def test_a_text_is_one_segment(
     nets: tuple[Any, Any], text: Tensor, tmp_path: Path, chunk: int | None, positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is read in chunks that attend to each other."""
-    for name, size in {
-        "SEGMENT": 8,
-        "FIXED_SEGMENTS": 2,
-        "GROUP_FROM": 0,
-        "GROUP_FROM_ON_GPU": 0,
-        "CELL_SIZE": 4,
-        "END_MULTIPLE": 4,
-    }.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch, segment=8)
     _, ours = nets
     memory = hf.Memory.read(ours, text, nearfield.Cells(probes=2, sinks=3, window=2), chunk=chunk, positions=positions)
     memory.save(tmp_path / "memory")

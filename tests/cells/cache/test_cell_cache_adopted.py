@@ -10,11 +10,11 @@ import pytest
 import torch
 from broken_off import at_allocation, at_line, break_off, points
 from by_hand import seeded
+from few_keys import few_keys
 from torch import Tensor
 
 import nearfield as nf
 from nearfield.attention import causal_attention
-from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache import adopted
 from nearfield.cells.cache.adopted import known_segments
 from nearfield.cells.cache.segments import close_segment, cross_of
@@ -32,15 +32,7 @@ ALL = nf.Cells(probes=10_000, sinks=5)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {
-        "SEGMENT": 16,
-        "FIXED_SEGMENTS": 2,
-        "GROUP_FROM": 0,
-        "GROUP_FROM_ON_GPU": 0,
-        "CELL_SIZE": 4,
-        "END_MULTIPLE": 4,
-    }.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch)
     monkeypatch.setattr(adopted, "LEAST_KEYS", 64)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from broken_off import at_allocation, at_line_of_stores, break_off, points
 from by_hand import seeded
+from few_keys import few_keys
 from torch import Tensor
 
 import nearfield as nf
 from nearfield.attention import causal_attention
-from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache import store as cache_store
 from nearfield.cells.cache.chunks import cells_in_place
 from nearfield.cells.cache.store import CellStore, Near
@@ -23,15 +23,7 @@ BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 200, 16, 12
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {
-        "SEGMENT": 16,
-        "FIXED_SEGMENTS": 2,
-        "GROUP_FROM": 0,
-        "GROUP_FROM_ON_GPU": 0,
-        "CELL_SIZE": 4,
-        "END_MULTIPLE": 4,
-    }.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch)
     monkeypatch.setattr(cache_store, "LEAST_CHUNK", 8)
 
 

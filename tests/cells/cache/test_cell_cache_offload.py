@@ -10,12 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from few_keys import few_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import nearfield
-from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.cache.state import CacheState
@@ -29,15 +29,7 @@ WIDE = nearfield.Cells(probes=3, segment=16, cell_size=4, sinks=5, window=40)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {
-        "SEGMENT": 16,
-        "FIXED_SEGMENTS": 2,
-        "GROUP_FROM": 0,
-        "GROUP_FROM_ON_GPU": 0,
-        "CELL_SIZE": 4,
-        "END_MULTIPLE": 4,
-    }.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

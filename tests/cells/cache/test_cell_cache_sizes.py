@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from few_keys import few_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import nearfield
-from nearfield.cells import sizes as cells_sizes
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.sizes import CacheSizes, default_cache_probes
 
@@ -100,15 +100,7 @@ def test_probes() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {
-        "SEGMENT": 16,
-        "FIXED_SEGMENTS": 2,
-        "GROUP_FROM": 0,
-        "GROUP_FROM_ON_GPU": 0,
-        "CELL_SIZE": 4,
-        "END_MULTIPLE": 4,
-    }.items():
-        monkeypatch.setattr(cells_sizes, name, size)
+    few_keys(monkeypatch)
 
 
 def inputs(length: int = 500) -> Tensor:
