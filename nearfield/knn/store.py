@@ -19,7 +19,7 @@ from nearfield.cells.cache.steps import (
     check_query,
     checked_entries,
     checked_padding,
-    step_error,
+    exact_rows,
 )
 from nearfield.checks import check_generator, check_positive
 from nearfield.kernels.backends import full_precision
@@ -296,7 +296,7 @@ class IndexStore:
                         self._attend_entry(entry, query[i, :, block], seen, scale, output[i, :, block])
             if rows and self.audit:
                 queries = scaled_queries(query, state.key.shape[1], scale)
-                error = step_error(queries, *self._everything(state), state.key_padding, output, first)
+                error = exact_rows(queries, *self._everything(state), state.key_padding, output, first).error(output)
         self._state = state
         if rows and self.audit:
             self.errors.append(error)

@@ -224,26 +224,17 @@ def test_compiled_steps_give_the_same_logits() -> None:
 
 @ON_GPU
 @torch.no_grad()
-def test_steps_that_look_at_their_error_are_not_of_the_graph() -> None:
-    made, ids = net("cuda"), tokens(1, 70).cuda()
+@pytest.mark.parametrize(("length", "new", "looks"), [(70, 70, 3), (20, 60, 2)], ids=["with-cells", "from-none"])
+def test_steps_that_look_at_their_error_are_not_of_the_graph(length: int, new: int, looks: int) -> None:
+    """Also where the first segment is closed on the way."""
+    made, ids = net("cuda"), tokens(1, length).cuda()
     cache, twin = (hf.CellCache(SIZES, config=made.config, eps=0.001) for _ in range(2))
-    options: dict[str, Any] = {"max_new_tokens": 70, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
     found = hf.generate(made, ids, cache=cache, graph=True, **options)
     assert torch.equal(found, hf.generate(made, ids, cache=twin, graph=False, **options))
     for own, other in zip(cache.guards.values(), twin.guards.values(), strict=True):
-        assert own.looks == other.looks == 3
+        assert own.looks == other.looks == looks
         assert own.factor == other.factor
-
-
-@ON_GPU
-@torch.no_grad()
-def test_looks_begin_with_the_first_segment() -> None:
-    made, ids = net("cuda"), tokens(1, 20).cuda()
-    cache, twin = (hf.CellCache(SIZES, config=made.config, eps=0.001) for _ in range(2))
-    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
-    found = hf.generate(made, ids, cache=cache, graph=True, **options)
-    assert torch.equal(found, hf.generate(made, ids, cache=twin, graph=False, **options))
-    assert {guard.looks for guard in cache.guards.values()} == {2}
 
 
 @ON_GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,25 +31,37 @@ class StepError:
         )
 
 
-def step_error(
-    queries: Tensor, keys: Tensor, values: Tensor, key_padding: Tensor | None, output: Tensor, first: int
-) -> StepError:
-    """The error of `output` `[batch, query heads, rows, dim]` for `scaled_queries` of rows from position `first` on.
+class ExactRows(NamedTuple):
+    """What the rows of a call should have been."""
+
+    first: int
+    output: Tensor
+    """`[batch, query heads, rows, dim]`"""
+    norm: Tensor
+    """`[batch, query heads, 1]`: the rms norm of the values"""
+
+    def error(self, output: Tensor) -> StepError:
+        """How far an output of the same shape is from it."""
+        off, size = (output.to(self.output.dtype) - self.output).norm(dim=-1), self.output.norm(dim=-1)
+        least = torch.finfo(off.dtype).tiny
+        pooled = off.flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1).clamp(min=least)
+        return StepError(self.first, off / size.clamp(min=least), off / self.norm, float(pooled.max()) if len(pooled) else 0.0)
+
+
+def exact_rows(queries: Tensor, keys: Tensor, values: Tensor, key_padding: Tensor | None, like: Tensor, first: int) -> ExactRows:
+    """Exact attention of `scaled_queries` of rows from position `first` on, in the shape of `like` `[batch, query heads, rows,
+    dim]`.
 
     Keys and values are `[batch, heads, length, dim]` in the order in which they came; `key_padding` `[batch, length]` is False
     for padding.
     """
-    batch, query_heads, rows, _ = output.shape
+    batch, query_heads, rows, _ = like.shape
     heads, length = keys.shape[1:3]
     group = query_heads // heads
     hidden = hidden_mask(key_padding, heads, slice(0, length), first, rows, group, keys.device)
-    exact = _exact_attention(queries, keys.flatten(0, 1), values.flatten(0, 1), hidden).view_as(output)
+    exact = _exact_attention(queries, keys.flatten(0, 1), values.flatten(0, 1), hidden).view_as(like)
     norm = rms_norm(values.flatten(0, 1), None if key_padding is None else key_padding.repeat_interleave(heads, 0))
-    norm = norm.view(batch, heads, 1).repeat_interleave(group, 1)
-    off, size = (output.to(exact.dtype) - exact).norm(dim=-1), exact.norm(dim=-1)
-    least = torch.finfo(off.dtype).tiny
-    pooled = off.flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1).clamp(min=least)
-    return StepError(first, off / size.clamp(min=least), off / norm, float(pooled.max()) if len(pooled) else 0.0)
+    return ExactRows(first, exact, norm.view(batch, heads, 1).repeat_interleave(group, 1))
 
 
 def _exact_attention(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.state import CacheState, Saved
 from nearfield.cells.cache.steps import (
+    ExactRows,
     StepError,
     check_alike,
     check_length,
@@ -25,7 +26,7 @@ from nearfield.cells.cache.steps import (
     check_query,
     checked_entries,
     checked_padding,
-    step_error,
+    exact_rows,
 )
 from nearfield.cells.method import Cells
 from nearfield.cells.partition.kmeans import KMeans
@@ -378,22 +379,23 @@ class CellStore:
         guard = state.guard
         looks = rows == 1 and guard is not None and state.closed > 0 and guard.is_due(state.length)
         if rows and (self.audit or looks):
-            error = self._step_error(state, query, output, first, scale)
+            exact = self._exact_rows(state, query, output, first, scale)
+            error = exact.error(output)
         if looks:
-            output, error, guard = self._within_eps(state, query, output, error, first, scale)
+            output, error, guard = self._within_eps(state, query, output, error, exact, scale)
         self._state = state if guard is state.guard else state.but(guard=guard)
         if rows and self.audit:
             self.errors.append(error)
         return output
 
-    def _step_error(self, state: CacheState, query: Tensor, output: Tensor, first: int, scale: float) -> StepError:
+    def _exact_rows(self, state: CacheState, query: Tensor, output: Tensor, first: int, scale: float) -> ExactRows:
         with torch.autocast(query.device.type, enabled=False):
             keys, values = (state.in_order(x) for x in (state.keys, state.values))
             queries = scaled_queries(query, state.heads, scale)
-            return step_error(queries, keys, values, state.key_padding, output, first)
+            return exact_rows(queries, keys, values, state.key_padding, output, first)
 
     def _within_eps(
-        self, state: CacheState, query: Tensor, output: Tensor, error: StepError, first: int, scale: float
+        self, state: CacheState, query: Tensor, output: Tensor, error: StepError, exact: ExactRows, scale: float
     ) -> tuple[Tensor, StepError, Guard]:
         """The step with as many cells opened as eps asks for, its error, and what is opened from now on."""
         guard = state.guard
@@ -405,9 +407,9 @@ class CellStore:
             factor *= 2
             probes = self._probes(state.closed, cells, factor)
             with _without_autocast(query.device):
-                found = self._attend_rows(state, query, first, scale, probes)
+                found = self._attend_rows(state, query, exact.first, scale, probes)
             output = found.to(query.dtype).view(output.shape)
-            error = self._step_error(state, query, output, first, scale)
+            error = exact.error(output)
         if factor == guard.factor > 1 and error.pooled < guard.eps / 4:
             factor //= 2
         share = (state.length - state.closed + probes * state.closed / max(1, cells)) / state.length
