@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nearfield._compat import outside_of_compiled
@@ -23,7 +25,7 @@ from nearfield.problem import to_autocast_dtype
 from nearfield.results import figure_colours, new_figure
 
 try:
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:
     raise ImportError("nearfield.hf needs Transformers 5.5 or later: pip install 'nearfield[transformers]'") from error
 
@@ -256,18 +258,21 @@ class CellCache(Cache):
         (`get_seq_length`): pass `cache.attention_mask()`, and position ids `[batch, 1]` from `lengths`. `nearfield.hf.generate`
         does all of this for a list of prompts.
 
+        Layers with a sliding window become a batch of their own, which needs every request to fill the window.
+
         The given caches are part of it from now on, and are not to be used by themselves.
         """
-        stores = [_stores_of(cache, number) for number, cache in enumerate(caches)]
-        if not stores:
+        if not caches:
             raise ValueError("there are no caches to put together; pass a list of CellCache(...)")
-        if len(set(map(len, stores))) > 1:
-            raise ValueError(f"the caches must be of one model, got {[*map(len, stores)]} layers")
+        layers = [_layers_of(cache, number) for number, cache in enumerate(caches)]
+        if len(set(map(len, layers))) > 1:
+            raise ValueError(f"the caches must be of one model, got {[*map(len, layers)]} layers")
         made = cls(caches[0].methods["default"])
         for name in ("methods", "_audit", "_options"):
             setattr(made, name, getattr(caches[0], name))
         made.layer_class_to_replicate = None
-        made.layers = [RequestLayer(layer) for layer in zip(*stores, strict=True)]
+        longest = max(cache.get_seq_length() for cache in caches)
+        made.layers = [_joined(own, number, longest) for number, own in enumerate(zip(*layers, strict=True))]
         return made
 
     @property
@@ -293,7 +298,7 @@ class CellCache(Cache):
         requests = len(before[0].store.stores)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < requests:
             raise ValueError(f"number must be that of a request, from 0 to {requests - 1}, got {number!r}")
-        new = _stores_of(cache, number)
+        new: list[Any] = [layer.store for layer in _layers_of(cache, number) if isinstance(layer, CellLayer)]
         if len(new) != len(self.layers):
             raise ValueError(f"the cache of another request must be of the same model: {len(self.layers)} layers, got {len(new)}")
         both = zip((layer.store.stores for layer in before), new, strict=True)
@@ -370,6 +375,11 @@ class CellCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._in_all_layers("batch_select_indices", indices)
+        if any(isinstance(layer, RequestLayer) for layer in self.layers):
+            longest = max(self.lengths, default=0)  # of those that are left
+            for layer in self.layers:
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    layer.cumulative_length = longest
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._in_all_layers("batch_repeat_interleave", repeats)
@@ -450,19 +460,47 @@ class CellCache(Cache):
         return {number: layer for number, layer in enumerate(self.layers) if isinstance(layer, CellLayer)}
 
 
-def _stores_of(cache: CellCache, number: int) -> list[CellStore | IndexStore]:
-    """The stores of a request, layer by layer."""
+def _layers_of(cache: CellCache, number: int) -> list[Any]:
+    """The layers of a request. Raises where one of them cannot be put together with those of others."""
     if not isinstance(cache, CellCache):
         raise TypeError(f"request {number} must have a CellCache of its own, got {type(cache).__name__}")
-    stores = []
     for place, layer in enumerate(cache.layers):
-        if not isinstance(layer, CellLayer) or isinstance(layer.store, RequestStores):
-            kind = "requests of its own" if isinstance(layer, CellLayer) else f"a {type(layer).__name__}"
-            raise ValueError(f"layer {place} of request {number} has {kind}, which cannot be put together with others")
-        if layer.store.length and layer.store.entries != 1:
-            raise ValueError(f"request {number} must be one sequence, got a batch of {layer.store.entries}")
-        stores.append(layer.store)
-    return stores
+        if isinstance(layer, CellLayer):
+            refused = "requests of its own" if isinstance(layer.store, RequestStores) else None
+            entries = 1 if isinstance(layer.store, RequestStores) or not layer.store.length else layer.store.entries
+        else:
+            is_window = isinstance(layer, DynamicSlidingWindowLayer)
+            refused = None if is_window else f"a {type(layer).__name__}"
+            keys = getattr(layer, "keys", None)
+            entries = 1 if keys is None else len(keys)
+        if refused is not None:
+            raise ValueError(f"layer {place} of request {number} has {refused}, which cannot be put together with others")
+        if entries != 1:
+            raise ValueError(f"request {number} must be one sequence, got a batch of {entries}")
+    return cache.layers
+
+
+def _joined(layers: Sequence[Any], number: int, longest: int) -> Any:
+    """One layer for those of several requests, the longest of which has so many keys."""
+    if isinstance(layers[0], CellLayer):
+        return RequestLayer([layer.store for layer in layers])
+    return joined_windows(layers, number, longest)
+
+
+def joined_windows(layers: Sequence[Any], number: int, longest: int) -> Any:
+    """A layer with a sliding window for several requests. Each must fill the window: then it has no padding in it."""
+    made = copy.copy(layers[0])
+    if len(layers) == 1:
+        return made
+    short = [i for i, x in enumerate(layers) if x.get_seq_length() < x.sliding_window]
+    if short:
+        raise ValueError(
+            f"layer {number} has a window of {made.sliding_window} tokens, and request {short[0]} has fewer: it cannot be put "
+            "together with others; continue it by itself"
+        )
+    made.keys, made.values = (torch.cat([getattr(x, name) for x in layers]) for name in ("keys", "values"))
+    made.cumulative_length = longest
+    return made
 
 
 def _registered(config: Any) -> dict[int | str, CacheMethod] | None:

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -456,7 +457,26 @@ def test_a_way_of_ones_own_has_its_turn_and_leaves_no_trace() -> None:
     transformers.AttentionInterface.register("test_peer", attend)
     transformers.AttentionMaskInterface.register("test_peer", transformers.AttentionMaskInterface()["sdpa"])
     model = net()
-    peer = Way("test-peer", "", decode="test_peer")
+
+    class Own(Way):
+        source = None
+
+        def cache(self, config: Any) -> Any:
+            return transformers.DynamicCache(config=config)
+
+        @contextmanager
+        def writing(self, model: Any, tokens: int) -> Iterator[None]:
+            model.set_attn_implementation("test_peer")
+            yield
+            model.set_attn_implementation("sdpa")
+
+        def join(self, caches: Any) -> Any:
+            return caches[0]
+
+        def continued(self, model: Any, prompts: Any, cache: Any, config: Any) -> Any:
+            return list(model.generate(prompts[0][None], past_key_values=cache, generation_config=config))
+
+    peer = Own("test-peer", "")
     (found,) = answer(model, tokenizer(), peer, LISTED[:1], 4)
     assert found.tokens == greedy(model, LISTED[0], 4)
     assert heard == [("decode", 1)] * 4 * 2  # tokens and layers
@@ -465,12 +485,39 @@ def test_a_way_of_ones_own_has_its_turn_and_leaves_no_trace() -> None:
         add(Way("exact", ""))
 
 
-def test_layers_with_a_window_are_not_answered_in_batches() -> None:
-    model = tiny_model("mistral", vocab_size=512, max_position_embeddings=2048)
-    with pytest.raises(ValueError, match=r"layer 0 has a window.*--batch 1"):
-        answer(model, tokenizer(), WAYS["exact"], LISTED, 2)
-    (found,) = answer(model, tokenizer(), WAYS["exact"], LISTED[:1], 4)
-    assert found.tokens == greedy(model, LISTED[0], 4)
+@pytest.mark.parametrize("name", ["exact", "default", "default+exact", "cells"])
+def test_layers_with_a_window_are_answered_in_batches_where_prompts_fill_it(name: str) -> None:
+    """Answers that end early leave the batch, the longest prompt first, and those that are left are served as before."""
+    model = tiny_model("gemma3", vocab_size=512, max_position_embeddings=2048)
+    window = model.config.sliding_window
+    assert window < min(map(len, LISTED))
+    expected = [greedy(model, ids, 40) for ids in LISTED]
+    found = answer(model, tokenizer(), WAYS[name], LISTED, [40, 40, 3])
+    assert [one.tokens for one in found] == [expected[0], expected[1], expected[2][:3]]
+    short = [LISTED[0], LISTED[1][: window - 2]]
+    with pytest.raises(ValueError, match=r"has a window of \d+ tokens, and request 1 has fewer.*by itself"):
+        answer(model, tokenizer(), WAYS[name], short, 2)
+    (found,) = answer(model, tokenizer(), WAYS[name], short[1:], 4)
+    assert found.tokens == greedy(model, short[1], 4)
+
+
+@pytest.mark.parametrize("name", ["exact", "default", "quest-6"])
+def test_answers_that_are_final_end_and_the_others_go_on(name: str) -> None:
+    model, talks = net(), tokenizer()
+    whole = [one.tokens for one in answer(model, talks, WAYS[name], LISTED, [60, 60, 20])]
+    assert list(map(len, whole)) == [60, 60, 20]
+    asked: list[int] = []
+
+    def is_final(number: int, text: str) -> bool:
+        asked.append(number)
+        assert whole[number][: len(text)]
+        return number == 0
+
+    found = [one.tokens for one in answer(model, talks, WAYS[name], LISTED, [60, 60, 20], is_final=is_final)]
+    first = WAYS[name].rounds[0]
+    assert found == [whole[0][:first], whole[1], whole[2]]
+    assert asked.count(0) == 1
+    assert asked.count(1) == len(WAYS[name].rounds)
 
 
 # The record.

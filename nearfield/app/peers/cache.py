@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield import _compat
-from nearfield.app.peers.rules import Notes, Rows, Rule, budget_of
+from nearfield.app.peers.rules import Notes, Rows, Rule, budget_of, exact
 
 # Last: without Transformers, nearfield.hf says what to install.
 from nearfield.hf import cache as _cache  # noqa: F401  isort: skip
@@ -35,6 +34,8 @@ class PeerLayer(DynamicLayer):
         super().__init__()
         self.queries: Tensor | None = None
         self.notes: Notes = {}
+        self.noted: dict[Rule, Notes] = {}
+        """by rules whose notes are the same for every budget; shared by the copies that answer by a rule"""
         self.budget = 0
         self.scale = 1.0
 
@@ -60,42 +61,17 @@ class PeerCache(DynamicCache):
         for layer in made.layers:
             if isinstance(layer, PeerLayer):
                 layer.budget = budget_of(share, layer.get_seq_length())
-                read: Any = layer
-                layer.notes = rule.notes(read.queries, read.keys, read.values, layer.scale, layer.budget)
+                layer.notes = self._notes(rule, layer)
         return made
 
     @staticmethod
-    def join(caches: Sequence[PeerCache], config: Any) -> PeerCache:
-        """One cache for prompts that were read by themselves, as a batch that is padded on the left."""
-        joined = PeerCache(config)
-        longest = max(cache.get_seq_length() for cache in caches)
-        for number, layer in enumerate(joined.layers):
-            own: list[Any] = [cache.layers[number] for cache in caches]
-            if not isinstance(layer, PeerLayer):
-                raise ValueError(f"layer {number} has a window, and cannot be answered in batches; use --batch 1")
-            missing = [longest - x.get_seq_length() for x in own]
-            keys, values = (
-                torch.cat([F.pad(getattr(x, name), (0, 0, n, 0)) for x, n in zip(own, missing, strict=True)])
-                for name in ("keys", "values")
-            )
-            layer.update(keys, values)
-            layer.budget, layer.scale = max(x.budget for x in own), own[0].scale
-            layer.notes = _joined_notes([x.notes for x in own], missing)
-        return joined
-
-
-def _joined_notes(notes: Sequence[Notes], missing: Sequence[int]) -> Notes:
-    """Those of a batch. Padding is in no cluster, and none of it is kept; clusters that others have more of are empty."""
-    found = {}
-    for name in notes[0]:
-        own = [one[name] for one in notes]
-        if name.startswith("key"):
-            own = [F.pad(x, (n, 0), value=-1 if x.dtype == torch.int64 else False) for x, n in zip(own, missing, strict=True)]
-        else:
-            most = max(x.shape[2] for x in own)
-            own = [F.pad(x, (0, 0, 0, most - x.shape[2])) for x in own]
-        found[name] = torch.cat(own)
-    return found
+    def _notes(rule: Rule, layer: Any) -> Notes:
+        found = layer.noted.get(rule)
+        if found is None:
+            found = rule.notes(layer.queries, layer.keys, layer.values, layer.scale, layer.budget)
+            if not rule.notes_need_budget:
+                layer.noted[rule] = found
+        return found
 
 
 class PeerAttention:
@@ -108,9 +84,14 @@ class PeerAttention:
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        layer: PeerLayer | None = getattr(key, "peer", None)
+        layer: Any = getattr(key, "peer", None)
         scaling = options.get("scaling")
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        place = getattr(layer, "place", None)
+        if place is not None:  # of an `AnswerCache`
+            rows = Rows(query, key, value, scale, layer.counts, module.layer_idx, place.tensor[:, None])
+            found = exact(rows) if self.rule is None else self.rule.attend(rows, layer.budget, layer.notes)
+            return found.transpose(1, 2).contiguous(), None
         is_prompt = query.shape[2] == key.shape[2]
         if layer is not None and is_prompt:
             layer.queries, layer.scale = query[:, :, -OBSERVED:].clone(), scale
@@ -141,12 +122,17 @@ def prompt_by_rule(rule: Rule, query: Tensor, key: Tensor, value: Tensor, scale:
     return torch.cat(found, 2)
 
 
+def _mask(*args: Any, **options: Any) -> Tensor | None:
+    """None for the single row of a step: it sees all keys there are, and padding is known to the cache."""
+    return None if options.get("q_length") == 1 else sdpa_mask(*args, **options)
+
+
 @contextmanager
 def by_peer(model: Any, rule: Rule | None, share: float | None = None) -> Iterator[None]:
     """Let the layers of a model attend by a rule where they have a `PeerCache`, and afterwards as they did before."""
     before = _compat.attention_name(model)
     AttentionInterface.register(NAME, PeerAttention(rule, share))
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
     try:
         yield

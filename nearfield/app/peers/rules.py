@@ -25,7 +25,8 @@ Notes = dict[str, Tensor]
 class Rows:
     """Queries `[batch, heads, rows, dim]` at the end of keys and values `[batch, kv_heads, length, dim]`.
 
-    `counts` `[batch, length]` is False for padding; None: there is none. `layer` is for rules that draw. `logits` is all of them,
+    `counts` `[batch, length]` is False for padding; None: there is none. `layer` is for rules that draw. `at` `[rows, 1]`: the
+    places of the rows' own keys, where these are not the last ones; those after them are not there yet. `logits` is all of them,
     which no rule would compute.
     """
 
@@ -35,6 +36,7 @@ class Rows:
     scale: float
     counts: Tensor | None = None
     layer: int = 0
+    at: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -47,6 +49,8 @@ class Rows:
     @cached_property
     def position(self) -> Tensor:
         """`[rows, 1]`: that of the key of each row."""
+        if self.at is not None:
+            return self.at
         rows = self.query.shape[2]
         return torch.arange(self.length - rows, self.length, device=self.query.device)[:, None]
 
@@ -58,8 +62,15 @@ class Rows:
 
     def times(self, table: Tensor) -> Tensor:
         """Products of the queries with a table `[batch, kv_heads, any, dim]`: `[batch, heads, rows, any]`, float32."""
-        query = self.query.float().unflatten(1, (-1, self.group)).flatten(2, 3)
-        return (query @ table.float().mT).unflatten(2, (self.group, -1)).flatten(1, 2)
+        query = self.query.unflatten(1, (-1, self.group)).flatten(2, 3)
+        return _product(query, table.mT).unflatten(2, (self.group, -1)).flatten(1, 2)
+
+    @cached_property
+    def missing(self) -> Tensor:
+        """`[batch or 1, 1]`: how much padding there is before the first key."""
+        if self.counts is None:
+            return torch.zeros(1, 1, dtype=torch.int64, device=self.query.device)
+        return (~self.counts).sum(1, keepdim=True)
 
     @cached_property
     def logits(self) -> Tensor:
@@ -91,6 +102,8 @@ class Rule:
 
     name: str
     reads_prompts = True
+    notes_need_budget = False
+    """whether notes differ from budget to budget"""
 
     def notes(self, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int) -> Notes:
         """What it remembers of a prompt: the last queries `[1, heads, rows, dim]`, and all keys and values.
@@ -106,12 +119,24 @@ class Rule:
     def attend(self, rows: Rows, budget: int, notes: Notes) -> Tensor:
         """`[batch, heads, rows, dim]`: softmax over what rows read."""
         if rows.length <= budget:
-            return _weighted(rows, rows.logits, None)
+            return exact(rows)
         choice = self.choose(rows, budget, notes)
         logits = rows.logits.masked_fill(~choice.read, -torch.inf)
         if choice.log_weight is not None:
             logits = logits + choice.log_weight
         return _weighted(rows, logits, choice)
+
+
+def exact(rows: Rows) -> Tensor:
+    """`[batch, heads, rows, dim]`: softmax over all keys that rows see."""
+    return _weighted(rows, rows.logits, None)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Of `[batch, heads, ...]` and `[batch, heads, ...]`, in float32. On a GPU half precision need not be copied for it."""
+    if a.is_cuda and a.dtype == b.dtype and a.dtype != torch.float32:
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    return a.float() @ b.float()
 
 
 def _weighted(rows: Rows, logits: Tensor, choice: Choice | None) -> Tensor:
@@ -128,7 +153,9 @@ def _weighted(rows: Rows, logits: Tensor, choice: Choice | None) -> Tensor:
 
 def _sums(weights: Tensor, values: Tensor, group: int) -> Tensor:
     grouped = weights.unflatten(1, (-1, group)).flatten(2, 3)
-    return (grouped @ values.float()).unflatten(2, (group, -1)).flatten(1, 2)
+    if values.is_cuda:  # as in SDPA: weights are rounded to the dtype of values, and sums are not
+        grouped = grouped.to(values.dtype)
+    return _product(grouped, values).unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def _first(rows: Rows, count: int) -> Tensor:
@@ -187,16 +214,15 @@ class Blocks(Rule):
         keys, position = rows.key, rows.position[None, None]
         if rows.counts is not None:
             # Blocks are counted from the first key of each entry: its padding goes to the end, where no row looks.
-            missing = (~rows.counts).sum(1)[:, None]
-            keys = keys.gather(2, ((place + missing) % rows.length)[:, None, :, None].expand_as(keys))
-            position = position - missing[:, None, None]
+            keys = keys.gather(2, ((place + rows.missing) % rows.length)[:, None, :, None].expand_as(keys))
+            position = position - rows.missing[:, None, None]
         whole, own = rows.length // self.size, position // self.size
         scores = self.scores(rows, keys[:, :, : whole * self.size].unflatten(2, (whole, self.size)))
         scores = scores.masked_fill(torch.arange(whole, device=keys.device) >= own, -torch.inf)
         chosen = _best(scores, budget // self.size - 1).repeat_interleave(self.size, 3)
         read = F.pad(chosen, (0, rows.length - chosen.shape[3])) | (place // self.size == own)
         if rows.counts is not None:
-            read = read.gather(3, ((place - missing) % rows.length)[:, None, None].expand_as(read))
+            read = read.gather(3, ((place - rows.missing) % rows.length)[:, None, None].expand_as(read))
         return Choice(read & rows.visible)
 
 
@@ -229,6 +255,7 @@ class SnapKV(Rule):
     observed: int = 32
     kernel: int = 7
     reads_prompts = False
+    notes_need_budget = True
 
     def notes(self, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int) -> Notes:
         rows = Rows(query[:, :, -self.observed :], key, value, scale)
@@ -286,6 +313,22 @@ class RetroInfer(Rule):
         return Choice((inside | (place < 0)) & rows.visible, None, far, notes["mean"])
 
 
+def _dice(rows: Rows, seed: int) -> Tensor:
+    """Numbers in [0, 1) `[batch, heads, rows, length]`: for a layer, a head, a row and a key always the same, also in a batch.
+
+    SplitMix64's mixing of a count; multiples of large odd numbers keep the counts of different rows apart.
+    """
+    device, first = rows.query.device, rows.missing[:, None, None]
+    heads = torch.arange(rows.query.shape[1], device=device)[:, None, None]
+    key, row = torch.arange(rows.length, device=device) - first, rows.position[None, None] - first
+    count = (seed * 7919 + rows.layer) * 1181783497276652981 % (1 << 63)
+    mixed = key * -7046029254386353131 + row * 4354685564936845355 + heads * 2685821657736338717 + count
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    mixed = mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
+    return ((mixed >> 40) & 0xFFFFFF).float() / 0x1000000
+
+
 @dataclass(frozen=True)
 class VAttention(Rule):
     """vAttention: the first and the latest keys, the heaviest ones, and a random sample of all others that counts for them
@@ -300,8 +343,7 @@ class VAttention(Rule):
         rest = rows.logits.masked_fill(near, -torch.inf)
         heavy = _best(rest, budget - budget // 2 - self.sinks - self.window)
         left = rows.visible & ~near & ~heavy
-        generator = torch.Generator(rows.query.device).manual_seed(hash((self.seed, rows.length, rows.layer)) % (1 << 63))
-        dice = torch.rand(rest.shape, generator=generator, device=rest.device).masked_fill(~left, -torch.inf)
+        dice = _dice(rows, self.seed).masked_fill(~left, -torch.inf)
         drawn = _best(dice, budget // 2)
         times = left.sum(-1, keepdim=True) / drawn.sum(-1, keepdim=True).clamp(min=1)
         log_weight = torch.where(drawn, times.clamp(min=1).log(), 0.0)

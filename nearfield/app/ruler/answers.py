@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,14 +51,17 @@ def answer(
     tokenizer: Any,
     way: Way,
     prompts: Sequence[Sequence[int]],
-    most: int,
+    most: int | Sequence[int],
     readings: Sequence[Reading] | None = None,
+    is_final: Callable[[int, str], bool] | None = None,
 ) -> list[Answer]:
     """Answer prompts with up to `most` tokens each. Each prompt is read by itself, unless that is done already (`readings`); the
-    answers are written together."""
-    config = generation_config(model, tokenizer, most)
+    answers are written together.
+
+    `is_final`: whether more tokens cannot change what is made of the answer to a prompt, by number; it may end then.
+    """
+    limits = [most] * len(prompts) if isinstance(most, int) else list(most)
     given = [torch.tensor(ids, device=model.device) for ids in prompts]
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     done = [read(model, way, ids) for ids in given] if readings is None else list(readings)
     caches, seconds = [], []
     while done:
@@ -66,24 +69,59 @@ def answer(
         start = _now(model)
         caches.append(way.adopt(one.cache, model.config))
         seconds.append(one.seconds + _now(model) - start)
+        del one
     keys = [way.keys_read(cache) for cache in caches]
     start = _now(model)
     with way.writing(model, max(map(len, given))):
-        cache = caches[0] if len(caches) == 1 else way.join(caches, model.config)
+        cache = way.join(caches)
         caches.clear()
-        found = way.continued(model, given, cache, config)
+        found = _written(model, tokenizer, way, given, limits, cache, is_final)
     each = (_now(model) - start) / len(given)
-    answers = []
-    for ids, whole, read_keys, before in zip(given, found, keys, seconds, strict=True):
-        tokens = _ended(whole[len(ids) :], ends)
-        answers.append(Answer(tokens, tokenizer.decode(tokens, skip_special_tokens=True), read_keys, before, each))
-    return answers
+    return [
+        Answer(tokens, tokenizer.decode(tokens, skip_special_tokens=True), read_keys, before, each)
+        for tokens, read_keys, before in zip(found, keys, seconds, strict=True)
+    ]
 
 
-def _ended(tokens: Tensor, ends: Sequence[int | None]) -> list[int]:
+def _written(
+    model: Any,
+    tokenizer: Any,
+    way: Way,
+    prompts: Sequence[Tensor],
+    limits: Sequence[int],
+    cache: Any,
+    is_final: Callable[[int, str], bool] | None,
+) -> list[list[int]]:
+    """The tokens of the answers, in rounds: between two of them, answers that are done leave the batch."""
+    texts, count = list(prompts), 0
+    going = list(range(len(prompts)))
+    found: list[list[int]] = [[] for _ in prompts]
+    for stop in sorted({*(x for x in way.rounds if x < max(limits)), max(limits)}):
+        config = generation_config(model, tokenizer, stop - count)
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        longer = way.continued(model, [texts[i] for i in going], cache, config)
+        left = []
+        for place, (i, ids) in enumerate(zip(going, longer, strict=True)):
+            texts[i] = ids
+            tokens = ids[len(prompts[i]) :].tolist()[: limits[i]]
+            found[i] = _ended(tokens, ends)
+            is_done = len(found[i]) < len(tokens) or found[i][-1] in ends or len(tokens) >= limits[i]
+            if not is_done and is_final is not None:
+                is_done = is_final(i, tokenizer.decode(found[i], skip_special_tokens=True))
+            if not is_done:
+                left.append(place)
+        if not left:
+            break
+        if len(left) < len(going):
+            cache = way.selected(cache, torch.tensor(left, device=model.device))
+            going = [going[place] for place in left]
+        count = stop
+    return found
+
+
+def _ended(tokens: list[int], ends: Sequence[int | None]) -> list[int]:
     """Up to the first token that ends a text, with it; in a batch, padding follows."""
-    found: list[int] = tokens.tolist()
-    return next((found[: place + 1] for place, token in enumerate(found) if token in ends), found)
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)
 
 
 def _now(model: Any) -> float:

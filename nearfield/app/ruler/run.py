@@ -22,6 +22,9 @@ ROUND = 10
 """Samples of every task and length that are answered before more of any are: a run that is stopped has some of everything."""
 
 
+FULL = 100.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to ask, and how."""
@@ -74,43 +77,64 @@ def answer_all(
     Raises OutOfTime after the first answer that ends later than `until` (of `time.monotonic`).
     """
     names = {task.name: task for task in plan.tasks}
+    for length, batch in _batches(plan, prompts):
+        encoded: dict[Asked, list[int]] = {}
+        readings: dict[tuple[str, Asked], Reading] = {}
+        for way in plan.ways:
+            asked = [prompt for prompt in batch if not _is_answered(prompt, way, record)]
+            tasks = dict.fromkeys(prompt.task for prompt in batch)
+            what = f"{way.name}: {next(iter(tasks)) if len(tasks) == 1 else f'{len(tasks)} tasks'}, {length:,}"
+            told(what, len(batch) - len(asked))
+            if not asked:
+                continue
+            for prompt in asked:
+                if _asked(prompt) not in encoded:
+                    encoded[_asked(prompt)] = prompt.encode(tokenizer)
+            done = _readings(model, way, asked, encoded, readings)
+            _answer(plan, model, tokenizer, way, names, asked, encoded, record, done)
+            del done  # Keys of many prompts fill a card.
+            told(what, len(asked))
+            if until is not None and time.monotonic() > until:
+                raise OutOfTime
+
+
+Asked = tuple[str, int]
+"""Which prompt of a length and a template: the task, and its number."""
+
+
+def _asked(prompt: Prompt) -> Asked:
+    return prompt.task, prompt.index
+
+
+def _batches(plan: Plan, prompts: dict[tuple[str, int, str], list[Prompt]]) -> Iterator[tuple[int, list[Prompt]]]:
+    """Prompts of one length and template that are answered together, of one task or of several."""
     for start in range(0, plan.samples, ROUND):
-        for (_, length, name), every in prompts.items():
-            for first in range(start, min(start + ROUND, plan.samples), plan.batch):
-                batch = every[first : min(first + plan.batch, start + ROUND, plan.samples)]
-                encoded: dict[int, list[int]] = {}
-                readings: dict[tuple[str, int], Reading] = {}
-                for way in plan.ways:
-                    asked = [prompt for prompt in batch if not _is_answered(prompt, way, record)]
-                    what = f"{way.name}: {name}, {length:,}"
-                    told(what, len(batch) - len(asked))
-                    if not asked:
-                        continue
-                    for prompt in asked:
-                        if prompt.index not in encoded:
-                            encoded[prompt.index] = prompt.encode(tokenizer)
-                    done = _readings(model, way, asked, encoded, readings)
-                    _answer(plan, model, tokenizer, way, names[name], asked, encoded, record, done)
-                    told(what, len(asked))
-                    if until is not None and time.monotonic() > until:
-                        raise OutOfTime
+        for template in plan.templates:
+            for length in plan.lengths:
+                found = [
+                    prompt
+                    for task in plan.tasks
+                    for prompt in prompts[template, length, task.name][start : min(start + ROUND, plan.samples)]
+                ]
+                for first in range(0, len(found), plan.batch):
+                    yield length, found[first : first + plan.batch]
 
 
 def _readings(
     model: Any,
     way: Way,
     asked: Sequence[Prompt],
-    encoded: dict[int, list[int]],
-    readings: dict[tuple[str, int], Reading],
+    encoded: dict[Asked, list[int]],
+    readings: dict[tuple[str, Asked], Reading],
 ) -> list[Reading] | None:
     """Prompts as the source of a way has read them, from `readings` or put there; None: the way reads them itself."""
     if way.source is None:
         return None
     for prompt in asked:
-        if (way.source.name, prompt.index) not in readings:
-            ids = torch.tensor(encoded[prompt.index], device=model.device)
-            readings[way.source.name, prompt.index] = read(model, way, ids)
-    return [readings[way.source.name, prompt.index] for prompt in asked]
+        if (way.source.name, _asked(prompt)) not in readings:
+            ids = torch.tensor(encoded[_asked(prompt)], device=model.device)
+            readings[way.source.name, _asked(prompt)] = read(model, way, ids)
+    return [readings[way.source.name, _asked(prompt)] for prompt in asked]
 
 
 def _answer(
@@ -118,16 +142,30 @@ def _answer(
     model: Any,
     tokenizer: Any,
     way: Way,
-    task: Task,
+    tasks: dict[str, Task],
     asked: Sequence[Prompt],
-    encoded: dict[int, list[int]],
+    encoded: dict[Asked, list[int]],
     record: Record,
     readings: Sequence[Reading] | None,
 ) -> None:
-    ids = [encoded[prompt.index] for prompt in asked]
-    for prompt, tokens, found in zip(asked, ids, answer(model, tokenizer, way, ids, task.tokens, readings), strict=True):
+    ids = [encoded[_asked(prompt)] for prompt in asked]
+
+    def score(number: int, text: str) -> float:
+        return tasks[asked[number].task].score(text, asked[number].outputs)
+
+    # Scores count what is asked for and stands in an answer, so more words never take any away.
+    answers = answer(
+        model,
+        tokenizer,
+        way,
+        ids,
+        [tasks[prompt.task].tokens for prompt in asked],
+        readings,
+        lambda number, text: score(number, text) >= FULL,
+    )
+    for number, (prompt, tokens, found) in enumerate(zip(asked, ids, answers, strict=True)):
         entry: dict[str, Any] = {
-            "score": task.score(found.text, prompt.outputs),
+            "score": score(number, found.text),
             "answer": found.text,
             "outputs": list(prompt.outputs),
             "prompt_sha256": _digest(prompt),
