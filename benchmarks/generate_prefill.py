@@ -54,15 +54,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-{self.tokens}" + ("-chunks" if self.chunks else "")
+        return f"{self.shape.replace(', ', '-').replace(' ', '-')}-{self.tokens}" + ("-chunks" if self.chunks else "")
 
 
-LENGTHS = {"1b": (4096, 16_384, 32_768, 131_072, 262_144), "8b": (131_072, 262_144)}
+LENGTHS = {"1b": (4096, 16_384, 32_768, 131_072, 262_144), "8b, 8 layers": (131_072, 262_144)}
 CASES = (
     *(Case("1b", tokens) for tokens in LENGTHS["1b"]),
     Case("1b", 131_072, chunks=True),
-    *(Case("8b", tokens) for tokens in LENGTHS["8b"]),
-    Case("8b", 131_072, chunks=True),
+    *(Case("8b, 8 layers", tokens) for tokens in LENGTHS["8b, 8 layers"]),
+    Case("8b, 8 layers", 131_072, chunks=True),
 )
 QUICK = (Case("tiny", 600), Case("tiny", 600, chunks=True))
 

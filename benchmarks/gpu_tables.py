@@ -199,7 +199,7 @@ def _generated(sections: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(row, label) for name, label in names.items() if name in sections for row in sections[name]["rows"]]
 
 
-SHAPES = {"1b": "1B", "8b": "8B"}
+SHAPES = {"1b": "1B", "8b": "8B", "8b, 8 layers": "8B, 8 of 32 layers"}
 READ = {"sdpa": "SDPA, `DynamicCache`", "default": "default", "cells": "`Cells()`", "shared": '`prefill="shared"`'}
 
 
