@@ -1,7 +1,7 @@
 """What the sections of bench_generate_gpu.py share: models with random weights, exact attention in a graph, times and memory.
 
-Models have the shapes of Llama 3.2 1B and Llama 3.1 8B, where time is short with 8 of its 32 layers. Times do not depend on what the weights are, but what their keys and
-values are like does.
+Models have the shapes of Llama 3.2 1B and Llama 3.1 8B, where time is short with 8 of its 32 layers. Times do not depend on what
+the weights are, but what their keys and values are like does.
 """
 
 from __future__ import annotations

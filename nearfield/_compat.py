@@ -86,6 +86,10 @@ cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+# That of GPUs does, too; a causal mask ends at the last key of the last row. Seen in torch 2.11 and 2.13.
+gpu_flash = torch.ops.aten._scaled_dot_product_flash_attention
+
+
 sdpa = torch._C._nn.scaled_dot_product_attention
 """Torch's own attention, whoever may have put something else (`nearfield.attention`, say) in the place of
 `F.scaled_dot_product_attention`. Seen in torch 2.11 and 2.13."""

@@ -58,6 +58,10 @@ class Exact:
         return problem.query.is_cuda
 
     def run(self, problem: Problem, call: Call) -> Outcome:
+        if call.return_lse and not call.diagnostics and call.gradient is None and problem.query.is_cuda:
+            keys = flash_keys(problem)
+            if keys is not None:
+                return _flash(problem, keys)
         dropout = pair_dropout(problem.dropout_p, call.seeds) if call.gradient is not None else None
         if dropout is not None:
             # SDPA does not tell which pairs it dropped, and the gradient has to know.
@@ -110,6 +114,37 @@ def _sdpa(problem: Problem, seeds: Seeds) -> Tensor:
         inputs = query[:, :, block.rows], key[:, :, block.keys], value[:, :, block.keys], block.mask, problem.sink
         parts.append(_recomputed(attend, *inputs) if again else attend(*inputs))
     return torch.cat(parts, 2)
+
+
+def flash_keys(problem: Problem) -> int | None:
+    """How many of the keys torch's flash attention is to have for it to serve a problem; None: it does not.
+
+    Its causal mask lets the last row see the last key, so keys that no row sees are left out. If only the last rows see all keys,
+    there is no such number. It has no gradient of the log-normaliser.
+    """
+    query, key, value = problem.query, problem.key, problem.value
+    has_mask = problem.attn_mask is not None or problem.window is not None or problem.dropout_p > 0
+    if has_mask or not problem.has_plain_logits or is_traced() or _compat.in_functorch_transform():
+        return None
+    dims = {x.shape[3] for x in (query, key, value)}
+    dtypes = {x.dtype for x in (query, key, value)}
+    if len(dims) > 1 or max(dims) > 256 or max(dims) % 8 or len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+        return None
+    if needs_grad(query, key, value) or problem.scale <= 0:
+        return None
+    rows, length, offset = query.shape[2], key.shape[2], problem.offset
+    if not problem.is_causal or offset >= length - 1:
+        return length
+    return rows + offset if offset >= 0 and rows + offset <= length else None
+
+
+def _flash(problem: Problem, keys: int) -> Outcome:
+    """Output and log-normalisers in one pass: in torch it would take a table of logits in float32 beside it."""
+    group = problem.query.shape[1] // problem.key.shape[1]
+    key, value = (x[:, :, :keys].repeat_interleave(group, 1) for x in (problem.key, problem.value))
+    is_causal = problem.is_causal and problem.offset < keys - 1
+    output, lse, *_ = _compat.gpu_flash(problem.query, key, value, 0.0, is_causal, False, scale=problem.scale)
+    return Outcome(output, lse)
 
 
 def _keeps_masks(problem: Problem, entries: int) -> bool:

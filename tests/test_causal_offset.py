@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import nearfield as nf
+from nearfield.exact import flash_keys
+from nearfield.problem import check as problem_of
 
 SHAPES = [(30, 70), (70, 30), (1, 40)]
 FEW = nf.Cells(cell_size=4, probes=2, segment=16)
@@ -156,3 +158,34 @@ def test_what_is_refused() -> None:
         nf.attention(q, k, v, causal_lower_right(4, 6), is_causal=True)
     with pytest.raises(ValueError, match="leave out offset=2"):
         nf.attention(q, k, v, causal_lower_right(4, 6), offset=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "offset", "wanted"),
+    [(8, 8, 0, 8), (8, 20, 12, 20), (8, 20, 5, 13), (8, 20, 19, 20), (8, 20, 15, None), (8, 20, -1, None), (20, 8, 0, None)],
+)
+def test_the_keys_that_flash_attention_gets(rows: int, keys: int, offset: int, wanted: int | None) -> None:
+    """Its last row sees the last key."""
+    q, k, v = (torch.zeros(1, 2, length, 16, dtype=torch.bfloat16) for length in (rows, keys, keys))
+    assert flash_keys(problem_of(q, k, v, is_causal=True, offset=offset)) == wanted
+    assert flash_keys(problem_of(q, k, v)) == keys
+    for changes in ({"attn_mask": torch.ones(1, keys, dtype=torch.bool)}, {"dropout_p": 0.1}, {"softcap": 3.0}, {"scale": -1.0}):
+        assert flash_keys(problem_of(q, k, v, **changes)) is None
+    assert flash_keys(problem_of(*(x.float() for x in (q, k, v)))) is None
+    assert flash_keys(problem_of(q.clone().requires_grad_(), k, v)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "keys", "offset"), [(300, 300, 0), (200, 500, 300), (200, 500, 130), (200, 500, 499), (1, 90, 0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_normalisers_by_flash_attention_on_a_gpu(rows: int, keys: int, offset: int, dtype: torch.dtype) -> None:
+    q, k, v = (x.to("cuda", dtype) for x in inputs(2, 4, queries=rows, keys=keys, kv_heads=2, dim=64, value_dim=64))
+    found, lse = nf.attention(q, k, v, is_causal=True, offset=offset, method=nf.Exact(), return_lse=True)
+    logits = logits64(*(x.double().cpu() for x in (q, k)), seen(rows, keys, offset))
+    torch.testing.assert_close(lse.double().cpu(), logits.logsumexp(-1), atol=1e-3, rtol=1e-3)
+    want = softmax64(logits) @ v.double().cpu().repeat_interleave(2, 1)
+    plain = nf.attention(q, k, v, is_causal=True, offset=offset, method=nf.Exact())
+    error, least = ((x.double().cpu() - want).norm() for x in (found, plain))
+    assert error <= 2 * least + 1e-5

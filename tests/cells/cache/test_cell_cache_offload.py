@@ -335,7 +335,7 @@ def test_a_memory_cannot_be_offloaded() -> None:
 def test_on_a_gpu(method: nearfield.Cells) -> None:
     key, value = torch.randn(2, 2, 2, 3000, 64, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(2, 8, 3000, 64, device="cuda", dtype=torch.bfloat16)
-    store, plain = CellStore(method, offload=True), CellStore(method)
+    store, plain = CellStore(method, offload=True, group_from=0), CellStore(method, group_from=0)
     for one in (store, plain):
         one.append(key[:, :, :2000], value[:, :, :2000])
         one.close()
