@@ -131,7 +131,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     positions = found["plan"]["positions"]
     for stage, (color, label) in LOOKS.items():
         for way, own in found.get(stage, {}).items():
-            looks = {"color": color, "linestyle": "-" if way == "exact" else "--", "label": f"{label}, {way} attention"}
+            looks = {"color": color, "linestyle": "-" if way == "exact" else "--", "label": f"{label}; {way}"}
             if "loss" in own:
                 middles = [(i + 0.5) * positions / len(own["loss"]) for i in range(len(own["loss"]))]
                 left.plot(middles, own["loss"], **looks)
