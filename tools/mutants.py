@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("nearfield", "tests", "benchmarks", "docs", "mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = ("nearfield", "tests", "benchmarks", "examples", "docs", "mkdocs.yml", "pyproject.toml", "README.md", "CHANGELOG.md")
 TIME_LIMIT = 600
 
 FAILED = 1
@@ -83,7 +83,7 @@ def attempt(mutant: Mutant) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         copy_to(folder)
-        target = folder / "nearfield" / mutant.where().file
+        target = folder / mutant.where().file
         target.write_text(mutant.apply(target.read_text()))
         status, noticed_by = run_tests(folder, mutant.arguments())
     return Verdict(mutant, status, noticed_by, time.perf_counter() - start)
@@ -109,7 +109,7 @@ def main() -> int:
     console = Console() if sys.stdout.isatty() else Console(width=150)
     mutants = tuple(mutant for mutant in MUTANTS if arguments.only in mutant.name)
     for mutant in mutants:  # before anything runs: all of them can be made
-        mutant.apply((ROOT / "nearfield" / mutant.where().file).read_text())
+        mutant.apply((ROOT / mutant.where().file).read_text())
         mutant.arguments()
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

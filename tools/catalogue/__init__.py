@@ -9,6 +9,7 @@ from catalogue import (
     chat,
     commands,
     dropin,
+    examples,
     indices,
     masks,
     methods,
@@ -21,7 +22,24 @@ from catalogue import (
 )
 from catalogue.mutant import Mutant
 
-AREAS = (methods, masks, indices, stores, cells, triton, ready, cache, calibrate, commands, chat, pilot, theory, dropin, peers)
+AREAS = (
+    methods,
+    masks,
+    indices,
+    stores,
+    cells,
+    triton,
+    ready,
+    cache,
+    calibrate,
+    commands,
+    chat,
+    pilot,
+    theory,
+    dropin,
+    peers,
+    examples,
+)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

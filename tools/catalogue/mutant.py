@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "nearfield"
+FOLDERS = ("nearfield", "examples")
+"""with code that can be broken; the name of a place in an example begins with `examples.` and its module"""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Lines `[start, stop)` of a file below `nearfield/`."""
+    """Lines `[start, stop)` of a file."""
 
     file: str
     start: int
@@ -27,15 +28,15 @@ def _is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
 
 @functools.cache
 def places() -> dict[str, list[Place]]:
-    """Every function, class, method and constant of the package by its name: `masses`, `Spans.seen`, `ROUTE_SPREADS`."""
+    """Every function, class, method and constant by its name: `masses`, `Spans.seen`, `ROUTE_SPREADS`."""
     found: dict[str, list[Place]] = {}
 
     def note(name: str, node: ast.stmt, file: str) -> None:
         first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
         found.setdefault(name, []).append(Place(file, first - 1, node.end_lineno or node.lineno))
 
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file = str(path.relative_to(PACKAGE))
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        file = str(path.relative_to(ROOT))
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -78,7 +79,8 @@ class Mutant:
     def where(self) -> Place:
         module, _, name = self.place.rpartition(":")
         ending = module.replace(".", "/") + ".py"
-        found = [x for x in places().get(name, []) if not module or f"/{x.file}".endswith(f"/{ending}")]
+        named = [x for x in places().get(name, []) if not module or f"/{x.file}".endswith(f"/{ending}")]
+        found = [x for x in named if x.file.startswith("examples/") == module.startswith("examples.")]
         if len(found) != 1:
             files = ", ".join(x.file for x in found) or "no file"
             raise SystemExit(f"mutant {self.name!r}: the place {self.place!r} is in {files}")
@@ -92,7 +94,7 @@ class Mutant:
         if text.count(self.old) != 1:
             raise SystemExit(
                 f"mutant {self.name!r}: the text to replace occurs {text.count(self.old)} times in {self.place} "
-                f"(nearfield/{place.file}):\n{self.old}"
+                f"({place.file}):\n{self.old}"
             )
         return "".join([*lines[: place.start], text.replace(self.old, self.new), *lines[place.stop :]])
 
