@@ -6,6 +6,7 @@ carried. The folder holds what `python benchmarks/fetch_model.py qwen --gguf` wr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,11 @@ NAMES = {
 """What GGUF calls them, and Transformers."""
 
 
+def serves(folder: Path) -> bool:
+    """Whether the folder holds a model of the kind that this reads."""
+    return bool(json.loads((folder / "config.json").read_text())["model_type"] == "qwen2")
+
+
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model, ready for inference. It has an output matrix of its own, as in the file that is fetched."""
     from gguf import GGUFReader
@@ -38,7 +44,7 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.bf
 
     (weights,) = folder.glob("*.gguf")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type != "qwen2":
+    if not serves(folder):
         raise ValueError(f"{folder} holds a model of type {config.model_type!r}; this reads 'qwen2', and Transformers many more")
     state = {
         transformers_name(part.name): unpack(torch.tensor(part.data, device=device), part.tensor_type.name).to(dtype)

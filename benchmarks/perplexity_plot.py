@@ -1,0 +1,2 @@
+def plot(s, f):
+    pass
