@@ -11,11 +11,11 @@ reading     whole texts in one pass, as a prompt is read
 writing     all but the last 1,024 tokens are read exactly; each of these is then predicted as a step of an answer would be
 both-rules  with --both-rules TOKENS: the beginnings of the texts, read by the rules of others, which are slow
 
-Ways are those of `nearfield ruler` (docs/ruler.md), texts those of perplexity_texts.py. All ways have the same tokens and targets,
-so differences are taken token by token. Steps of a CellCache are computed one by one, in a CUDA graph where the model has one; rows
-of exact attention and of rules some hundred at a time. Rules serve the first text of each kind, unless --rule-texts says more.
-Results are written after every text and every CellCache: a run that ends early, or at --minutes, has all until then, and another
-one adds to them.
+Ways are those of `nearfield ruler` (docs/ruler.md), texts those of perplexity_texts.py. All ways have the same tokens and
+targets, so differences are taken token by token. Steps of a CellCache are computed one by one, for all texts together and in a
+CUDA graph where the model has one; rows of exact attention and of rules some hundred at a time. Rules serve the first text of
+each kind, unless --rule-texts says more. Results are written after every text and every CellCache: a run that ends early, or at
+--minutes, has all until then, and another one adds to them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from perplexity_measure import (
 )
 from perplexity_texts import Text
 
-from nearfield.app.ruler.ways import EXACT, RECORDED, SHARES, WAYS, BudgetWay, CellWay, PeerWay
+from nearfield.app.ruler.ways import EXACT, RECORDED, SHARES, WAYS, CellWay, PeerWay
 
 FILE = "perplexity_gpu"
 TOKENS, WRITTEN = 32_768, 1024
@@ -286,9 +286,7 @@ def measure(options: argparse.Namespace) -> None:
             reading(model, begins, wanted(BOTH, ("topk-12-both",)), section, clock)
             record.show(show_reading(section.found))
     except OutOfTime as stopped:
-        print(
-            f"stopped after {options.minutes:g} minutes, before {stopped}; the same command with --section and --ways adds the rest"
-        )
+        print(f"stopped after {options.minutes:g} minutes, before {stopped}; a run with --section and --ways adds the rest")
         if "pooled" in section.found:
             record.show((show_writing if section.name == "writing" else show_reading)(section.found))
     print(f"{time.perf_counter() - begun:.0f} s in all")

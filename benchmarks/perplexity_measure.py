@@ -1,4 +1,4 @@
-"""What bench_perplexity_gpu.py measures: the losses of the tokens of a text, read or written in some way, next to exact attention.
+"""What bench_perplexity_gpu.py measures: losses of the tokens of a text, read or written in some way, next to exact attention.
 
 Ways are those of `nearfield ruler`. Layers with a sliding window are exact in all of them.
 """
