@@ -81,6 +81,12 @@ class Clock:
         return found, spent
 
 
+def served(texts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The texts with the most ways, all with the same ones: only there are excesses of all ways those of the same tokens."""
+    most = max(texts, key=lambda text: len(text["ways"]))["ways"].keys()
+    return [text for text in texts if text["ways"].keys() == most]
+
+
 class Section:
     """Results of a model, by text and way. Those that were saved before stay where they are of the same tokens and card."""
 
@@ -102,8 +108,12 @@ class Section:
 
     def save(self) -> None:
         texts = [text for text in self.found["texts"].values() if text["ways"]]
+        if not texts:
+            return
         names = dict.fromkeys(way for text in texts for way in text["ways"])
         self.found["pooled"] = {name: pooled(texts, name) for name in names}
+        same = served(texts)
+        self.found["same_texts"] = {name: pooled(same, name) for name in same[0]["ways"]}
         if self.saves:
             record.merge(FILE, self.key, self.found)
 
@@ -177,17 +187,23 @@ def show_reading(found: dict[str, Any]) -> Any:
 def show_writing(found: dict[str, Any]) -> Any:
     kinds = sorted({kind for way in found["pooled"].values() for kind in way["excess_by_kind"]})
     title = f"{found['model']}: the last {found['written']:,} tokens of {found['tokens']:,}"
-    shown = record.table("way", "texts", "keys read", "share", "perplexity", "excess", *kinds, title=title, words=("way",))
+    columns = ("way", "keys read", "share", "texts", "perplexity", "excess", *kinds, "texts of all ways", "excess there")
+    shown = record.table(*columns, title=title, words=("way",))
     length = found["tokens"] - found["written"] / 2
     for name, way in found["pooled"].items():
         shown.add_row(
             name,
-            str(way["texts"]),
             f"{way['keys_read']:,.0f}",
             f"{way['keys_read'] / length:.1%}",
+            str(way["texts"]),
             f"{way['perplexity']:.3f}",
             "" if name == "exact" else percent_of(way),
             *("" if name == "exact" else f"{way['excess_by_kind'].get(kind, math.nan):+.2%}" for kind in kinds),
+            *(
+                (str(same["texts"]), percent_of(same))
+                if (same := found["same_texts"].get(name)) and name != "exact"
+                else ("", "")
+            ),
         )
     return shown
 

@@ -60,7 +60,7 @@ def lines(written: dict[str, Any]) -> dict[str, list[Point]]:
     """(share of keys read, excess, its standard error) by rule, in the order of keys; cells are one of them."""
     length = written["tokens"] - written["written"] / 2
     found: dict[str, list[Point]] = {}
-    for name, way in written["pooled"].items():
+    for name, way in written["same_texts"].items():
         rule, _, share = name.rpartition("-")
         if share.replace(".", "").isdigit():
             found.setdefault(rule, []).append((way["keys_read"] / length, way["excess"], way["stderr"]))
@@ -83,7 +83,7 @@ def draw_shares(axis: Any, written: dict[str, Any]) -> None:
         for share, excess, off in points:
             axis.plot([share] * 2, [max(FLOOR, excess - off), max(FLOOR, excess + off)], color=color, linewidth=0.8, alpha=0.6)
         names.append((x[0], y[0], label, color, "bold" if ours else "normal"))
-    default = written["pooled"].get("exact+cache")
+    default = written["same_texts"].get("exact+cache")
     if default:
         share = default["keys_read"] / (written["tokens"] - written["written"] / 2)
         place = (share, max(FLOOR, default["excess"]))

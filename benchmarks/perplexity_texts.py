@@ -10,6 +10,7 @@ What they say depends on the versions that are installed, so results have a dige
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import sysconfig
@@ -74,6 +75,7 @@ def books(files: list[Path]) -> dict[str, str]:
     return found | essays()
 
 
+@functools.cache
 def essays() -> dict[str, str]:
     """Those that RULER hides its needles in."""
     from nearfield.app.ruler import official
@@ -86,12 +88,14 @@ def essays() -> dict[str, str]:
     return {"essays of RULER": text}
 
 
+@functools.cache
 def code() -> dict[str, str]:
     """Public modules of the standard library by name, without its packages: tests are packages."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
     return {"sources of Python's standard library": "\n\n".join(path.read_text(encoding="utf-8") for path in files)}
 
 
+@functools.cache
 def documentation() -> dict[str, str]:
     from pydoc_data.topics import topics
 

@@ -95,6 +95,11 @@ def test_a_model_is_read_from_its_parts(gguf_qwen: Any, tmp_path: Path, monkeypa
         assert torch.equal(found, model(ids).logits)
 
 
+def test_other_models_are_left_to_transformers(gguf_qwen: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    assert not gguf_qwen.serves(tmp_path)
+
+
 def test_parts_of_other_models_are_refused(gguf_qwen: Any) -> None:
     with pytest.raises(ValueError, match="no such part of a Qwen2 model"):
         gguf_qwen.transformers_name("blk.0.ssm.weight")
