@@ -63,7 +63,7 @@ def qwen(cases: list[Case], make: models.Models, options: argparse.Namespace) ->
 
 
 def load(folder: Path, device: torch.device | str = DEVICE, dtype: torch.dtype = models.DTYPE) -> Any:
-    """A model in a folder of `fetch_model.py`, packed or not. Transformers unpacks all but Qwen, which would take it minutes."""
+    """A model in a folder of `fetch_model.py`, packed or not. Transformers unpacks what `gguf_qwen` does not."""
     if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and gguf_qwen.serves(folder):
         return gguf_qwen.load(folder, device, dtype)
     return load_model(folder, device, dtype)[0]
