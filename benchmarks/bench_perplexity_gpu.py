@@ -4,6 +4,8 @@ python benchmarks/bench_perplexity_gpu.py --model models/qwen2.5-coder-1.5b --te
 python benchmarks/bench_perplexity_gpu.py --model models/gemma-3-270m --text TEXT         # adds another model
 python benchmarks/bench_perplexity_gpu.py --model DIR --section writing --ways topk-6 cells-6
 python benchmarks/bench_perplexity_gpu.py --model DIR --device cpu --tokens 2048          # small enough for a CPU
+python benchmarks/bench_perplexity_gpu.py --model DIR --text TEXT --prepare FILE          # tokens, to be taken elsewhere
+python benchmarks/bench_perplexity_gpu.py --model DIR --prepared FILE                     # there, without a tokenizer
 python benchmarks/bench_perplexity_gpu.py --plot-only                                     # docs/figures/perplexity.png
 python benchmarks/bench_perplexity_gpu.py --quick                                         # tiny, anywhere: to see that it runs
 
@@ -241,6 +243,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2, help="of each kind")
     parser.add_argument("--rule-texts", type=int, default=1, help="of each kind that are written by rules of others")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing more after that")
+    parser.add_argument("--prepare", type=Path, metavar="FILE", help="write the tokens of all texts to FILE, and end")
+    parser.add_argument("--prepared", type=Path, metavar="FILE", help="texts that --prepare has written for the same model")
     parser.add_argument("--device", help="default: a GPU")
     parser.add_argument("--quick", action="store_true", help="a tiny model, nothing written unless --out says where")
     parser.add_argument("--plot-only", action="store_true", help="draw the figure from the saved results")
@@ -250,14 +254,26 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         record.RESULTS = options.out
     if not options.plot_only:
-        if not (CUDA or options.quick or options.device):
+        if not (CUDA or options.quick or options.device or options.prepare):
             parser.error("needs a GPU; --device cpu --tokens 2048 runs without one, and so does --quick")
         if not options.quick and (options.model is None or not options.model.exists()):
             print(f"skipped: no model in {options.model} (`make qwen` or `make gemma` fetches one; --model names its folder)")
             return
+        if options.prepare:
+            perplexity_texts.save(texts_of(options, options.tokens or TOKENS), options.prepare)
+            print("written:", options.prepare)
+            return
         measure(options)
     if options.out is not None or not options.quick:
         perplexity_plot.plot(record.read_sections(FILE), options.out or record.FIGURES)
+
+
+def texts_of(options: argparse.Namespace, tokens: int) -> list[Text]:
+    if options.prepared:
+        return perplexity_texts.load(options.prepared, tokens)
+    from nearfield.app.evaluate.models import load_tokenizer
+
+    return perplexity_texts.find(load_tokenizer(options.model), options.text, tokens, options.texts)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -267,17 +283,14 @@ def measure(options: argparse.Namespace) -> None:
     written = options.written or (48 if options.quick else min(WRITTEN, tokens // 4))
     device = torch.device(options.device or ("cuda" if CUDA else "cpu"))
     if options.quick:
-        name, model, texts = "tiny", tiny().to(device), random_texts(tokens)
+        name, model, texts = options.name or "tiny", tiny().to(device), random_texts(tokens)
     else:
         from generate_qwen import load
-
-        from nearfield.app.evaluate.models import load_tokenizer
 
         name = options.name or options.model.name.removesuffix("-gguf")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model, _ = clock.timed(f"loading {name}", lambda: load(options.model, device, dtype))
-        find = perplexity_texts.find
-        texts, _ = clock.timed("finding texts", lambda: find(load_tokenizer(options.model), options.text, tokens, options.texts))
+        texts, _ = clock.timed("finding texts", lambda: texts_of(options, tokens))
     about = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), "card": card(), "tokens": tokens}
     saves = options.out is not None or not options.quick
 

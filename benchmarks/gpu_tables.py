@@ -308,7 +308,9 @@ def perplexity_written(sections: dict[str, Any]) -> str:
         for rule, label in RULES.items():
             ways = [part["same_texts"].get(f"{rule}-{share}") for share in SHARES]
             if any(ways):
-                found.append([model, label, *("" if way is None else _excess(way) for way in ways)])
+                read = part["tokens"] - part["written"] / 2
+                said = ("" if way is None else f"{_excess(way)} ({way['keys_read'] / read:.1%})" for way in ways)
+                found.append([model, label, *said])
     return rows_of(["model", "rule", *(f"{share}%" for share in SHARES)], *found)
 
 

@@ -46,6 +46,19 @@ class Text:
         return {"kind": self.kind, "source": self.source, "sha256": self.sha256}
 
 
+def save(texts: list[Text], path: Path) -> None:
+    """Their tokens, for a machine that has neither the tokenizer nor the texts."""
+    torch.save([(text.name, text.kind, text.source, text.ids.int()) for text in texts], path)
+
+
+def load(path: Path, tokens: int) -> list[Text]:
+    """What `save` has written, the first tokens of each."""
+    texts = [Text(name, kind, source, ids.long()[:, :tokens]) for name, kind, source, ids in torch.load(path)]
+    if short := [text.name for text in texts if text.ids.shape[1] < tokens]:
+        raise ValueError(f"{path} has fewer than {tokens:,} tokens of {', '.join(short)}; make it again with --prepare")
+    return texts
+
+
 def find(tokenizer: Any, files: list[Path], tokens: int, count: int) -> list[Text]:
     """`count` texts of each kind, passages of its sources in turn; kinds without a source are left out, and said."""
     found = []

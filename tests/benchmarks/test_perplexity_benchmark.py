@@ -112,30 +112,40 @@ def test_means_over_texts(measure: Any) -> None:
 
 
 def test_a_run_adds_to_the_one_before(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bench = load("bench_perplexity_gpu")
+    bench, tables, drawing = load("bench_perplexity_gpu"), load("gpu_tables"), load("perplexity_plot")
     monkeypatch.setattr(load("record"), "RESULTS", tmp_path)  # --out sets it: this puts it back
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    draw = drawing.plot
+    monkeypatch.setattr(drawing, "plot", lambda *_: None)
 
     def run(*arguments: str) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--tokens", "1200", "--out", str(tmp_path), *arguments])
+        given = ["--quick", "--name", "gemma-3-270m", "--tokens", "1200", "--out", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", ["bench", *given])
         bench.main()
         saved = json.loads((tmp_path / "perplexity_gpu.json").read_text())
-        return {name: section["results"] for name, section in saved.items()}
+        return {name.removeprefix("gemma-3-270m/"): section["results"] for name, section in saved.items()}
 
+    assert tables.table("perplexity read") == ""  # nothing was measured yet
     found = run("--section", "writing", "--written", "16", "--ways", "cells-12", "topk-12")
-    assert found.keys() == {"tiny/writing"}
-    found = run("--ways", "quest-12", "cells", "--written", "16")
-    assert found.keys() == {"tiny/writing", "tiny/reading"}
-    written, read = found["tiny/writing"], found["tiny/reading"]
-    assert written["pooled"].keys() == {"exact", "one pass", "cells-12", "topk-12", "quest-12"} == written["same_texts"].keys()
+    assert found.keys() == {"writing"}
+    found = run("--ways", "exact+cache", "quest-12", "cells", "--written", "16")
+    written, read = found["writing"], found["reading"]
+    ways = {"exact", "one pass", "exact+cache", "cells-12", "topk-12", "quest-12"}
+    assert written["pooled"].keys() == written["same_texts"].keys() == ways
     assert written["pooled"]["topk-12"]["texts"] == 2
     assert abs(written["pooled"]["one pass"]["excess"]) < 1e-5
     assert len(written["pooled"]["topk-12"]["excess_by_position"]) == 8
     assert len(read["pooled"]["cells"]["excess_by_position"]) == 16
+    assert tables.table("perplexity read").count("Gemma 3 270M") == 2
+    assert tables.table("perplexity cache").count("Gemma 3 270M") == 1
+    rows = tables.table("perplexity written").splitlines()[2:]
+    assert [row.split("|")[2].strip() for row in rows] == ["cells", "exact top-k", "Quest"]
+    draw(load("record").read_sections("perplexity_gpu"), tmp_path)
     assert (tmp_path / "perplexity.png").stat().st_size > 10_000
     # Of other tokens nothing is kept, and without time nothing is begun.
     found = run("--written", "20", "--section", "writing", "--ways", "moba-12")
-    assert found["tiny/writing"]["pooled"].keys() == {"exact", "one pass", "moba-12"}
-    assert found == run("--minutes", "0")
+    assert found["writing"]["pooled"].keys() == {"exact", "one pass", "moba-12"}
+    assert found == run("--written", "20", "--minutes", "0")
 
 
 def test_texts(load: Callable[[str], Any], tmp_path: Path) -> None:
@@ -147,5 +157,11 @@ def test_texts(load: Callable[[str], Any], tmp_path: Path) -> None:
     assert len({text.sha256 for text in found}) == 6
     again = texts.find(tokenizer_of_letters(), [tmp_path / "book.txt"], 50, 2)
     assert [text.sha256 for text in again] == [text.sha256 for text in found]
+    texts.save(found, tmp_path / "texts.pt")
+    begins = texts.load(tmp_path / "texts.pt", 40)
+    assert [text.about["kind"] for text in begins] == [text.kind for text in found]
+    assert all(torch.equal(short.ids, text.ids[:, :40]) for short, text in zip(begins, found, strict=True))
+    with pytest.raises(ValueError, match="fewer than 60 tokens"):
+        texts.load(tmp_path / "texts.pt", 60)
     with pytest.raises(ValueError, match="are needed"):
         texts.find(tokenizer_of_letters(), [tmp_path / "book.txt"], 5000, 2)
