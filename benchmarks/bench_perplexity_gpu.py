@@ -89,6 +89,11 @@ def served(texts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [text for text in texts if text["ways"].keys() == most]
 
 
+def identity(found: dict[str, Any]) -> list[Any]:
+    """What two runs must have in common. Another driver is no other card."""
+    return [found.get(name) for name in ("model", "dtype", "tokens", "written")] + [found.get("card", {}).get("gpu")]
+
+
 class Section:
     """Results of a model, by text and way. Those that were saved before stay where they are of the same tokens and card."""
 
@@ -97,7 +102,7 @@ class Section:
         self.key = f"{about['model']}/{name}"
         path = record.RESULTS / f"{FILE}.json"
         before = json.loads(path.read_text()).get(self.key, {}).get("results", {}) if saves and path.exists() else {}
-        if any(before.get(key) != value for key, value in about.items()):
+        if identity(before) != identity(about):
             before = {}
         self.found: dict[str, Any] = {**about, "texts": before.get("texts", {})}
         for text in texts:

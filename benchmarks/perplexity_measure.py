@@ -177,7 +177,7 @@ def compared(losses: Tensor, exact: Tensor, parts: int) -> dict[str, Any]:
 
 
 def means(numbers: Tensor, parts: int) -> list[float]:
-    return [float(part.mean()) for part in numbers.tensor_split(parts)]
+    return [round(float(part.mean()), 7) for part in numbers.tensor_split(parts)]
 
 
 def stderr(numbers: Tensor) -> float:
