@@ -62,10 +62,11 @@ def qwen(cases: list[Case], make: models.Models, options: argparse.Namespace) ->
         yield {"case": case.name, **measure(model, text.to(DEVICE), case.tokens, options.limit)}
 
 
-def load(folder: Path) -> Any:
-    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
-        return gguf_qwen.load(folder, DEVICE, models.DTYPE)
-    return load_model(folder, DEVICE, models.DTYPE)[0]
+def load(folder: Path, device: torch.device | str = DEVICE, dtype: torch.dtype = models.DTYPE) -> Any:
+    """A model in a folder of `fetch_model.py`, packed or not. Transformers unpacks what `gguf_qwen` does not."""
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and gguf_qwen.serves(folder):
+        return gguf_qwen.load(folder, device, dtype)
+    return load_model(folder, device, dtype)[0]
 
 
 @torch.no_grad()

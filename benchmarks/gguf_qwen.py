@@ -1,4 +1,4 @@
-"""Qwen2 models from a GGUF file, unpacked by torch on the device where they run: seconds on a GPU, minutes in NumPy.
+"""Qwen2 and Gemma 3 from a GGUF file, unpacked by torch on the device where they run: seconds on a GPU, minutes in NumPy.
 
 Transformers reads such files too, and is what `fetch_model.py` uses. This is for machines to which the packed file has to be
 carried. The folder holds what `python benchmarks/fetch_model.py qwen --gguf` writes: the file and config.json.
@@ -6,6 +6,7 @@ carried. The folder holds what `python benchmarks/fetch_model.py qwen --gguf` wr
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,37 +30,59 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """What GGUF calls them, and Transformers."""
+GEMMA = NAMES | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FAMILIES = {"qwen2": NAMES, "gemma3_text": GEMMA}
+
+
+def serves(folder: Path) -> bool:
+    """Whether the folder holds a model of a kind that this reads."""
+    return json.loads((folder / "config.json").read_text())["model_type"] in FAMILIES
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model, ready for inference. It has an output matrix of its own, as in the file that is fetched."""
+    """The model, ready for inference. Qwen has an output matrix of its own, as in the file that is fetched."""
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM
 
     (weights,) = folder.glob("*.gguf")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type != "qwen2":
-        raise ValueError(f"{folder} holds a model of type {config.model_type!r}; this reads 'qwen2', and Transformers many more")
-    state = {
-        transformers_name(part.name): unpack(torch.tensor(part.data, device=device), part.tensor_type.name).to(dtype)
-        for part in GGUFReader(weights).tensors
-    }
+    if config.model_type not in FAMILIES:
+        known = " and ".join(map(repr, FAMILIES))
+        raise ValueError(f"{folder} holds a model of type {config.model_type!r}; this reads {known}, and Transformers many more")
+    state = {}
+    for part in GGUFReader(weights).tensors:
+        name = transformers_name(part.name, config.model_type)
+        numbers = unpack(torch.tensor(part.data, device=device), part.tensor_type.name)
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            numbers -= 1  # In Transformers, 0 stands for a factor of 1.
+        state[name] = numbers.to(dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if "lm_head.weight" not in state:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
-    # Its frequencies are no weights, so they are not in the file.
+    # What follows from the configuration is no weight, so it is not in the file.
     inner = model.base_model
     inner.rotary_emb = type(inner.rotary_emb)(config=config).to(device)
+    if hasattr(inner.embed_tokens, "embed_scale"):
+        inner.embed_tokens.embed_scale = torch.tensor(inner.embed_tokens.scalar_embed_scale, device=device)
     return model.eval()
 
 
-def transformers_name(name: str) -> str:
+def transformers_name(name: str, family: str = "qwen2") -> str:
     """`model.layers.3.self_attn.q_proj.bias` for `blk.3.attn_q.bias`."""
+    names = FAMILIES[family]
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if found is None or found[2] not in NAMES:
-        raise ValueError(f"no such part of a Qwen2 model: {name!r}")
+    if found is None or found[2] not in names:
+        raise ValueError(f"no such part of a model of type {family}: {name!r}")
     layer = f"model.layers.{found[1]}." if found[1] else ""
-    return f"{layer}{NAMES[found[2]]}.{found[3]}"
+    return f"{layer}{names[found[2]]}.{found[3]}"
 
 
 def unpack(packed: Tensor, kind: str) -> Tensor:
@@ -101,9 +124,30 @@ def _q6_k(block: Tensor) -> Tensor:
     return found.flatten(-2)
 
 
+def _q5_0(block: Tensor) -> Tensor:
+    """32 numbers of five bits with a scale.
+
+    Bytes: a half (the scale), 4 with the highest bits of the numbers, 16 with the others.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=block.device)
+    highest = (block[..., 2:6, None] >> shifts & 1).flatten(-2)
+    fours = torch.cat([block[..., 6:] & 15, block[..., 6:] >> 4], -1)
+    return _half(block[..., 0:2]) * ((fours | (highest << 4)).to(torch.int8) - 16)
+
+
+def _q8_0(block: Tensor) -> Tensor:
+    """32 numbers of eight bits, with a sign, after a half (their scale)."""
+    return _half(block[..., 0:2]) * block[..., 2:].contiguous().view(torch.int8)
+
+
 def _half(two_bytes: Tensor) -> Tensor:
     return two_bytes.contiguous().view(torch.float16).float()
 
 
-KINDS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {"Q4_K": (144, _q4_k), "Q6_K": (210, _q6_k)}
-"""Bytes of a block of 256 numbers, and how to read it."""
+KINDS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "Q4_K": (144, _q4_k),
+    "Q6_K": (210, _q6_k),
+    "Q5_0": (22, _q5_0),
+    "Q8_0": (34, _q8_0),
+}
+"""Bytes of a block, of 256 numbers or of 32, and how to read it."""

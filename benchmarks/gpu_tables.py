@@ -1,5 +1,5 @@
-"""The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md, docs/guarantees.md and docs/peers.md that are made of
-results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json and slack.json.
+"""The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md, docs/guarantees.md, docs/peers.md and docs/quality.md that are
+made of results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json, slack.json and perplexity_gpu.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -21,7 +21,7 @@ from typing import Any
 from record import RESULTS, read_sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/benchmarks.md", "docs/cache.md", "docs/gpu.md", "docs/guarantees.md", "docs/peers.md")
+PAGES = ("docs/benchmarks.md", "docs/cache.md", "docs/gpu.md", "docs/guarantees.md", "docs/peers.md", "docs/quality.md")
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
 NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
@@ -257,6 +257,83 @@ def slack(results: dict[str, Any]) -> str:
     return rows_of(head, *found)
 
 
+MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B", "gemma-3-270m": "Gemma 3 270M", "smollm2-135m": "SmolLM2-135M"}
+PROMPTS = {"default": "default", "cells": "`Cells()`", "shared": "`Cells(share=128)`"}
+RULES = {
+    "cells": "cells",
+    "topk": "exact top-k",
+    "quest": "Quest",
+    "moba": "MoBA",
+    "snapkv": "SnapKV",
+    "streaming": "StreamingLLM",
+    "retroinfer": "RetroInfer",
+    "vattention": "vAttention",
+}
+SHARES = ("1.5", "3", "6", "12")
+KINDS = ("book", "code", "documentation")
+
+
+def perplexity_read(sections: dict[str, Any]) -> str:
+    """Whole texts in one pass."""
+    head = ["model", "attention", "texts", "perplexity", "excess", *KINDS, "first quarter", "last quarter"]
+    names = PROMPTS | {f"cells-{share}-both": f"`cells-{share}-both`" for share in SHARES}
+    found = []
+    for model, part in _models(sections, "reading"):
+        exact = part["pooled"]["exact"]
+        found.append([model, "SDPA", exact["texts"], f"{exact['perplexity']:.3f}", *[""] * (len(head) - 4)])
+        for name, label in names.items():
+            if way := part["pooled"].get(name):
+                by_place, quarter = way["excess_by_position"], len(way["excess_by_position"]) // 4
+                ends = [sum(some) / quarter for some in (by_place[:quarter], by_place[-quarter:])]
+                cells = [model, label, way["texts"], f"{way['perplexity']:.3f}", _excess(way)]
+                found.append([*cells, *_by_kind(way), *(f"{x:+.2%}" for x in ends)])
+    return rows_of(head, *found)
+
+
+def perplexity_cache(sections: dict[str, Any]) -> str:
+    """The end of texts, written by a cache as it comes."""
+    head = ["model", "texts", "keys read", "perplexity: exact", "`CellCache()`", "excess", *KINDS]
+    found = []
+    for model, part in _models(sections, "writing"):
+        if way := part["pooled"].get("exact+cache"):
+            cells = [model, way["texts"], f"{way['keys_read']:,.0f}", f"{way['exact']:.3f}", f"{way['perplexity']:.3f}"]
+            found.append([*cells, _excess(way), *_by_kind(way)])
+    return rows_of(head, *found)
+
+
+def perplexity_written(sections: dict[str, Any]) -> str:
+    """The same with a budget of keys, by cells and by the rules of others, on the same texts."""
+    found = []
+    for model, part in _models(sections, "writing"):
+        for rule, label in RULES.items():
+            ways = [part["same_texts"].get(f"{rule}-{share}") for share in SHARES]
+            if any(ways):
+                read = part["tokens"] - part["written"] / 2
+                said = ("" if way is None else f"{_excess(way)} ({way['keys_read'] / read:.1%})" for way in ways)
+                found.append([model, label, *said])
+    return rows_of(["model", "rule", *(f"{share}%" for share in SHARES)], *found)
+
+
+def _models(sections: dict[str, Any], section: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(label, sections[f"{name}/{section}"]) for name, label in MODELS.items() if f"{name}/{section}" in sections]
+
+
+def _excess(way: dict[str, Any]) -> str:
+    return f"{way['excess']:+.2%} ± {way['stderr']:.2%}"
+
+
+def _by_kind(way: dict[str, Any]) -> list[str]:
+    return [f"{way['excess_by_kind'][kind]:+.2%}" if kind in way["excess_by_kind"] else "" for kind in KINDS]
+
+
+def perplexity(name: str) -> str:
+    """None until the first model was measured."""
+    if not (RESULTS / "perplexity_gpu.json").exists():
+        return ""
+    makers = {"read": perplexity_read, "cache": perplexity_cache, "written": perplexity_written}
+    return makers[name](read_sections("perplexity_gpu"))
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -270,6 +347,8 @@ def table(name: str) -> str:
         return {"generate gpu steps": gpu_steps, "generate gpu prompts": gpu_prompts}[name](read_sections("generate_gpu"))
     if name.startswith("generate"):
         return {"generate": generate, "generate errors": generate_errors}[name](read_sections("generate"))
+    if name.startswith("perplexity "):
+        return perplexity(name.removeprefix("perplexity "))
     if name == "slack":
         return slack(json.loads((RESULTS / "slack.json").read_text())["results"])
     if name.startswith("peers "):

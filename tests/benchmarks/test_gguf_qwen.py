@@ -49,7 +49,24 @@ def q6_k(block: list[int]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "by_hand", "halves"), [("Q4_K", q4_k, (0, 2)), ("Q6_K", q6_k, (208,))])
+def q5_0(block: list[int]) -> list[float]:
+    highest = sum(byte << 8 * place for place, byte in enumerate(block[2:6]))
+    found = []
+    for index in range(32):
+        byte = block[6 + index % 16]
+        number = (byte // 16 if index >= 16 else byte % 16) + 16 * (highest >> index & 1) - 16
+        found.append(half(*block[0:2]) * number)
+    return found
+
+
+def q8_0(block: list[int]) -> list[float]:
+    return [half(*block[0:2]) * (number - 256 if number > 127 else number) for number in block[2:]]
+
+
+PACKED = [("Q4_K", q4_k, (0, 2)), ("Q6_K", q6_k, (208,)), ("Q5_0", q5_0, (0,)), ("Q8_0", q8_0, (0,))]
+
+
+@pytest.mark.parametrize(("kind", "by_hand", "halves"), PACKED)
 def test_unpack(gguf_qwen: Any, kind: str, by_hand: Callable[[list[int]], list[float]], halves: tuple[int, ...]) -> None:
     rows, blocks, (size, _) = 3, 2, gguf_qwen.KINDS[kind]
     packed = torch.randint(256, (rows, blocks, size), generator=seeded(0), dtype=torch.uint8)
@@ -62,30 +79,43 @@ def test_unpack(gguf_qwen: Any, kind: str, by_hand: Callable[[list[int]], list[f
 
 
 def test_other_types_are_refused(gguf_qwen: Any) -> None:
-    with pytest.raises(ValueError, match="GGUF type Q5_0 is not read here"):
-        gguf_qwen.unpack(torch.zeros(1, 22, dtype=torch.uint8), "Q5_0")
+    with pytest.raises(ValueError, match="GGUF type Q4_0 is not read here"):
+        gguf_qwen.unpack(torch.zeros(1, 22, dtype=torch.uint8), "Q4_0")
 
 
-KINDS = ["attn_norm.weight", "ffn_norm.weight", "attn_output.weight", "ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"]
-KINDS += [f"attn_{name}.{kind}" for name in "qkv" for kind in ("weight", "bias")]
-PARTS = ["token_embd.weight", "output_norm.weight", "output.weight", *(f"blk.{n}.{kind}" for n in (0, 1) for kind in KINDS)]
+MATRICES = ["attn_output.weight", "ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"]
+MATRICES += [f"attn_{name}.weight" for name in "qkv"]
+GEMMA_NORMS = ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm")
+NORMS = ["attn_norm.weight", "ffn_norm.weight"]
+KINDS = {
+    "qwen2": [*MATRICES, *NORMS, *(f"attn_{name}.bias" for name in "qkv")],
+    "gemma3_text": [*MATRICES, *NORMS, *(f"{name}.weight" for name in GEMMA_NORMS)],
+}
 
 
-def test_a_model_is_read_from_its_parts(gguf_qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+def test_a_model_is_read_from_its_parts(gguf_qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """The file is played by a stub: the package that reads such files is not among what tests need."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
-    config = transformers.Qwen2Config(vocab_size=9, max_position_embeddings=32, **sizes)
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    kind = transformers.Qwen2Config if family == "qwen2" else transformers.Gemma3TextConfig
+    own = {} if family == "qwen2" else {"head_dim": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    config = kind(vocab_size=9, max_position_embeddings=32, **sizes, **own)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     state = model.state_dict()
-    assert {gguf_qwen.transformers_name(name) for name in PARTS} == set(state)
+    parts = ["token_embd.weight", "output_norm.weight", *(f"blk.{n}.{kind}" for n in (0, 1) for kind in KINDS[family])]
+    parts += ["output.weight"] if family == "qwen2" else []
+    expected = {gguf_qwen.transformers_name(name, family) for name in parts}
+    assert expected | ({"lm_head.weight"} if config.tie_word_embeddings else set()) == set(state)
 
     def part(name: str) -> Any:
-        numbers = state[gguf_qwen.transformers_name(name)].numpy()
-        return SimpleNamespace(name=name, data=numbers, tensor_type=SimpleNamespace(name="F32"))
+        numbers = state[gguf_qwen.transformers_name(name, family)]
+        if family == "gemma3_text" and "norm" in name:
+            numbers = numbers + 1
+        return SimpleNamespace(name=name, data=numbers.numpy(), tensor_type=SimpleNamespace(name="F32"))
 
     stub: Any = ModuleType("gguf")
-    stub.GGUFReader = lambda path: SimpleNamespace(tensors=[part(name) for name in PARTS] if path.name == "tiny.gguf" else [])
+    stub.GGUFReader = lambda path: SimpleNamespace(tensors=[part(name) for name in parts] if path.name == "tiny.gguf" else [])
     monkeypatch.setitem(sys.modules, "gguf", stub)
     config.save_pretrained(tmp_path)
     (tmp_path / "tiny.gguf").touch()
@@ -95,6 +125,11 @@ def test_a_model_is_read_from_its_parts(gguf_qwen: Any, tmp_path: Path, monkeypa
         assert torch.equal(found, model(ids).logits)
 
 
+def test_other_models_are_left_to_transformers(gguf_qwen: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not gguf_qwen.serves(tmp_path)
+
+
 def test_parts_of_other_models_are_refused(gguf_qwen: Any) -> None:
-    with pytest.raises(ValueError, match="no such part of a Qwen2 model"):
+    with pytest.raises(ValueError, match="no such part of a model of type qwen2"):
         gguf_qwen.transformers_name("blk.0.ssm.weight")
