@@ -179,8 +179,9 @@ class CellCache(Cache):
             for them, and new tokens attend to it exactly. Needed for models with such layers.
         audit: compare each step of each layer with exact attention over all stored keys; see `errors`. It may be switched on and
             off at any time.
-        offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same; a
-            step moves only the keys and values of the cells it opens, and the first ones. For `Cells` only.
+        offload: keep keys and values of closed segments in CPU memory, pinned if the model is on a GPU. Results are the same with
+            the same probes; a step moves only the keys and values of the cells it opens, and the first ones, and by default opens
+            fewer than from a GPU's memory. For `Cells` only.
         resident: with `offload`, on a GPU that runs the Triton kernels: how many keys per layer, head and batch entry stay on
             the card as well, with their values, because they were opened lately. None: what eight steps open, but no more than an
             eighth; 0: none. Results are the same bit for bit; see `CellStore`.

@@ -57,13 +57,14 @@ class CellStore:
 
     Args:
         method: `Cells(...)`. The cache uses its segment (None: all keys that are there, at least 1,024, from 8,192 keys on 11
-            sqrt(n); see `group_from`), cell_size (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: cells of 3.5
-            sqrt(n) keys, at least 20 cells), window (None: 16; a number of keys, which is not rounded to whole segments), sinks
-            and partition. There are no samples, and queries at different positions do not open cells together.
+            sqrt(n); see `group_from`), cell_size (None: 16 up to 8,192 keys, then sqrt(n / 32)), probes (None: at least 20, and
+            cells of 3.5 sqrt(n) keys, of 9 sqrt(n) if keys are on a GPU), window (None: 16; a number of keys, which is not
+            rounded to whole segments), sinks and partition. There are no samples, and queries at different positions do not open
+            cells together.
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
         offload: keep keys and values of closed segments in CPU memory, pinned if the others are on a GPU. The moments of cells
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
-            first ones. Results are the same. Reordering batch entries copies all that is on the CPU; reading `keys` or
+            first ones. Results are the same with the same `probes`. Reordering batch entries copies all that is on the CPU; reading `keys` or
             `values`, or an audit, copies all of it to the device.
         resident: with `offload`, how many of these keys stay on the device as well, per head of each batch entry, with their
             values: cells that were opened lately, so that a step moves only those that the latest steps have not opened. The
@@ -183,9 +184,14 @@ class CellStore:
         """How many of them it opens."""
         return self._probes(self.closed, self.cells)
 
+    @property
+    def _are_on_gpu(self) -> bool:
+        """Whether the keys of cells are: those that are offloaded have to be moved when they are read."""
+        return self._state is not None and not self.offload and self._state.sinks.is_cuda
+
     def _probes(self, closed: int, cells: int, factor: int | None = None) -> int:
         """`factor`: times the usual number, as far as there are cells; None: that of the guard."""
-        usual = self.method.probes or default_cache_probes(closed, cells)
+        usual = self.method.probes or default_cache_probes(closed, cells, self._are_on_gpu)
         if factor is None:
             factor = 1 if self.guard is None else self.guard.factor
         return usual if factor == 1 else max(usual, min(cells, usual * factor))

@@ -331,7 +331,7 @@ def test_a_memory_cannot_be_offloaded() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", [GIVEN, nearfield.Cells()])
+@pytest.mark.parametrize("method", [GIVEN, nearfield.Cells(probes=20)])
 def test_on_a_gpu(method: nearfield.Cells) -> None:
     key, value = torch.randn(2, 2, 2, 3000, 64, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(2, 8, 3000, 64, device="cuda", dtype=torch.bfloat16)

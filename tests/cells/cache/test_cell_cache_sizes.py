@@ -93,6 +93,21 @@ def test_probes() -> None:
     assert default_cache_probes(0, 0) == 20
     assert default_cache_probes(7168, 448) == 20
     assert default_cache_probes(131072, 3456) == round(3.5 * math.sqrt(131072) * 3456 / 131072) == 33
+    assert default_cache_probes(32768, 1024, on_gpu=True) == 51
+    assert default_cache_probes(0, 0, on_gpu=True) == 20
+
+
+@pytest.mark.gpu
+def test_more_cells_are_opened_of_keys_on_a_gpu() -> None:
+    key, value = torch.randn(2, 1, 1, 20_000, 64, device="cuda", dtype=torch.bfloat16)
+    probes = {}
+    for offload in (False, True):
+        store = CellStore(offload=offload)
+        store.append(key, value)
+        store.close()
+        probes[offload] = store.probes, store.closed, store.cells
+    assert probes == {offload: (default_cache_probes(*sizes, not offload), *sizes) for offload, (_, *sizes) in probes.items()}
+    assert probes[False][0] > 2 * probes[True][0]
 
 
 # Stores with small sizes, so that segments grow after a few keys.
