@@ -112,9 +112,9 @@ def _batches(plan: Plan, prompts: dict[tuple[str, int, str], list[Prompt]]) -> I
         for template in plan.templates:
             for length in plan.lengths:
                 found = [
-                    prompt
+                    prompts[template, length, task.name][sample]
+                    for sample in range(start, min(start + ROUND, plan.samples))
                     for task in plan.tasks
-                    for prompt in prompts[template, length, task.name][start : min(start + ROUND, plan.samples)]
                 ]
                 for first in range(0, len(found), plan.batch):
                     yield length, found[first : first + plan.batch]

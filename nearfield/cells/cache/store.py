@@ -64,8 +64,8 @@ class CellStore:
         audit: compare every call of `attend` with exact attention over all stored keys, and keep the errors in `errors`.
         offload: keep keys and values of closed segments in CPU memory, pinned if the others are on a GPU. The moments of cells
             and the keys in no closed segment stay on the device. A step moves the keys and values of the cells it opens, and the
-            first ones. Results are the same with the same `probes`. Reordering batch entries copies all that is on the CPU; reading `keys` or
-            `values`, or an audit, copies all of it to the device.
+            first ones. Results are the same with the same `probes`. Reordering batch entries copies all that is on the CPU;
+            reading `keys` or `values`, or an audit, copies all of it to the device.
         resident: with `offload`, how many of these keys stay on the device as well, per head of each batch entry, with their
             values: cells that were opened lately, so that a step moves only those that the latest steps have not opened. The
             cells that were not opened for the longest time make way. None: what eight steps open, 28 sqrt(n) keys by default,
