@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ten thousand collected tests stay to the end: the garbage collector need not look through them, nor often through the rest."""
+    """Ten thousand collected tests stay to the end: the garbage collector need not look through them, and seldom at the rest."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
