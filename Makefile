@@ -13,7 +13,8 @@ JOBS ?= 2
 AGAINST ?= HEAD
 MODEL ?= models/qwen2.5-coder-1.5b
 # One thread per test process: with two processes on two cores, more threads would only wait for each other.
-SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Bytecode is kept, whatever the environment says: every test process, and each that a test starts, would compile all files anew.
+SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(SINGLE) $(BIN)/python -m pytest -n $(JOBS)
 
 # torch comes first and alone, so that the resolver settles on its plain build before other packages ask for another one. RULER (19 MB)

@@ -18,6 +18,7 @@ from matplotlib.patheffects import withStroke
 from experiments.words import middle
 
 INK, CORAL, SAGE, OCHRE, PLUM, QUIET = "#3d405b", "#e07a5f", "#5a9a7f", "#d19a3c", "#8a6a9e", "#8d8f9e"
+DPI = 160
 STYLE: Any = {
     "font.size": 9.5,
     "font.family": ["DejaVu Sans"],
@@ -114,7 +115,13 @@ def save(figures: Mapping[str, Figure], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.png", dpi=160)
-            figure.set_layout_engine(None)  # everything has its place: not to be looked for, and drawn, once more
+            # Everything finds its place once, and not by a drawing that nobody sees before each that is kept.
+            usual, figure.dpi = figure.dpi, DPI
+            engine = figure.get_layout_engine()
+            if engine is not None:
+                engine.execute(figure)
+                figure.set_layout_engine(None)
+            figure.dpi = usual
+            figure.savefig(folder / f"{name}.png", dpi=DPI)
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
             plt.close(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -97,10 +97,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Ten thousand collected tests stay to the end: the garbage collector need not look through them again and again."""
+    """Ten thousand collected tests stay to the end: the garbage collector need not look through them, and seldom at the rest."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 50)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -117,6 +117,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    class Places(list[str]):
+        """It is asked for the place of every test, and would look through ten thousand of them."""
+
+        def __init__(self, names: Sequence[str]) -> None:
+            super().__init__(names)
+            self.places = {name: i for i, name in enumerate(names)}
+
+        def index(self, name: str, *_: Any) -> int:
+            return self.places[name]
+
     @cache
     def builds_once(file: str) -> bool:
         return 'scope="module"' in (config.rootpath / file).read_text(encoding="utf-8")
@@ -125,5 +135,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             return file if builds_once(file) else nodeid
+
+        def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+            super().add_node_collection(node, collection)
+            if node in self.registered_collections:
+                self.registered_collections[node] = Places(collection)
+
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            # After every test it looks through all that a process was ever given: what is done is taken out of that.
+            work, scope = self.assigned_work[node], self._split_scope(self.registered_collections[node][item_index])
+            super().mark_test_complete(node, item_index, duration)
+            if all(work[scope].values()):
+                del work[scope]
 
     return ByFile(config, log)

@@ -25,16 +25,25 @@ COMPARISONS = {
     "equal": "equal",
     "not_equal": "not_equal",
 }
+BITWISE = {"and_": "bitwise_and", "or_": "bitwise_or", "xor_": "bitwise_xor"}
 """what numpy calls them"""
+DIRECT = {
+    **{f"__{name}__": (name, False, (True,)) for name in ARITHMETIC},
+    **{f"__r{name}__": (name, True, (True,)) for name in ARITHMETIC},
+    **{f"__{short}__": (name, False, ()) for short, name in zip(("lt", "le", "gt", "ge", "eq", "ne"), COMPARISONS, strict=True)},
+    **{f"__{name.rstrip('_')}__": (name, False, ()) for name in BITWISE},
+}
+"""operators of tensors: what does their work, whether the other operand comes first, and what is said besides"""
 NAMES = {
     "interpreter": (
         *("_patch_lang", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "_validate_np_data_size", "GridExecutor"),
         *("interpreter_builder", "interpreter_semantic", "TensorHandle"),
     ),
-    "core": ("_unwrap_if_constexpr", "block_type", "pointer_type", "constexpr", "tensor", "dtype"),
+    "core": ("_unwrap_if_constexpr", "block_type", "pointer_type", "constexpr", "tensor", "dtype", "int1"),
     "semantic": (
         *("binary_op_type_checking_impl", "broadcast_impl_value", "computation_type_impl", "scalar_constant"),
-        *("_cast_to_computation_type", "to_tensor_type", "make_tensor", "_bool_like", *ARITHMETIC, *COMPARISONS),
+        *("_cast_to_computation_type", "to_tensor_type", "make_tensor", "where", "expand_dims"),
+        *(*ARITHMETIC, *COMPARISONS, *BITWISE),
     ),
 }
 """what is replaced, or needed for it"""
@@ -120,10 +129,19 @@ def patch_once_a_launch(interpreter: Any) -> None:
 
 
 def call_builtins_directly(interpreter: Any) -> None:
-    """Without a look at whether the argument is there that is always given here."""
-    semantic = interpreter.interpreter_semantic
+    """Without a look at whether the argument is there that is always given here; operators without a function in between."""
+    semantic, core = interpreter.interpreter_semantic, interpreter.tl.core
+
+    def operator(name: str, other_first: bool, options: tuple[bool, ...]) -> Any:
+        run, unwrap = getattr(semantic, name), core._unwrap_if_constexpr
+        if other_first:
+            return lambda self, other: run(unwrap(other), self, *options)
+        return lambda self, other: run(self, unwrap(other), *options)
 
     def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if place is core.tensor and name in DIRECT:
+            scope.set_attr(place, name, operator(*DIRECT[name]))
+            return
         own = getattr(member, "__wrapped__", member)
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -289,31 +307,143 @@ def answer_common_cases(core: Any, semantic: Any) -> None:
 
 
 def compute_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
-    """Sums, products and comparisons of tensors that are alike, or of one and a number, without the steps in between."""
-    tensor, handle = core.tensor, interpreter.TensorHandle
-    np, plain = interpreter.np, PLAIN - {"int1"}  # of truth values numpy has sums of its own
+    """Sums, products, comparisons and choices without the steps in between: types are looked up, and numpy does the rest."""
+    tensor, block_type, pointer_type = core.tensor, core.block_type, core.pointer_type
+    np, handle, np_dtype = interpreter.np, interpreter.TensorHandle, interpreter._get_np_dtype
+    plain, numbers = PLAIN - {"int1"}, (int, float)  # of truth values numpy has sums of its own
+    known: dict[tuple[str, str], Any] = {}
+
+    def joined(a: Any, b: Any) -> Any:
+        """The shape of two operands together, of which None is a scalar; False where the interpreter has to say."""
+        if a is None or b is None or a == b:
+            return b if a is None else a
+        if len(a) != len(b) or any(x != y and x != 1 and y != 1 for x, y in zip(a, b, strict=True)):
+            return False
+        return [y if x == 1 else x for x, y in zip(a, b, strict=True)]
+
+    def shape_of(kind: Any) -> Any:
+        return kind.shape.values if type(kind) is block_type else None
+
+    def together(self: Any, left: Any, right: Any) -> Any:
+        """For operands of these types: what each is converted to, and the types of a result and of a comparison."""
+        a, b, shape = left.scalar, right.scalar, joined(shape_of(left), shape_of(right))
+        if shape is False or not (a.name == b.name == "int1" or (a.name in plain and b.name in plain)):
+            return None
+        both = a if a.name == b.name else self.computation_type_impl(a, False, b, False, False)
+        to = [None if x.name == both.name else np_dtype(both) for x in (a, b)]
+        kinds = [x if shape is None else block_type(x, shape) for x in (both, core.int1)]
+        return *to, both, *kinds, shape
+
+    def lies_alike(own: Any, other: Any, shape: Any) -> Any:
+        """In memory, a result lies as its operands do, and sums depend on that: a scalar would have been a whole block."""
+        return other if shape is None or own.flags.c_contiguous else np.full(shape, other, other.dtype)
+
+    def operands(self: Any, lhs: Any, rhs: Any) -> Any:
+        """Two arrays for numpy, and what their types are together; None where the interpreter has to say."""
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if left and right:
+            key = (lhs.type.name, rhs.type.name)
+            if key not in known:
+                known[key] = together(self, lhs.type, rhs.type)
+            found = known[key]
+            if found is None:
+                return None
+            a, b = lhs.handle.data, rhs.handle.data
+            if found[0] is not None:
+                a = a.astype(found[0])
+            if found[1] is not None:
+                b = b.astype(found[1])
+            if a.shape != b.shape:
+                if type(lhs.type) is not block_type:
+                    a = lies_alike(b, a, found[5])
+                elif type(rhs.type) is not block_type:
+                    b = lies_alike(a, b, found[5])
+        elif left or right:
+            one, number = (lhs, rhs) if left else (rhs, lhs)
+            dtype = one.dtype
+            if type(number) not in numbers or dtype.name not in plain:
+                return None
+            if self.computation_type_impl(dtype, False, self.to_tensor_type(number), True, False).name != dtype.name:
+                return None
+            key = (one.type.name, one.type.name)
+            if key not in known:
+                known[key] = together(self, one.type, one.type)
+            found, own = known[key], one.handle.data
+            other = lies_alike(own, self._cast_to_computation_type(number, dtype).handle.data, found[5])
+            a, b = (own, other) if left else (other, own)
+        else:
+            return None
+        return (a, b, found) if a.dtype == b.dtype else None
 
     def quickly(operate: Any, original: Any, compares: bool) -> Any:
         def run(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
-            if type(lhs) is tensor and lhs.dtype.name in plain:
-                own, dtype, other = lhs.handle.data, lhs.dtype, None
-                if type(rhs) is tensor:
-                    if lhs.type.name == rhs.type.name:
-                        other = rhs.handle.data
-                # In memory, a result lies as the operands do, and sums depend on that: a number would have been a whole block.
-                elif type(rhs) in (int, float) and own.flags.c_contiguous:
-                    both = self.computation_type_impl(dtype, False, self.to_tensor_type(rhs), True, False)
-                    if both.name == dtype.name:
-                        other = self._cast_to_computation_type(rhs, dtype).handle.data
-                if other is not None and other.dtype == own.dtype:
-                    found = operate(own, other)
-                    if compares:
-                        return tensor(handle(found, dtype), self._bool_like(lhs))
-                    return tensor(handle(found, dtype), lhs.type)
+            found = operands(self, lhs, rhs)
+            if found is None or found[2][2].name not in plain:
+                return original(self, lhs, rhs, *options, **named)
+            a, b, (_, _, dtype, kind, truth, _) = found
+            return tensor(handle(operate(a, b), dtype), truth if compares else kind)
+
+        return run
+
+    def of_bits(operate: Any, original: Any) -> Any:
+        def run(self: Any, lhs: Any, rhs: Any) -> Any:
+            if type(lhs) is tensor and type(rhs) is tensor and lhs.dtype.name == "int1" == rhs.dtype.name:
+                found = operands(self, lhs, rhs)
+                if found is not None and found[0].dtype == bool:
+                    return tensor(handle(operate(found[0], found[1]), lhs.handle.dtype.scalar), found[2][3])
+            return original(self, lhs, rhs)
+
+        return run
+
+    def moved(original: Any) -> Any:
+        """Offsets are added to addresses, of which only loads and stores see how they lie."""
+
+        def run(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+            if type(lhs) is tensor and type(rhs) is tensor and type(lhs.dtype) is pointer_type and rhs.dtype.name in plain:
+                shape, own = joined(shape_of(lhs.type), shape_of(rhs.type)), lhs.handle
+                if shape is not False and rhs.dtype.is_int():
+                    size = max(1, own.get_element_ty().primitive_bitwidth // 8)
+                    at = own.data + size * rhs.handle.data.astype(np.uint64)
+                    kind = lhs.type if shape == shape_of(lhs.type) else block_type(lhs.dtype, shape)
+                    return tensor(handle(at, own.dtype), kind)
             return original(self, lhs, rhs, *options, **named)
 
         return run
 
+    def chosen(original: Any) -> Any:
+        def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
+            if type(condition) is tensor and type(x) is tensor and condition.dtype.name == "int1" and x.dtype.name in plain:
+                found = operands(self, x, y)
+                # Where one of them lies as it should, so does the result.
+                if found is not None and shape_of(condition.type) == found[2][5] and x.handle.data.flags.c_contiguous:
+                    a, b, (_, _, dtype, kind, _, shape) = found
+                    if shape == shape_of(x.type) and condition.handle.data.dtype == bool:
+                        return tensor(handle(np.where(condition.handle.data, a, b), dtype), kind)
+            return original(self, condition, x, y)
+
+        return where
+
+    def expanded(original: Any) -> Any:
+        kinds: dict[tuple[str, int], Any] = {}
+
+        def expand_dims(self: Any, x: Any, axis: int) -> Any:
+            key = (x.type.name, axis)
+            kind = kinds.get(key)
+            # Pointers of the same name may be of different places.
+            if kind is None or type(x.dtype) is pointer_type:
+                made = original(self, x, axis)
+                if type(x.type) is block_type:
+                    kinds[key] = made.type
+                return made
+            data = x.handle.data
+            return tensor(handle(data.reshape(*data.shape[:axis], 1, *data.shape[axis:]), x.handle.dtype.scalar), kind)
+
+        return expand_dims
+
     for names, compares in ((ARITHMETIC, False), (COMPARISONS, True)):
         for name, of_numpy in names.items():
             setattr(semantic, name, quickly(getattr(np, of_numpy), getattr(semantic, name), compares))
+    for name, of_numpy in BITWISE.items():
+        setattr(semantic, name, of_bits(getattr(np, of_numpy), getattr(semantic, name)))
+    semantic.add, semantic.where = moved(semantic.add), chosen(semantic.where)
+    semantic.expand_dims = expanded(semantic.expand_dims)

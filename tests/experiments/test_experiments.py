@@ -6,8 +6,9 @@ import ast
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,10 +29,12 @@ from experiments.efficiency.plan import measured
 from experiments.error_vs_k.tell import minimal
 from experiments.experiment import Experiment, Rows, Section, Unit, Verdict
 from experiments.growth import extrapolated
+from experiments.isolate import Rounds
 from experiments.page import STYLE, VERDICTS, figure, table, text
 from experiments.page import finding as page_of
 from experiments.printed_law import printed_gradients, sizes
 from experiments.settings import HERE, RESULTS, Settings, place
+from experiments.shakespeare.sizes import QUICK
 from experiments.store import Store, plain, read
 from experiments.theory.indices import missed_key
 from experiments.words import change, finite, fixed, number, percent
@@ -41,12 +44,29 @@ QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small() -> Iterator[None]:
+    """Sizes below the quick ones, to the end of the file: how long anything takes, and how well it learns, is not looked at."""
+    shorter = {"iterations": 5, "interval": 3, "warm_up": 2, "evaluated": 1, "written": 4}
+    changes = {
+        "shakespeare.train": {"TIMED": 1},
+        "shakespeare.plan": {"QUICK": tuple(replace(sizes, **shorter) for sizes in QUICK)},
+        "efficiency.plan": {"ON_CPU": Rounds(1)},
+        "indices.plan": {"ON_CPU": Rounds(1)},
+        "gpt2_xl.cost": {"TURNS": 1},
+        "error_vs_k.plan": {"ROWS": 128},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for module, values in changes.items():
+            for name, value in values.items():
+                patch.setattr(import_module(f"experiments.{module}"), name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, small: None) -> Path:
     """Every experiment, quick."""
     where = tmp_path_factory.mktemp("experiments")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.shakespeare.train.TIMED", 2)  # how long a step takes is not looked at
-        main(["all", "--quick", "--seed", "3", "--out", str(where)])
+    main(["all", "--quick", "--seed", "3", "--out", str(where)])
     return where
 
 

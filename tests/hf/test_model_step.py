@@ -85,14 +85,14 @@ def test_without_a_card_steps_go_on_as_they_are(caplog: pytest.LogCaptureFixture
 @torch.no_grad()
 def test_steps_of_many_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More layers than the compiler takes by itself, which knows each by its number; and steps over several segments."""
-    graphs = []
+    graphs, layers = [], torch._dynamo.config.recompile_limit + 1
 
     def count(program: Any, _: Any) -> Any:
         graphs.append(program)
         return program
 
     monkeypatch.setattr(_compat.torch, "compile", functools.partial(torch.compile, backend=count))
-    made = net(num_hidden_layers=11)
+    made = net(num_hidden_layers=layers)
     cache, twin = (read(made, tokens(1, 40)[0]) for _ in range(2))
     step, seen = ModelStep(made, cache, compile=True), []
     for turn in range(40):
@@ -101,7 +101,7 @@ def test_steps_of_many_layers_are_compiled_once(monkeypatch: pytest.MonkeyPatch)
         found = step.forward(**given, past_key_values=cache).logits
         torch.testing.assert_close(found, made(**given, past_key_values=twin).logits)
         seen.append(len(graphs))
-    assert seen[0] == 11 + 6, "one for each layer, and what they have in common"
+    assert seen[0] == layers + 6, "one for each layer, and what they have in common"
     assert set(seen) == {seen[0]}
     both = hf.CellCache(SIZES, config=made.config)
     made(input_ids=tokens(2, 40), past_key_values=both)
