@@ -182,10 +182,11 @@ def test_the_keys_that_flash_attention_gets(rows: int, keys: int, offset: int, w
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_log_normalisers_by_flash_attention_on_a_gpu(rows: int, keys: int, offset: int, dtype: torch.dtype) -> None:
     q, k, v = (x.to("cuda", dtype) for x in inputs(2, 4, queries=rows, keys=keys, kv_heads=2, dim=64, value_dim=64))
-    found, lse = nf.attention(q, k, v, is_causal=True, offset=offset, method=nf.Exact(), return_lse=True)
+    exactly = {"is_causal": True, "offset": offset, "enable_gqa": True, "method": nf.Exact()}
+    found, lse = nf.attention(q, k, v, return_lse=True, **exactly)
     logits = logits64(*(x.double().cpu() for x in (q, k)), seen(rows, keys, offset))
     torch.testing.assert_close(lse.double().cpu(), logits.logsumexp(-1), atol=1e-3, rtol=1e-3)
     want = softmax64(logits) @ v.double().cpu().repeat_interleave(2, 1)
-    plain = nf.attention(q, k, v, is_causal=True, offset=offset, method=nf.Exact())
+    plain = nf.attention(q, k, v, **exactly)
     error, least = ((x.double().cpu() - want).norm() for x in (found, plain))
     assert error <= 2 * least + 1e-5

@@ -30,6 +30,7 @@ from nearfield.app.peers.rules import (
     SnapKV,
     Streaming,
     VAttention,
+    _clustered,
     budget_of,
 )
 from nearfield.app.ruler import run
@@ -199,6 +200,21 @@ def test_clusters_of_equal_keys_stand_for_them_exactly() -> None:
     rows = given()  # and where they are not the same, it does not
     off = rule.attend(rows, 12, rule.notes(query, rows.key, rows.value, SCALE, 12)) - exact(rows)
     assert float(off.norm()) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clusters_that_lie_apart_are_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order their points come, and however many of them are looked at at a time."""
+    generator = torch.Generator().manual_seed(3)
+    label = torch.arange(12).repeat_interleave(9).repeat(2, 1)
+    label[1] = label[1].flip(0)
+    centre = 20 * torch.randn(2, 12, DIM, generator=generator)
+    points = centre.gather(1, label[..., None].expand(-1, -1, DIM)) + 0.1 * torch.randn(2, 108, DIM, generator=generator)
+    found = _clustered(points.to(dtype), 12)
+    same = found[:, :, None] == found[:, None]
+    assert torch.equal(same, label[:, :, None] == label[:, None])
+    monkeypatch.setattr("nearfield.app.peers.rules.LLOYD_LOGITS", 12 * 2 * 7)
+    assert torch.equal(_clustered(points.to(dtype), 12), found)
 
 
 def test_a_random_sample_counts_for_all_that_it_was_drawn_from() -> None:

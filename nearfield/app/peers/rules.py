@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nearfield.cells.partition import KMeans, build_cells
+LLOYD_LOGITS = 1 << 27
+"""So many products of points and centroids are made at a time."""
 
 Notes = dict[str, Tensor]
 """What a rule has noted about a prompt when it was read: see `Rule.notes`."""
@@ -270,6 +271,29 @@ class SnapKV(Rule):
         return Choice(F.pad(kept, (0, rows.length - kept.shape[2]), value=True)[:, :, None] & rows.visible)
 
 
+def _clustered(points: Tensor, clusters: int, iterations: int = 5) -> Tensor:
+    """The cluster of each point `[batch, points, dim]`, by Lloyd's k-means from points at regular distances."""
+    batch, count, dim = points.shape
+    if not count:
+        return torch.zeros(batch, 0, dtype=torch.int64, device=points.device)
+    start = torch.arange(clusters, device=points.device) * count // max(1, clusters)
+    centroids = points[:, start].float()
+    step = max(1, LLOYD_LOGITS // (batch * clusters))
+    for number in range(iterations + 1):
+        half = centroids.square().sum(-1) / 2
+        wanted = centroids.to(points.dtype)
+        parts = [(_product(part[:, None], wanted.mT[:, None])[:, 0] - half[:, None]).argmax(-1) for part in points.split(step, 1)]
+        cell = torch.cat(parts, 1)
+        if number < iterations:
+            place = cell[..., None].expand(-1, -1, dim)
+            total = torch.zeros_like(centroids).scatter_add_(1, place, points.float())
+            size = torch.zeros(batch, clusters, device=points.device).scatter_add_(
+                1, cell, torch.ones_like(cell, dtype=torch.float32)
+            )
+            centroids = torch.where(size[..., None] > 0, total / size[..., None].clamp(min=1), centroids)
+    return cell
+
+
 @dataclass(frozen=True)
 class RetroInfer(Rule):
     """RetroInfer: clusters of about 16 keys, the best by their centroids are read; each of the others stands for its keys, with
@@ -285,9 +309,7 @@ class RetroInfer(Rule):
         stop = max(first, key.shape[2] - self.window)
         own = key[:, :, first:stop]
         clusters = max(1, own.shape[2] // self.size)
-        cell = torch.zeros(own.shape[:3], dtype=torch.int64, device=key.device)
-        if stop > first:
-            cell = build_cells(KMeans(iterations=5), own.flatten(0, 1).float(), clusters).unflatten(0, own.shape[:2])
+        cell = _clustered(own.flatten(0, 1), clusters).unflatten(0, own.shape[:2])
         size = torch.zeros(*own.shape[:2], clusters, device=key.device).scatter_add_(2, cell, torch.ones_like(cell).float())
         tables = {}
         for name, x in (("centroid", own), ("mean", value[:, :, first:stop])):

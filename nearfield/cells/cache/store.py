@@ -30,7 +30,7 @@ from nearfield.cells.cache.steps import (
 )
 from nearfield.cells.method import Cells
 from nearfield.cells.partition.kmeans import KMeans
-from nearfield.cells.sizes import CacheSizes, default_cache_probes
+from nearfield.cells.sizes import CacheSizes, default_cache_probes, default_probes
 from nearfield.cells.trial import Prepared
 from nearfield.checks import check_fraction, check_positive
 from nearfield.chunks import BLOCK_BYTES
@@ -456,11 +456,19 @@ class CellStore:
             keys, values = (x.view(slice(state.closed, state.length)) for x in (state.keys, state.values))
             output, lse = near(keys, values)
             if state.closed:
-                probes = self._probes(state.closed, len(state.tables))
+                probes = self._chunk_probes(state)
                 past, past_lse = attend_to_closed(state, query, scale, probes, self.method.partition)
                 wide = torch.promote_types(query.dtype, torch.float32)  # rounded once, when they are merged
                 output = merge([output.to(wide), past.to(wide)], [lse, past_lse])[0].to(query.dtype)
         return self._close_before(state, state.length), output
+
+    def _chunk_probes(self, state: CacheState) -> int:
+        """As many as a step opens, but by default no more than a row of a prompt does: its head opens cells for itself alone."""
+        cells = len(state.tables)
+        usual = self._probes(state.closed, cells)
+        if self.method.probes is not None or not self._are_on_gpu:
+            return usual
+        return min(usual, default_probes(state.closed, max(1, state.closed // max(1, cells)), causal=True, on_gpu=True))
 
     def _is_chunk(self, state: CacheState, rows: int) -> bool:
         """Whether so many rows are worth going through all keys for their sake."""
