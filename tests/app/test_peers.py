@@ -33,7 +33,7 @@ from nearfield.app.peers.rules import (
     _clustered,
     budget_of,
 )
-from nearfield.app.ruler import run
+from nearfield.app.ruler import run, ways
 from nearfield.app.ruler.answers import answer, read
 from nearfield.app.ruler.ways import RECORDED, WAYS, BudgetWay, PeerWay, cells_of_budget
 from nearfield.cells import sizes
@@ -110,13 +110,15 @@ def test_the_output_is_the_softmax_over_what_is_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SMALL))
 def test_no_rule_reads_more_than_its_budget(name: str) -> None:
-    """SnapKV reads the tokens of the answer besides, and clusters what came after them, too."""
+    """Blocks, clusters and SnapKV read the tokens of the answer besides."""
     rule = SMALL[name]
     for seed in range(5):
         rows = given(rows=9 if rule.reads_prompts else 1, seed=seed)
-        read = rule.choose(rows, BUDGET, noted(rule, rows)).read.sum(-1)
-        more = 10 if not rule.reads_prompts else 0
-        assert int(read.max()) <= BUDGET + more
+        notes = noted(rule, rows)
+        read = rule.choose(rows, BUDGET, notes).read.sum(-1)
+        assert int(read.max()) <= BUDGET + (10 if notes else 0)
+        if rule.reads_prompts:
+            assert int(rule.choose(rows, BUDGET, {}).read.sum(-1).max()) <= BUDGET
         # A row's own block may have a single key.
         assert int(read.min()) >= BUDGET - (8 if name in ("quest", "moba", "retroinfer") else 0)
 
@@ -141,22 +143,24 @@ def test_a_page_is_bounded_from_above_and_the_best_bounds_are_read() -> None:
     rows, rule = given(), Quest("q", size=8)
     whole = LENGTH // 8
     pages = rows.key[:, :, : whole * 8].unflatten(2, (whole, 8))
-    bounds = rule.scores(rows, pages)
+    bounds = rule.scores(rows, rule.tables(pages))
     products = rows.times(rows.key)[..., : whole * 8].unflatten(3, (whole, 8))
     assert bool((bounds + 1e-4 >= products.amax(-1)).all())
-    single = rule.scores(rows, rows.key[:, :, :, None])
+    single = rule.scores(rows, rule.tables(rows.key[:, :, :, None]))
     torch.testing.assert_close(single, rows.times(rows.key), atol=1e-4, rtol=1e-4)
-    read = rule.choose(rows, BUDGET, {}).read
-    for head in range(HEADS):
-        best = bounds[0, head, 0].argsort(descending=True)[: BUDGET // 8 - 1]
-        expected = {8 * int(page) + i for page in best for i in range(8)} | set(range(whole * 8, LENGTH))
-        assert set(read[0, head, 0].nonzero()[:, 0].tolist()) == expected
+    # Of an answer, pages that were whole in the prompt are candidates, and what came after them is read.
+    for notes, last in (({}, whole), (noted(rule, rows), (LENGTH - 10) // 8)):
+        read = rule.choose(rows, BUDGET, notes).read
+        for head in range(HEADS):
+            best = bounds[0, head, 0, :last].argsort(descending=True)[: BUDGET // 8 - 1]
+            expected = {8 * int(page) + i for page in best for i in range(8)} | set(range(last * 8, LENGTH))
+            assert set(read[0, head, 0].nonzero()[:, 0].tolist()) == expected
 
 
 def test_blocks_are_judged_by_their_mean_key() -> None:
     rows, rule = given(), MoBA("m", size=8)
     blocks = rows.key[:, :, :224].unflatten(2, (28, 8))
-    found = rule.scores(rows, blocks)
+    found = rule.scores(rows, rule.tables(blocks))
     torch.testing.assert_close(found, rows.times(rows.key)[..., :224].unflatten(3, (28, 8)).mean(-1), atol=1e-4, rtol=1e-4)
 
 
@@ -341,11 +345,21 @@ def test_a_prompt_is_read_once_for_all_that_answer_it_by_a_rule() -> None:
         prompts: Any = [type("P", (), {"task": "vt", "index": i}) for i in range(2)]
         encoded = {("vt", i): ids for i, ids in enumerate(PROMPTS)}
         for name in expected:
-            found = run._readings(model, WAYS[name], prompts, encoded, kept)
+            found = run._readings(model, WAYS[name], prompts, encoded, kept, lambda: None)
             assert found is not None
             assert len(found) == 2
-        assert run._readings(model, WAYS["quest-6-both"], prompts, encoded, kept) is None
-    assert reads == ["quest-6"] * 2
+        assert run._readings(model, WAYS["quest-6-both"], prompts, encoded, kept, lambda: None) is None
+        assert reads == ["quest-6"] * 2
+        # The default reads prompts exactly where that is faster.
+        patched.setattr(ways, "is_exact_faster", lambda query, key, is_causal: key.shape[2] < 410)
+        assert WAYS["default"].source_for(model, 409) is RECORDED
+        assert WAYS["default"].source_for(model, 410) is None
+        assert WAYS["cells"].source_for(model, 100) is None
+        assert run._readings(model, WAYS["default"], prompts[1:], encoded, kept, lambda: None) == [kept["recorded", ("vt", 1)]]
+        assert run._readings(model, WAYS["default"], prompts, encoded, kept, lambda: None) is None
+        for name in ("default", "default+exact"):
+            found = answer(model, tokenizer_of_letters(), WAYS[name], PROMPTS[1:2], 5)
+            assert found[0].tokens == answer(model, tokenizer_of_letters(), WAYS["exact"], PROMPTS[1:2], 5)[0].tokens
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ from hf_models import model as tiny_model
 from hf_models import tokenizer_of_letters
 
 from nearfield.app.cli import app
+from nearfield.app.ruler import command, official, run, worker
 from nearfield.app.ruler import generators as generators_module
-from nearfield.app.ruler import official, run, worker
 from nearfield.app.ruler.answers import answer
 from nearfield.app.ruler.drawing import heat_map, ticks
 from nearfield.app.ruler.generators import Generators, NeverFits
@@ -792,11 +792,45 @@ def test_an_interrupted_run_goes_on_where_it_was(again: tuple[Any, ...], tmp_pat
     assert (tmp_path / "ruler.html").exists()
     code, printed = invoke(*again, "--minutes", 1e-9, "--out", tmp_path)
     assert code == 130
-    assert "minutes are over: 4 answers are in" in printed
+    assert "minutes are over: 3 answers are in" in printed
     code, _ = invoke(*again, "--out", tmp_path)
     assert code == 0
     assert len(asked) == 9  # eight answers, one of them in two attempts
     assert len(lines(tmp_path / "answers.jsonl")) == 9
+
+
+def test_a_run_that_is_killed_leaves_scores(again: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def looked(*arguments: Any) -> Any:
+        path = tmp_path / "ruler.json"
+        seen.append(len(lines(tmp_path / "answers.jsonl")) - 1 if path.exists() else 0)
+        return answer(*arguments)
+
+    monkeypatch.setattr(run, "answer", looked)
+    monkeypatch.setattr(command, "SAVED_EVERY", -1.0)
+    code, _ = invoke(*again, "--out", tmp_path)
+    assert code == 0
+    ways = seen.count(0)
+    assert 0 < ways < len(seen)
+    assert seen[ways] == ways  # of the first prompt, before the second one
+
+
+def test_time_that_is_over_ends_a_batch() -> None:
+    """Between two prompts, and between two rounds of answers."""
+
+    def over() -> None:
+        if not next(left):
+            raise run.OutOfTime
+
+    model, talks = net(), tokenizer()
+    for calls in (1, 4):  # of three prompts and two rounds
+        left = iter([1] * calls + [0])
+        with pytest.raises(run.OutOfTime):
+            answer(model, talks, WAYS["default"], LISTED, 40, None, None, over)
+    left = iter([1] * 5)
+    answer(model, talks, WAYS["default"], LISTED, 40, None, None, over)
+    assert next(left, None) is None
 
 
 def test_too_little_memory_on_the_device(again: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

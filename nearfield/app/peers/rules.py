@@ -202,29 +202,38 @@ class Streaming(Rule):
 
 @dataclass(frozen=True)
 class Blocks(Rule):
-    """Blocks of consecutive keys, the best by some score of a block; a row's own block, which is not whole yet, always."""
+    """Blocks of consecutive keys, the best by some score of a block. What comes after the last whole block of a prompt, above all
+    the answer, is always read; within a prompt, a row's own block is."""
 
     size: int = 64
 
-    def scores(self, rows: Rows, blocks: Tensor) -> Tensor:
-        """`[batch, heads, rows, blocks]` for keys `[batch, kv_heads, blocks, size, dim]`."""
+    def tables(self, blocks: Tensor) -> Notes:
+        """What scores take, `[batch, kv_heads, blocks, dim]` each, of keys `[batch, kv_heads, blocks, size, dim]`."""
         raise NotImplementedError
 
+    def scores(self, rows: Rows, tables: Notes) -> Tensor:
+        """`[batch, heads, rows, blocks]`"""
+        raise NotImplementedError
+
+    def notes(self, query: Tensor, key: Tensor, value: Tensor, scale: float, budget: int) -> Notes:
+        whole = key.shape[2] // self.size
+        count = torch.full((1, 1, 1, 1), whole, device=key.device)
+        return {"whole": count, **self.tables(key[:, :, : whole * self.size].unflatten(2, (whole, self.size)))}
+
     def choose(self, rows: Rows, budget: int, notes: Notes) -> Choice:
-        place = torch.arange(rows.length, device=rows.key.device)
-        keys, position = rows.key, rows.position[None, None]
-        if rows.counts is not None:
-            # Blocks are counted from the first key of each entry: its padding goes to the end, where no row looks.
-            keys = keys.gather(2, ((place + rows.missing) % rows.length)[:, None, :, None].expand_as(keys))
-            position = position - rows.missing[:, None, None]
-        whole, own = rows.length // self.size, position // self.size
-        scores = self.scores(rows, keys[:, :, : whole * self.size].unflatten(2, (whole, self.size)))
-        scores = scores.masked_fill(torch.arange(whole, device=keys.device) >= own, -torch.inf)
-        chosen = _best(scores, budget // self.size - 1).repeat_interleave(self.size, 3)
-        read = F.pad(chosen, (0, rows.length - chosen.shape[3])) | (place // self.size == own)
-        if rows.counts is not None:
-            read = read.gather(3, ((place - rows.missing) % rows.length)[:, None, None].expand_as(read))
-        return Choice(read & rows.visible)
+        # Blocks are counted from the first key of each entry, wherever its padding ends.
+        place = torch.arange(rows.length, device=rows.key.device) - rows.missing[:, None, None]
+        if not notes:  # of a prompt, in which each row has its own blocks; it has no padding
+            notes = self.notes(rows.query, rows.key, rows.value, rows.scale, budget)
+            own = rows.position[None, None] // self.size
+        else:
+            own = notes["whole"]
+        scores = self.scores(rows, notes)
+        scores = scores.masked_fill(torch.arange(scores.shape[3], device=place.device) >= own, -torch.inf)
+        chosen = _best(scores, budget // self.size - 1)
+        block = (place // self.size).clamp(0, max(0, scores.shape[3] - 1)).expand(*scores.shape[:3], -1)
+        inside = chosen.gather(3, block) if scores.shape[3] else torch.zeros_like(block, dtype=torch.bool)
+        return Choice((inside | (place >= own * self.size)) & rows.visible)
 
 
 @dataclass(frozen=True)
@@ -234,18 +243,24 @@ class Quest(Blocks):
 
     size: int = 16
 
-    def scores(self, rows: Rows, blocks: Tensor) -> Tensor:
+    def tables(self, blocks: Tensor) -> Notes:
+        return {"least": blocks.amin(3), "most": blocks.amax(3)}
+
+    def scores(self, rows: Rows, tables: Notes) -> Tensor:
         positive = replace(rows, query=rows.query.clamp(min=0))
         negative = replace(rows, query=rows.query.clamp(max=0))
-        return positive.times(blocks.amax(3)) + negative.times(blocks.amin(3))
+        return positive.times(tables["most"]) + negative.times(tables["least"])
 
 
 @dataclass(frozen=True)
 class MoBA(Blocks):
     """MoBA: blocks by the product with their mean key (arXiv:2502.13189). Its blocks are larger; so few would fit no budget."""
 
-    def scores(self, rows: Rows, blocks: Tensor) -> Tensor:
-        return rows.times(blocks.float().mean(3))
+    def tables(self, blocks: Tensor) -> Notes:
+        return {"mean": blocks.float().mean(3)}
+
+    def scores(self, rows: Rows, tables: Notes) -> Tensor:
+        return rows.times(tables["mean"])
 
 
 @dataclass(frozen=True)

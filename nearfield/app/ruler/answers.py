@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 @torch.no_grad()
 def read(model: Any, way: Way, ids: Tensor) -> Reading:
     """Read a prompt `[length]` as a way does, or its source."""
-    way = way.source or way
+    way = way.source_for(model, len(ids)) or way
     start = _now(model)
     cache = way.cache(model.config)
     with way.reading(model, len(ids)):
@@ -54,18 +54,21 @@ def answer(
     most: int | Sequence[int],
     readings: Sequence[Reading] | None = None,
     is_final: Callable[[int, str], bool] | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
     """Answer prompts with up to `most` tokens each. Each prompt is read by itself, unless that is done already (`readings`); the
     answers are written together.
 
-    `is_final`: whether more tokens cannot change what is made of the answer to a prompt, by number; it may end then.
+    `is_final`: whether more tokens cannot change what is made of the answer to a prompt, by number; it may end then. `between` is
+    called every now and then, and ends all of it by an exception.
     """
     limits = [most] * len(prompts) if isinstance(most, int) else list(most)
     given = [torch.tensor(ids, device=model.device) for ids in prompts]
-    done = [read(model, way, ids) for ids in given] if readings is None else list(readings)
+    done = None if readings is None else list(readings)
     caches, seconds = [], []
-    while done:
-        one = done.pop(0)
+    for ids in given:
+        between()
+        one = read(model, way, ids) if done is None else done.pop(0)
         start = _now(model)
         caches.append(way.adopt(one.cache, model.config))
         seconds.append(one.seconds + _now(model) - start)
@@ -75,7 +78,7 @@ def answer(
     with way.writing(model, max(map(len, given))):
         cache = way.join(caches)
         caches.clear()
-        found = _written(model, tokenizer, way, given, limits, cache, is_final)
+        found = _written(model, tokenizer, way, given, limits, cache, is_final, between)
     each = (_now(model) - start) / len(given)
     return [
         Answer(tokens, tokenizer.decode(tokens, skip_special_tokens=True), read_keys, before, each)
@@ -91,12 +94,14 @@ def _written(
     limits: Sequence[int],
     cache: Any,
     is_final: Callable[[int, str], bool] | None,
+    between: Callable[[], None],
 ) -> list[list[int]]:
     """The tokens of the answers, in rounds: between two of them, answers that are done leave the batch."""
     texts, count = list(prompts), 0
     going = list(range(len(prompts)))
     found: list[list[int]] = [[] for _ in prompts]
     for stop in sorted({*(x for x in way.rounds if x < max(limits)), max(limits)}):
+        between()
         config = generation_config(model, tokenizer, stop - count)
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         longer = way.continued(model, [texts[i] for i in going], cache, config)

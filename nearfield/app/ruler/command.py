@@ -28,6 +28,8 @@ from nearfield.hf.memory_file import fingerprint
 from nearfield.user_cache import folder as user_folder
 from nearfield.user_cache import replace_bytes
 
+WRITTEN = ("ruler.json", "ruler.html")
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -89,17 +91,18 @@ def run(asked: Asked) -> None:
         console.print(f"{record.unreadable} damaged answers in {record.path} are written anew", highlight=False, soft_wrap=True)
     ways = [WAYS[method] for method in dict.fromkeys(["exact", *asked.methods])]
     plan = _plan(asked, ways)
+    told = {"environment": where, **about, "ways": {way.name: way.about for way in WAYS.values()}}
     reason = None
     try:
-        _measure(asked, plan, model, tokenizer, place, record, console, started)
+        _measure(asked, plan, model, tokenizer, place, record, console, started, told)
     except KeyboardInterrupt:
         reason = "stopped"
     except OutOfTime:
         reason = f"the {asked.minutes:g} minutes are over"
     except torch.OutOfMemoryError as error:
-        told = str(error).partition("\n")[0].partition(". ")[0]
-        reason = f"{model.device} has too little memory ({told}); use a smaller --batch, or shorter --lengths"
-    _show(record, console, {"environment": where, **about, "ways": {way.name: way.about for way in WAYS.values()}})
+        lacking = str(error).partition("\n")[0].partition(". ")[0]
+        reason = f"{model.device} has too little memory ({lacking}); use a smaller --batch, or shorter --lengths"
+    _show(record, console, told)
     if reason is not None:
         kept = f"{len(record.answers):,} answers are in {record.path}, and the same command goes on from there"
         raise Stopped(f"{reason}: {kept}")
@@ -151,8 +154,20 @@ def _made(asked: Asked, plan: Plan, prompts: Prompts, progress: Progress) -> dic
     return found
 
 
+SAVED_EVERY = 60.0
+"""Seconds after which the page and the scores are written anew, so that a run that is killed leaves them, too."""
+
+
 def _measure(
-    asked: Asked, plan: Plan, model: Any, tokenizer: Any, place: Path, record: Record, console: Console, started: float
+    asked: Asked,
+    plan: Plan,
+    model: Any,
+    tokenizer: Any,
+    place: Path,
+    record: Record,
+    console: Console,
+    started: float,
+    about: dict[str, Any],
 ) -> None:
     """Behind two bars: the prompts of one task at a time, then all answers."""
     with _bars(console) as progress, Generators(tokenizer) as generators:
@@ -162,17 +177,22 @@ def _measure(
         def told(what: str, more: int) -> None:
             progress.update(every, description=what, advance=more)
 
+        last = time.monotonic()
+
+        def saved() -> None:
+            nonlocal last
+            if time.monotonic() > last + SAVED_EVERY:
+                _save(record, about)
+                last = time.monotonic()
+
         until = None if asked.minutes is None else started + 60 * asked.minutes
-        answer_all(plan, model, tokenizer, prompts, record, told, until)
+        answer_all(plan, model, tokenizer, prompts, record, told, until, saved)
 
 
-def _show(record: Record, console: Console, about: dict[str, Any]) -> None:
-    """Write and print what the answers on record say."""
-    if not record.answers:
-        return
+def _save(record: Record, about: dict[str, Any]) -> Results:
+    """Write what the answers on record say."""
     found = Results.of(record.answers)
-    written = {"ruler.json": json_text(as_json(found, about)), "ruler.html": page(found, about)}
-    for name, text in written.items():
+    for name, text in zip(WRITTEN, (json_text(as_json(found, about)), page(found, about)), strict=True):
         path = record.path.parent / name
         try:
             replace_bytes(path, text.encode())
@@ -181,10 +201,18 @@ def _show(record: Record, console: Console, about: dict[str, Any]) -> None:
                 f"{path} cannot be written ({error.strerror}); the answers in {record.path} are kept: free some space, and run "
                 "the same command again"
             ) from error
+    return found
+
+
+def _show(record: Record, console: Console, about: dict[str, Any]) -> None:
+    """Write it and print it."""
+    if not record.answers:
+        return
+    found = _save(record, about)
     for template in found.templates:
         for table in tabulated(found, template):
             console.print(table)
             console.print()
     console.print(LEGEND, highlight=False)
-    paths = ", ".join(str(record.path.parent / name) for name in written)
+    paths = ", ".join(str(record.path.parent / name) for name in WRITTEN)
     console.print(f"written: {paths}; all answers: {record.path}", highlight=False, markup=False, soft_wrap=True)

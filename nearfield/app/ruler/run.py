@@ -71,11 +71,18 @@ def answer_all(
     record: Record,
     told: Callable[[str, int], None],
     until: float | None = None,
+    saved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answer what is not on record. `told` hears what is done, and how many answers there are more.
+    """Answer what is not on record. `told` hears what is done, and how many answers there are more; `saved` is called after each
+    batch.
 
-    Raises OutOfTime after the first answer that ends later than `until` (of `time.monotonic`).
+    Raises OutOfTime soon after `until` (of `time.monotonic`); answers that are not whole by then are lost.
     """
+
+    def in_time() -> None:
+        if until is not None and time.monotonic() > until:
+            raise OutOfTime
+
     names = {task.name: task for task in plan.tasks}
     for length, batch in _batches(plan, prompts):
         encoded: dict[Asked, list[int]] = {}
@@ -90,12 +97,12 @@ def answer_all(
             for prompt in asked:
                 if _asked(prompt) not in encoded:
                     encoded[_asked(prompt)] = prompt.encode(tokenizer)
-            done = _readings(model, way, asked, encoded, readings)
-            _answer(plan, model, tokenizer, way, names, asked, encoded, record, done)
+            done = _readings(model, way, asked, encoded, readings, in_time)
+            _answer(plan, model, tokenizer, way, names, asked, encoded, record, done, in_time)
             del done  # Keys of many prompts fill a card.
             told(what, len(asked))
-            if until is not None and time.monotonic() > until:
-                raise OutOfTime
+            in_time()
+        saved()
 
 
 Asked = tuple[str, int]
@@ -126,15 +133,19 @@ def _readings(
     asked: Sequence[Prompt],
     encoded: dict[Asked, list[int]],
     readings: dict[tuple[str, Asked], Reading],
+    in_time: Callable[[], None],
 ) -> list[Reading] | None:
     """Prompts as the source of a way has read them, from `readings` or put there; None: the way reads them itself."""
-    if way.source is None:
-        return None
-    for prompt in asked:
-        if (way.source.name, _asked(prompt)) not in readings:
-            ids = torch.tensor(encoded[_asked(prompt)], device=model.device)
-            readings[way.source.name, _asked(prompt)] = read(model, way, ids)
-    return [readings[way.source.name, _asked(prompt)] for prompt in asked]
+    sources = {_asked(prompt): way.source_for(model, len(encoded[_asked(prompt)])) for prompt in asked}
+    found = []
+    for prompt, source in sources.items():
+        if source is None:
+            return None
+        if (source.name, prompt) not in readings:
+            in_time()
+            readings[source.name, prompt] = read(model, way, torch.tensor(encoded[prompt], device=model.device))
+        found.append(readings[source.name, prompt])
+    return found
 
 
 def _answer(
@@ -147,6 +158,7 @@ def _answer(
     encoded: dict[Asked, list[int]],
     record: Record,
     readings: Sequence[Reading] | None,
+    in_time: Callable[[], None],
 ) -> None:
     ids = [encoded[_asked(prompt)] for prompt in asked]
 
@@ -162,6 +174,7 @@ def _answer(
         [tasks[prompt.task].tokens for prompt in asked],
         readings,
         lambda number, text: score(number, text) >= FULL,
+        in_time,
     )
     for number, (prompt, tokens, found) in enumerate(zip(asked, ids, answers, strict=True)):
         entry: dict[str, Any] = {

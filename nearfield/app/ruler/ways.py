@@ -16,7 +16,7 @@ from nearfield.app.evaluate.measure import attending
 from nearfield.app.peers.answering import AnswerCache, write
 from nearfield.app.peers.cache import PeerCache, PeerLayer, by_peer
 from nearfield.app.peers.rules import RULES, Rule, budget_of
-from nearfield.auto import Auto
+from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes
 from nearfield.exact import Exact
@@ -54,6 +54,10 @@ class Way:
     def source(self) -> Way | None:
         """The way whose prompts it answers; None: it reads them itself."""
         return RECORDED if self.prefill is None else None
+
+    def source_for(self, model: Any, tokens: int) -> Way | None:
+        """The same for a prompt of so many tokens: the default reads it exactly where that is faster."""
+        return RECORDED if self.prefill == Auto() and _is_exact_faster(model, tokens) else self.source
 
     def reading(self, model: Any, tokens: int) -> AbstractContextManager[None]:
         """A context in which the model attends as it reads prompts of so many tokens."""
@@ -229,6 +233,14 @@ def cells_of_budget(share: float, tokens: int) -> Cells:
     budget = budget_of(share / 2, tokens)
     segment = 1 << max(6, int(math.log2(budget / 2)))
     return Cells(segment=segment, cell_size=32, probes=max(1, (budget - segment // 2 - 16) // 32))
+
+
+def _is_exact_faster(model: Any, tokens: int) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    one = torch.empty(1, 1, 1, dim, dtype=model.dtype, device=model.device)
+    query, key = (one.expand(1, heads, tokens, dim) for heads in (config.num_attention_heads, config.num_key_value_heads))
+    return is_exact_faster(query, key, is_causal=True)
 
 
 def _length(layer: Any) -> float:
