@@ -327,6 +327,7 @@ def run(example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     def run(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["extend_context.py", *map(str, arguments)])
+        capsys.readouterr()  # what saving a model has said
         with pytest.raises(SystemExit) as stopped:
             example.main()
         assert stopped.value.code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,6 +32,7 @@ from nearfield.app.peers.rules import (
     Streaming,
     VAttention,
     _clustered,
+    _dice,
     budget_of,
 )
 from nearfield.app.ruler import run, ways
@@ -219,6 +221,24 @@ def test_clusters_that_lie_apart_are_found(dtype: torch.dtype, monkeypatch: pyte
     assert torch.equal(same, label[:, :, None] == label[:, None])
     monkeypatch.setattr("nearfield.app.peers.rules.LLOYD_LOGITS", 12 * 2 * 7)
     assert torch.equal(_clustered(points.to(dtype), 12), found)
+    # Both begin in the first of two.
+    line = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 9.0, 9.1, 9.2, 9.3], dtype=dtype)[None, :, None]
+    assert _clustered(line, 2).tolist() == [[0] * 6 + [1] * 4]
+
+
+def test_dice_are_fair_and_every_layer_head_row_and_key_has_its_own() -> None:
+    rows = given(rows=8)
+    dice = _dice(rows, 0)
+    assert dice.shape == (1, HEADS, 8, LENGTH)
+    assert float(dice.min()) >= 0.0
+    assert float(dice.max()) < 1.0
+    ordered = dice.flatten().sort().values
+    off = (ordered - torch.arange(ordered.numel()) / ordered.numel()).abs().max()
+    assert float(off) * ordered.numel() ** 0.5 < 2.7  # Kolmogorov and Smirnov at 1e-6
+    others = [_dice(replace(rows, layer=1), 0), _dice(rows, 1)]
+    for one, other in ((dice[:, 0], dice[:, 1]), (dice[:, :, 0], dice[:, :, 1]), *((dice, x) for x in others)):
+        close = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
+        assert abs(float(close)) * one.numel() ** 0.5 < 5.0  # normal at 1e-6
 
 
 def test_a_random_sample_counts_for_all_that_it_was_drawn_from() -> None:

@@ -300,8 +300,8 @@ MUTANTS = (
     Mutant(
         "decode: what a memory keeps read from the store",
         "load_places",
-        "return tl.where(early, before, found)",
-        "return found",
+        "tl.where(place < offset, base + place * dim + column, stored + (place - offset) * dim + column)",
+        "stored + tl.where(place < offset, place, place - offset) * dim + column",
         ("test_a_beginning_that_somebody_else_keeps",),
     ),
     Mutant(

@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant(
         "calibrate: a crash leaves half a file",
-        "user_cache:replace",
+        "user_cache:replace_bytes",
         "draft = Path(place) / path.name",
         "draft = path",
         ("test_measured.py::test_an_interrupted_calibration_leaves_the_old_file",),

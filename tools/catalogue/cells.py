@@ -599,7 +599,7 @@ MUTANTS = (
     ),
     Mutant(
         "hf: prompts share rows where a gradient is wanted",
-        "LayerCall.by_method",
+        "LayerCall.prefills",
         " and not needs_grad(self.query, self.key, self.value)",
         "",
         ("test_gradients_are_as_they_were_in_eval_mode",),

@@ -10,8 +10,10 @@ KEPT = "test_a_chat_on_the_terminal_and_what_is_kept"
 SESSION = "test_a_session_reads_only_what_is_new_and_changes_no_answer"
 
 MUTANTS = (
-    Mutant("chat: looks of another head", "HeavyKeys.add", "row // (len(place) // len(order))", "row * 0", (COUNTED,)),
-    Mutant("chat: places taken for positions", "HeavyKeys.add", "order[head, found] + bounds", "found * 0 + bounds", (COUNTED,)),
+    Mutant("chat: looks of another head", "HeavyKeys.add", "row // (len(place) // len(state.order.flat))", "row * 0", (COUNTED,)),
+    Mutant(
+        "chat: places taken for positions", "heavy:_positions", "state.order.flat[head, place] + ", "place * 0 + ", (COUNTED,)
+    ),
     Mutant("chat: a single look is cited", "documents:LEAST", "2, 0.05", "1, 0.05", ("test_citations_name_file_line_and_words",)),
     Mutant("chat: a passage is cited twice", "Documents.cite", "= 0\n", "-= 0\n", ("test_citations_name_file_line_and_words",)),
     Mutant(

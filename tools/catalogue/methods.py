@@ -757,8 +757,8 @@ MUTANTS = (
     Mutant(
         "a method that is false is not used",
         "attention:attention",
-        "method = Auto() if method is None else method",
-        "method = method or Auto()",
+        "method = DEFAULT if method is None else method",
+        "method = method or DEFAULT",
         ("test_own_methods", "test_own_methods_in_modules_and_models"),
     ),
     Mutant(

@@ -72,9 +72,9 @@ MUTANTS = [
     ),
     Mutant(
         "pilot: the default is not checked",
-        "attention:attention",
-        "method = Auto() if method is None else method",
-        "method = Auto(check=False) if method is None else method",
+        "attention:DEFAULT",
+        "Auto()",
+        "Auto(check=False)",
         ("test_a_call_that_nobody_configured_is_close_to_sdpa",),
     ),
     Mutant(

@@ -64,7 +64,7 @@ class Rows:
     def times(self, table: Tensor) -> Tensor:
         """Products of the queries with a table `[batch, kv_heads, any, dim]`: `[batch, heads, rows, any]`, float32."""
         query = self.query.unflatten(1, (-1, self.group)).flatten(2, 3)
-        return _product(query, table.mT).unflatten(2, (self.group, -1)).flatten(1, 2)
+        return _in_float32(query, table.mT).unflatten(2, (self.group, -1)).flatten(1, 2)
 
     @cached_property
     def missing(self) -> Tensor:
@@ -133,7 +133,7 @@ def exact(rows: Rows) -> Tensor:
     return _weighted(rows, rows.logits, None)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _in_float32(a: Tensor, b: Tensor) -> Tensor:
     """Of `[batch, heads, ...]` and `[batch, heads, ...]`, in float32. On a GPU half precision need not be copied for it."""
     if a.is_cuda and a.dtype == b.dtype and a.dtype != torch.float32:
         return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
@@ -156,7 +156,7 @@ def _sums(weights: Tensor, values: Tensor, group: int) -> Tensor:
     grouped = weights.unflatten(1, (-1, group)).flatten(2, 3)
     if values.is_cuda:  # as in SDPA: weights are rounded to the dtype of values, and sums are not
         grouped = grouped.to(values.dtype)
-    return _product(grouped, values).unflatten(2, (group, -1)).flatten(1, 2)
+    return _in_float32(grouped, values).unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def _first(rows: Rows, count: int) -> Tensor:
@@ -297,7 +297,9 @@ def _clustered(points: Tensor, clusters: int, iterations: int = 5) -> Tensor:
     for number in range(iterations + 1):
         half = centroids.square().sum(-1) / 2
         wanted = centroids.to(points.dtype)
-        parts = [(_product(part[:, None], wanted.mT[:, None])[:, 0] - half[:, None]).argmax(-1) for part in points.split(step, 1)]
+        parts = [
+            (_in_float32(part[:, None], wanted.mT[:, None])[:, 0] - half[:, None]).argmax(-1) for part in points.split(step, 1)
+        ]
         cell = torch.cat(parts, 1)
         if number < iterations:
             place = cell[..., None].expand(-1, -1, dim)
