@@ -316,6 +316,16 @@ def test_answers_by_a_rule_are_the_same_in_a_batch(name: str, monkeypatch: pytes
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", ["quest-6", "snapkv-6", "retroinfer-6"])
+def test_answers_go_on_as_they_were_when_others_leave(name: str) -> None:
+    """With what the rule has noted about their own prompts."""
+    model, talks = net(), tokenizer_of_letters()
+    model.generation_config.eos_token_id = None
+    alone = [answer(model, talks, WAYS[name], [ids], 30)[0].tokens for ids in PROMPTS]
+    together = [one.tokens for one in answer(model, talks, WAYS[name], PROMPTS, [3, 30, 30])]
+    assert together == [alone[0][:3], *alone[1:]]
+
+
 @pytest.mark.parametrize(
     "name", ["topk-6-both", "quest-6-both", "moba-6-both", "streaming-6-both", "vattention-6-both", "cells-6-both"]
 )

@@ -143,7 +143,7 @@ MUTANTS = (
         "AnswerLayer.batch_select_indices",
         "x[indices]",
         "x[: len(indices)]",
-        ("test_ruler.py::test_answers_that_are_final_end_and_the_others_go_on",),
+        ("test_answers_go_on_as_they_were_when_others_leave",),
     ),
     Mutant(
         "answers: one that is final goes on",
