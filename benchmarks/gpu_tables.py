@@ -1,5 +1,6 @@
 """The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md, docs/guarantees.md, docs/peers.md and docs/quality.md that are
-made of results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json, slack.json and perplexity_gpu.json.
+made of results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json, slack.json, perplexity_gpu.json and
+ruler_*.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import ruler_plot
 from record import RESULTS, read_sections
 
 ROOT = Path(__file__).parent.parent
@@ -346,6 +348,23 @@ def perplexity(name: str) -> str:
     return makers[name](read_sections("perplexity_gpu"))
 
 
+NEEDLES = {"niah_multivalue": "multivalue", "niah_multiquery": "multiquery", "niah_multikey_3": "multikey 3", "vt": "variables"}
+
+
+def ruler() -> str:
+    """Scores of all ways on all tasks, and on those where something is lost first."""
+    head = ["model", "way", "keys read", "answers", "score", "95%", "below exact", "p", *NEEDLES.values()]
+    found = []
+    for model, one in ruler_plot.results().items():
+        by_task = {task: ruler_plot.scores(one, task=task) for task in NEEDLES}
+        for way, row in ruler_plot.scores(one).items():
+            cells = [MODELS.get(model, model), f"`{way}`", f"{row['share']:.1%}", row["answers"], f"{row['mean']:.1f}"]
+            cells += [f"{row['low']:.0f}-{row['high']:.0f}"]
+            cells += ["", ""] if row["loss"] is None else [f"{row['loss']:+.1f}", f"{row['p']:.2g}"]
+            found.append([*cells, *(f"{by_task[task][way]['mean']:.0f}" if way in by_task[task] else "" for task in NEEDLES)])
+    return rows_of(head, *found) if found else ""
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -360,6 +379,8 @@ def table(name: str) -> str:
         return of_models[name](read_sections("generate_gpu"))
     if name.startswith("generate"):
         return {"generate": generate, "generate errors": generate_errors}[name](read_sections("generate"))
+    if name == "ruler":
+        return ruler()
     if name.startswith("perplexity "):
         return perplexity(name.removeprefix("perplexity "))
     if name == "slack":
