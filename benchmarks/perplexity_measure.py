@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nearfield.app.evaluate.measure import head
 from nearfield.app.peers.cache import PeerCache, PeerLayer
-from nearfield.app.peers.rules import budget_of
+from nearfield.app.peers.rules import Blocks, budget_of
 from nearfield.app.ruler.ways import RECORDED, BudgetWay, CellWay, PeerWay, Way
 from nearfield.hf.cache import CellCache, CellLayer
 from nearfield.hf.model_step import stepping
@@ -90,7 +90,7 @@ def read_prompts(model: Any, ids: Tensor, written: int) -> Prompts:
 def rows_losses(model: Any, prompts: Prompts, number: int, way: Way, rows: int | None = None) -> Tensor:
     """-log p of the written tokens of one text, `[written]`: by a rule, or exactly if the way is `RECORDED`.
 
-    Several rows attend at a time: what a row reads does not depend on others (but for the draws of vAttention).
+    Several rows attend at a time: what a row reads does not depend on others.
     """
     source, ids = prompts.caches[number], prompts.ids[number]
     cache = copied(source) if way is RECORDED else way.adopt(source, model.config)
@@ -161,6 +161,9 @@ def keys_of(way: Way, prompts: Prompts) -> float:
     own = (prompts.written + 1) / 2
     if not isinstance(way, PeerWay):
         return prompts.start + own
+    if isinstance(way.rule, Blocks):
+        size = way.rule.size
+        return min(prompts.start + own, (budget_of(way.share, prompts.start) // size - 1) * size + prompts.start % size + own)
     return min(prompts.start + own, budget_of(way.share, prompts.start) + (own if way.rule.name in KEEPS_ANSWER else 0))
 
 

@@ -123,6 +123,8 @@ def flash_keys(problem: Problem) -> int | None:
     there is no such number. It has no gradient of the log-normaliser.
     """
     query, key, value = problem.query, problem.key, problem.value
+    if query.is_cuda and not _compat.has_gpu_flash(query.device):
+        return None
     has_mask = problem.attn_mask is not None or problem.window is not None or problem.dropout_p > 0
     if has_mask or not problem.has_plain_logits or is_traced() or _compat.in_functorch_transform():
         return None
@@ -141,9 +143,13 @@ def flash_keys(problem: Problem) -> int | None:
 def _flash(problem: Problem, keys: int) -> Outcome:
     """Output and log-normalisers in one pass: in torch it would take a table of logits in float32 beside it."""
     group = problem.query.shape[1] // problem.key.shape[1]
-    key, value = (x[:, :, :keys].repeat_interleave(group, 1) for x in (problem.key, problem.value))
+    key, value = (x[:, :, :keys] for x in (problem.key, problem.value))
+    if group > 1:
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     is_causal = problem.is_causal and problem.offset < keys - 1
-    output, lse, *_ = _compat.gpu_flash(problem.query, key, value, 0.0, is_causal, False, scale=problem.scale)
+    # The kernel reads rows whose columns are neighbours.
+    inputs = (x if x.stride(3) == 1 else x.contiguous() for x in (problem.query, key, value))
+    output, lse, *_ = _compat.gpu_flash(*inputs, 0.0, is_causal, False, scale=problem.scale)
     return Outcome(output, lse)
 
 

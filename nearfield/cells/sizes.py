@@ -129,7 +129,7 @@ END_MULTIPLE = 16
 FEWEST_PROBES = 20
 """A cache opens at least this many cells by default."""
 OPENED, OPENED_ON_GPU = 3.5, 9.0
-"""A cache opens cells of so many times sqrt(n) keys. Where they are on a GPU, a step takes hardly longer for more of them."""
+"""A cache opens cells of so many times sqrt(n) keys. Where they are on a GPU, a step takes little longer for more of them."""
 
 
 @dataclass(frozen=True)

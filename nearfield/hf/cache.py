@@ -254,8 +254,8 @@ class CellCache(Cache):
     def batch(cls, caches: Sequence[CellCache]) -> CellCache:
         """One cache for requests of different lengths, each with a cache of its own until now.
 
-        A model then serves them as a batch, one token of each in a step. Nothing is copied, nothing is padded, and each request
-        gets the result that it gets alone. To the model it is a batch padded on the left to the longest request
+        A model then serves them as a batch, one token of each in a step. Nothing in cells is copied, nothing is padded, and each
+        request gets the result that it gets alone. To the model it is a batch padded on the left to the longest request
         (`get_seq_length`): pass `cache.attention_mask()`, and position ids `[batch, 1]` from `lengths`. `nearfield.hf.generate`
         does all of this for a list of prompts.
 
@@ -294,8 +294,10 @@ class CellCache(Cache):
     def replace(self, number: int, cache: CellCache) -> None:
         """Put another request in the place of request `number` of a cache that `batch` has made."""
         before = [layer for layer in self.layers if isinstance(layer, RequestLayer)]
-        if not before or len(before) < len(self.layers):
+        if not before:
             raise ValueError("only requests of a cache made by CellCache.batch([...]) can be replaced")
+        if len(before) < len(self.layers):
+            raise ValueError("requests of a model with sliding windows cannot be replaced; make another batch")
         requests = len(before[0].store.stores)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < requests:
             raise ValueError(f"number must be that of a request, from 0 to {requests - 1}, got {number!r}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ pytest.importorskip("transformers")
 from hf_models import model as tiny_model
 from hf_models import tokenizer_of_letters
 
+from nearfield.app.peers import answering
 from nearfield.app.peers.answering import joined_notes
 from nearfield.app.peers.cache import PeerCache, by_peer, prompt_by_rule
 from nearfield.app.peers.rules import (
@@ -221,6 +224,13 @@ def test_clusters_that_lie_apart_are_found(dtype: torch.dtype, monkeypatch: pyte
     assert torch.equal(same, label[:, :, None] == label[:, None])
     monkeypatch.setattr("nearfield.app.peers.rules.LLOYD_LOGITS", 12 * 2 * 7)
     assert torch.equal(_clustered(points.to(dtype), 12), found)
+    # What all of them have in common changes nothing, however coarse it makes half precision.
+    far = torch.zeros(DIM)
+    far[3], far[7] = 150.0, -90.0
+    loose = torch.randn(1, 600, DIM, generator=generator)
+    near, moved = (torch.bincount(_clustered((loose + shift).to(dtype), 40)[0], minlength=40) for shift in (0 * far, far))
+    assert int((moved > 0).sum()) >= 38
+    assert int(moved.max()) <= 2 * int(near.max())
     # Both begin in the first of two.
     line = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 9.0, 9.1, 9.2, 9.3], dtype=dtype)[None, :, None]
     assert _clustered(line, 2).tolist() == [[0] * 6 + [1] * 4]
@@ -314,6 +324,50 @@ def test_answers_by_a_rule_are_the_same_in_a_batch(name: str, monkeypatch: pytes
     for one in together:
         assert one.keys_read == 192 if name != "cells-6" else 150 < one.keys_read <= 230
     assert model.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def test_a_step_that_cannot_be_captured_is_served_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the state that it had before the attempt."""
+
+    class Fake:
+        def wait_stream(self, other: Any) -> None:
+            pass
+
+    @contextmanager
+    def refused(graph: Any) -> Iterator[None]:
+        yield
+        raise RuntimeError("operation not permitted")
+
+    for name, found in {"CUDAGraph": Fake, "Stream": lambda device: Fake(), "current_stream": lambda device: Fake()}.items():
+        monkeypatch.setattr(torch.cuda, name, found)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", refused)
+    model, talks, way = net(), tokenizer_of_letters(), WAYS["snapkv-6"]
+    expected = [one.tokens for one in answer(model, talks, way, PROMPTS, 20)]
+    monkeypatch.setattr(answering, "_is_capturable", lambda model, cache: True)
+    assert [one.tokens for one in answer(model, talks, way, PROMPTS, 20)] == expected
+    assert "could not be captured in a CUDA graph, and goes on without: operation not permitted" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["exact", *(f"{rule}-6" for rule in RULES)])
+def test_captured_steps_write_what_plain_steps_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, talks, way = net().cuda(), tokenizer_of_letters(), WAYS[name]
+    model.generation_config.eos_token_id = None
+    captured, plain = [], []
+    made = answering._captured
+    monkeypatch.setattr(answering, "_captured", lambda step, state: captured.append(made(step, state)) or captured[-1])
+    found = [one.tokens for one in answer(model, talks, way, PROMPTS, [3, 30, 30])]
+    assert captured
+    assert all(getattr(one, "__name__", "") == "replay" for one in captured)
+    monkeypatch.setattr(answering, "_is_capturable", lambda model, cache: plain.append(1) and False)
+    assert [one.tokens for one in answer(model, talks, way, PROMPTS, [3, 30, 30])] == found
+    assert plain
+    on_cpu = [one.tokens for one in answer(model.cpu(), talks, way, PROMPTS, [3, 30, 30])]
+    assert [one[:3] for one in on_cpu] == [one[:3] for one in found]
 
 
 @pytest.mark.parametrize("name", ["quest-6", "snapkv-6", "retroinfer-6"])

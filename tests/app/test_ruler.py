@@ -495,7 +495,7 @@ def test_layers_with_a_window_are_answered_in_batches_where_prompts_fill_it(name
     found = answer(model, tokenizer(), WAYS[name], LISTED, [40, 40, 3])
     assert [one.tokens for one in found] == [expected[0], expected[1], expected[2][:3]]
     short = [LISTED[0], LISTED[1][: window - 2]]
-    with pytest.raises(ValueError, match=r"has a window of \d+ tokens, and request 1 has fewer.*by itself"):
+    with pytest.raises(ValueError, match=r"has a window of \d+ tokens, and request 1 has fewer.*by itself; --batch 1"):
         answer(model, tokenizer(), WAYS[name], short, 2)
     (found,) = answer(model, tokenizer(), WAYS[name], short[1:], 4)
     assert found.tokens == greedy(model, short[1], 4)
@@ -510,7 +510,7 @@ def test_answers_that_are_final_end_and_the_others_go_on(name: str) -> None:
 
     def is_final(number: int, text: str) -> bool:
         asked.append(number)
-        assert whole[number][: len(text)]
+        assert text in [talks.decode(whole[number][:count], skip_special_tokens=True) for count in (*WAYS[name].rounds, 60)]
         return number == 0
 
     found = [one.tokens for one in answer(model, talks, WAYS[name], LISTED, [60, 60, 20], is_final=is_final)]
@@ -792,7 +792,7 @@ def test_an_interrupted_run_goes_on_where_it_was(again: tuple[Any, ...], tmp_pat
     assert (tmp_path / "ruler.html").exists()
     code, printed = invoke(*again, "--minutes", 1e-9, "--out", tmp_path)
     assert code == 130
-    assert "minutes are over: 3 answers are in" in printed
+    assert "minutes are over: 4 answers are in" in printed
     code, _ = invoke(*again, "--out", tmp_path)
     assert code == 0
     assert len(asked) == 9  # eight answers, one of them in two attempts

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield._compat import float32_products
+
 LLOYD_LOGITS = 1 << 27
 """So many products of points and centroids are made at a time."""
 
@@ -134,9 +136,10 @@ def exact(rows: Rows) -> Tensor:
 
 
 def _in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Of `[batch, heads, ...]` and `[batch, heads, ...]`, in float32. On a GPU half precision need not be copied for it."""
-    if a.is_cuda and a.dtype == b.dtype and a.dtype != torch.float32:
-        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    """The product of `[batch, heads, ...]` and `[batch, heads, ...]` in float32. Half precision need not be copied for it on a
+    GPU."""
+    if a.is_cuda and a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16) and float32_products is not None:
+        return float32_products(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
     return a.float() @ b.float()
 
 
@@ -295,8 +298,9 @@ def _clustered(points: Tensor, clusters: int, iterations: int = 5) -> Tensor:
     centroids = points[:, start].float()
     step = max(1, LLOYD_LOGITS // (batch * clusters))
     for number in range(iterations + 1):
-        half = centroids.square().sum(-1) / 2
+        # Of the same rounded numbers: what all points have in common would else be judged by their rounding.
         wanted = centroids.to(points.dtype)
+        half = wanted.float().square().sum(-1) / 2
         parts = [
             (_in_float32(part[:, None], wanted.mT[:, None])[:, 0] - half[:, None]).argmax(-1) for part in points.split(step, 1)
         ]

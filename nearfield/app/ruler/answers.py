@@ -76,7 +76,10 @@ def answer(
     keys = [way.keys_read(cache) for cache in caches]
     start = _now(model)
     with way.writing(model, max(map(len, given))):
-        cache = way.join(caches)
+        try:
+            cache = way.join(caches)
+        except ValueError as error:
+            raise ValueError(f"{error}; --batch 1 does so with every prompt") from error
         caches.clear()
         found = _written(model, tokenizer, way, given, limits, cache, is_final, between)
     each = (_now(model) - start) / len(given)
@@ -110,7 +113,7 @@ def _written(
             texts[i] = ids
             tokens = ids[len(prompts[i]) :].tolist()[: limits[i]]
             found[i] = _ended(tokens, ends)
-            is_done = len(found[i]) < len(tokens) or found[i][-1] in ends or len(tokens) >= limits[i]
+            is_done = len(tokens) >= limits[i] or len(found[i]) < len(tokens) or found[i][-1] in ends
             if not is_done and is_final is not None:
                 is_done = is_final(i, tokenizer.decode(found[i], skip_special_tokens=True))
             if not is_done:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FORMAT = "nearfield-ruler 1"
+FORMAT = "nearfield-ruler 2"
 
 
 class Key(NamedTuple):

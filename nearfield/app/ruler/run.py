@@ -76,11 +76,13 @@ def answer_all(
     """Answer what is not on record. `told` hears what is done, and how many answers there are more; `saved` is called after each
     batch.
 
-    Raises OutOfTime soon after `until` (of `time.monotonic`); answers that are not whole by then are lost.
+    Raises OutOfTime soon after `until` (of `time.monotonic`); answers that are not whole by then are lost. The first ones are
+    finished whatever the time, so that each run comes a step further.
     """
+    before = len(record.answers)
 
     def in_time() -> None:
-        if until is not None and time.monotonic() > until:
+        if until is not None and time.monotonic() > until and len(record.answers) > before:
             raise OutOfTime
 
     names = {task.name: task for task in plan.tasks}
@@ -137,10 +139,11 @@ def _readings(
 ) -> list[Reading] | None:
     """Prompts as the source of a way has read them, from `readings` or put there; None: the way reads them itself."""
     sources = {_asked(prompt): way.source_for(model, len(encoded[_asked(prompt)])) for prompt in asked}
+    if None in sources.values():
+        return None
     found = []
     for prompt, source in sources.items():
-        if source is None:
-            return None
+        assert source is not None
         if (source.name, prompt) not in readings:
             in_time()
             readings[source.name, prompt] = read(model, way, torch.tensor(encoded[prompt], device=model.device))

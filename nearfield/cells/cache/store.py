@@ -463,12 +463,15 @@ class CellStore:
         return self._close_before(state, state.length), output
 
     def _chunk_probes(self, state: CacheState) -> int:
-        """As many as a step opens, but by default no more than a row of a prompt does: its head opens cells for itself alone."""
+        """As many as a step opens, but by default no more than a row of a prompt does: its head opens cells for itself alone.
+        The guard opens as many times more."""
         cells = len(state.tables)
         usual = self._probes(state.closed, cells)
         if self.method.probes is not None or not self._are_on_gpu:
             return usual
-        return min(usual, default_probes(state.closed, max(1, state.closed // max(1, cells)), causal=True, on_gpu=True))
+        factor = 1 if self.guard is None else self.guard.factor
+        of_prompt = default_probes(state.closed, max(1, state.closed // max(1, cells)), causal=True, on_gpu=True)
+        return min(usual, max(of_prompt, min(cells, of_prompt * factor)))
 
     def _is_chunk(self, state: CacheState, rows: int) -> bool:
         """Whether so many rows are worth going through all keys for their sake."""

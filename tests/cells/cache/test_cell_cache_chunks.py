@@ -201,3 +201,27 @@ def test_by_kernels(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = attend_to_closed(state, rows, 0.25, 4, nf.KMeans())
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+
+
+def test_rows_of_a_chunk_on_a_gpu_open_no_more_than_those_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are told how many, or the guard asks for more."""
+    monkeypatch.undo()
+    _, key, value = inputs(20_000)
+    probes = {}
+    for eps, given in ((None, None), (0.5, None), (None, 7)):
+        store = CellStore(nf.Cells(probes=given), eps=eps, group_from=0)
+        store.append(key, value)
+        store.close()
+        on_cpu = store._chunk_probes(store.state)
+        assert on_cpu == store.probes
+        monkeypatch.setattr(CellStore, "_are_on_gpu", True)
+        for factor in (1, 8):
+            if store.state.guard is not None:
+                store.state = store.state.but(guard=store.state.guard._replace(factor=factor))
+            probes[eps, given, factor] = store.probes, store._chunk_probes(store.state)
+        monkeypatch.undo()
+    step, chunk = probes[None, None, 1]
+    assert 20 < chunk < step
+    assert probes[0.5, None, 1] == (step, chunk)
+    assert probes[0.5, None, 8] == (8 * step, 8 * chunk)
+    assert probes[None, 7, 1] == (7, 7)
