@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +167,19 @@ def test_texts(load: Callable[[str], Any], tmp_path: Path) -> None:
         texts.load(tmp_path / "texts.pt", 60)
     with pytest.raises(ValueError, match="are needed"):
         texts.find(tokenizer_of_letters(), [tmp_path / "book.txt"], 5000, 2)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readme_has_the_perplexity_that_was_measured() -> None:
+    sections = json.loads((ROOT / "benchmarks/results/perplexity_gpu.json").read_text())
+    text = (ROOT / "README.md").read_text()
+    read, written = (sections[f"qwen2.5-coder-1.5b/{part}"]["results"]["pooled"] for part in ("reading", "writing"))
+    for way, words in ((read["cells"], "higher"), (written["exact+cache"], "lower")):
+        told = re.search(rf"([\d.]+)% ± ([\d.]+)% {words}", text)
+        assert told is not None
+        assert told.groups() == (f"{100 * abs(way['excess']):.2f}", f"{100 * way['stderr']:.2f}")
+        assert (way["excess"] > 0) == (words == "higher")
+    share = written["exact+cache"]["keys_read"] / written["exact"]["keys_read"]
+    assert f"which reads {share:.0%} of the keys" in text
