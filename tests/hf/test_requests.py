@@ -250,3 +250,25 @@ def batch_of_two(net: Any) -> hf.CellCache:
     with torch.no_grad():
         net(input_ids=tokens(2, 9), past_key_values=cache)
     return cache
+
+
+def test_layers_with_a_window_become_a_batch_of_their_own() -> None:
+    """Where every request fills the window; the longest one leaves, and the others are served as before."""
+    net = model("gemma3", torch.float64)
+    net.set_attn_implementation(NAME)
+    window = net.config.sliding_window
+    ids = [(tokens(1, 90)[0, :length] + number) % 90 + 3 for number, length in enumerate((window + 9, window + 40, window + 1))]
+    found = hf.generate(net, ids, cache=hf.CellCache.batch([read(net, x) for x in ids]), max_new_tokens=6, do_sample=False)
+    for own, x in zip(found, ids, strict=True):
+        assert torch.equal(own, alone(net, x, 6))
+    cache = hf.CellCache.batch([read(net, x) for x in ids])
+    assert {type(layer).__name__ for layer in cache.layers} == {"RequestLayer", "DynamicSlidingWindowLayer"}
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    left = [ids[2], ids[0]]
+    for own, x in zip(hf.generate(net, left, cache=cache, max_new_tokens=6, do_sample=False), left, strict=True):
+        assert torch.equal(own, alone(net, x, 6))
+    with pytest.raises(ValueError, match="with sliding windows cannot be replaced; make another batch"):
+        cache.replace(0, read(net, ids[1]))
+    short = [read(net, ids[0]), read(net, ids[1][: window - 3])]
+    with pytest.raises(ValueError, match=rf"a window of {window} tokens, and request 1 has fewer: .*continue it by itself"):
+        hf.CellCache.batch(short)
