@@ -12,7 +12,7 @@ from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.moments import tabulate
 from nearfield.cells.partition import Partition, build_cells
 from nearfield.cells.partition.halve import halve
-from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
+from nearfield.cells.partition.kmeans import ITERATIONS, KMeans
 from nearfield.cells.triton.limits import unsupported
 from nearfield.kernels import backends
 
@@ -229,7 +229,8 @@ def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
         return _group_in_torch(keys, cells, partition)
     from nearfield.cells.triton.forward import group_keys
 
-    return group_keys(keys, cells, partition.iterations_or(KERNEL_ITERATIONS), partition.seed)
+    # As many as in torch: a segment is grouped once, and read at every step.
+    return group_keys(keys, cells, partition.iterations_or(ITERATIONS), partition.seed)
 
 
 def halved(keys: Tensor, cell_of: Tensor, cells: int) -> Tensor:

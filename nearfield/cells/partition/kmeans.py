@@ -12,7 +12,7 @@ from nearfield.checks import check_positive, check_seed
 from nearfield.chunks import row_chunks
 
 ITERATIONS, KERNEL_ITERATIONS = 5, 2
-"""Lloyd iterations by default: in torch, and in the Triton kernels, where each one is a noticeable part of a call or a prompt."""
+"""Lloyd iterations by default: in torch, and in the Triton kernels of a call, where each one is a noticeable part of it."""
 
 DIRECT_CELLS = 256
 """Up to this many cells k-means runs directly. More are made in two steps: large cells first, then their parts."""
