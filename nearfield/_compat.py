@@ -92,15 +92,17 @@ gpu_flash = torch.ops.aten._scaled_dot_product_flash_attention
 
 @functools.cache
 def has_gpu_flash(device: torch.device) -> bool:
-    """Whether `gpu_flash` serves this card: NVIDIA's from Ampere on. Others may align a causal mask in another way."""
+    """Whether `gpu_flash` serves this card: NVIDIA's from Ampere on. Others may align a causal mask in another way. Seen in torch
+    2.11 and 2.13."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _float32_products(a: Tensor, b: Tensor) -> Tensor:
+    """Products of half precision as they are summed up, in float32. Seen in torch 2.11 and 2.13."""
     return torch.bmm(a, b, out_dtype=torch.float32)
 
 
-# Products of half precision as they are summed up, in float32, where torch has them. Seen in torch 2.11 and 2.13.
+# Older versions of torch do not have them.
 float32_products = _float32_products if "dtype" in torch.ops.aten.bmm.overloads() else None
 
 
