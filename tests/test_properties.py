@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from by_hand import QKV, attention64, inputs, seeded
-from hypothesis import given as given_many
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import nearfield as nf
 from nearfield.cells.partition.equal import Blocks, HashBuckets
 from nearfield.cells.partition.kmeans import KMeans
-
-
-def given(*strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Half of the usual examples: each of them goes through several methods, and most of the time of this file is theirs."""
-    return lambda test: settings(max_examples=settings.default.max_examples // 2)(given_many(*strategies)(test))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,11 +46,7 @@ FUTURES: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = (0, 1, 2, 3, 8, 9)
-"""Changes of everything, by little and by very much."""
-
-
-def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: Iterable[int] = range(12)) -> None:
+def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: int = 12) -> None:
     """Change some of what follows a row, by little or by very much: the row and all before it stay what they are, bit by bit.
 
     Where rows open cells together, queries are changed from the next block on, keys and values from the next row on.
@@ -67,7 +63,7 @@ def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: Iterable
 
     before = run(*tensors)
     generator = seeded(7)
-    for number in changes:
+    for number in range(changes):
         row = int(torch.randint(max(120, 3 * case["queries"] // 5), (), generator=generator)) + 20
         which = ("q", "k", "v", "qkv", "qk")[number % 5]
         share = case.get("share", 1) if "q" in which else 1
@@ -91,8 +87,7 @@ def assert_no_future(case: dict[str, Any], dtype: torch.dtype, changes: Iterable
 )
 @pytest.mark.parametrize("name", FUTURES)
 def test_the_future_has_no_influence_on_any_bit(name: str, dtype: torch.dtype) -> None:
-    # The other dtype goes the same ways: half of the changes are enough to see that its rounding is no exception.
-    assert_no_future(FUTURES[name], dtype, range(12) if dtype == torch.float32 else FEW)
+    assert_no_future(FUTURES[name], dtype)
 
 
 @pytest.mark.parametrize("name", ["plain", "many-spans-samples", "spans-of-two", "padding-left-samples"])
@@ -114,14 +109,14 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "many-spans-samples", "padding-left", "share"])
 def test_the_future_has_no_influence_with_two_threads(name: str, dtype: torch.dtype) -> None:
-    assert_no_future(FUTURES[name], dtype, changes=range(6))
+    assert_no_future(FUTURES[name], dtype, changes=6)
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_future_has_no_influence_on_long_inputs_with_two_threads() -> None:
     """Long enough for torch to share the work of one operation out."""
     case = {"queries": 2000, "dim": 64, "group": 2, "segment": 64, "cell_size": 4, "probes": 8, "samples": 2}
-    assert_no_future(case, torch.float32, changes=range(3))
+    assert_no_future(case, torch.float32, changes=3)
 
 
 def test_a_later_query_whose_square_overflows() -> None:
