@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ruler_plot
+from perplexity_plot import RULES, TITLES
 from record import RESULTS, read_sections
 
 ROOT = Path(__file__).parent.parent
@@ -271,18 +272,7 @@ def slack(results: dict[str, Any]) -> str:
     return rows_of(head, *found)
 
 
-MODELS = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B", "gemma-3-270m": "Gemma 3 270M", "smollm2-135m": "SmolLM2-135M"}
 PROMPTS = {"default": "default", "cells": "`Cells()`", "shared": "`Cells(share=128)`"}
-RULES = {
-    "cells": "cells",
-    "topk": "exact top-k",
-    "quest": "Quest",
-    "moba": "MoBA",
-    "snapkv": "SnapKV",
-    "streaming": "StreamingLLM",
-    "retroinfer": "RetroInfer",
-    "vattention": "vAttention",
-}
 SHARES = ("1.5", "3", "6", "12")
 KINDS = ("book", "code", "documentation")
 
@@ -319,7 +309,7 @@ def perplexity_written(sections: dict[str, Any]) -> str:
     """The same with a budget of keys, by cells and by the rules of others, on the same texts."""
     found = []
     for model, part in _models(sections, "writing"):
-        for rule, label in RULES.items():
+        for rule, label in {"cells": "cells", **{rule: looks[0] for rule, looks in RULES.items()}}.items():
             ways = [part["same_texts"].get(f"{rule}-{share}") for share in SHARES]
             if any(ways):
                 read = part["tokens"] - part["written"] / 2
@@ -329,7 +319,7 @@ def perplexity_written(sections: dict[str, Any]) -> str:
 
 
 def _models(sections: dict[str, Any], section: str) -> list[tuple[str, dict[str, Any]]]:
-    return [(label, sections[f"{name}/{section}"]) for name, label in MODELS.items() if f"{name}/{section}" in sections]
+    return [(label, sections[f"{name}/{section}"]) for name, label in TITLES.items() if f"{name}/{section}" in sections]
 
 
 def _excess(way: dict[str, Any]) -> str:
@@ -358,7 +348,7 @@ def ruler() -> str:
     for model, one in ruler_plot.results().items():
         by_task = {task: ruler_plot.scores(one, task=task) for task in NEEDLES}
         for way, row in ruler_plot.scores(one).items():
-            cells = [MODELS.get(model, model), f"`{way}`", f"{row['share']:.1%}", row["answers"], f"{row['mean']:.1f}"]
+            cells = [TITLES.get(model, model), f"`{way}`", f"{row['share']:.1%}", row["answers"], f"{row['mean']:.1f}"]
             cells += [f"{row['low']:.0f}-{row['high']:.0f}"]
             cells += ["", ""] if row["loss"] is None else [f"{row['loss']:+.1f}", f"{row['p']:.2g}"]
             found.append([*cells, *(f"{by_task[task][way]['mean']:.0f}" if way in by_task[task] else "" for task in NEEDLES)])

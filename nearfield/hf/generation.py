@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearfield.hf.cache import CellCache
-from nearfield.hf.model_step import stepping
+from nearfield.hf.model_step import last_logits, stepping
 from nearfield.hf.register import is_registered
 
 
@@ -91,7 +90,7 @@ def generate(
 
 def read_prompt(model: Any, ids: Tensor, cache: CellCache, chunk: int | None = None) -> None:
     """Let a model read token ids `[length]` into a cache, without an answer; `chunk` tokens at a time."""
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    last = last_logits(model.forward)
     for part in ids[None].split(chunk or max(1, len(ids)), 1):
         if part.shape[1]:
             model(input_ids=part, past_key_values=cache, use_cache=True, **last)

@@ -104,8 +104,7 @@ class ModelStep:
             store.reserve(store.sizes.room(store.closed, store.length))
         options: dict[str, Any] = {"input_ids": self.ids, "position_ids": self.positions, "past_key_values": self.cache}
         options["use_cache"] = True
-        if "logits_to_keep" in inspect.signature(self.forward).parameters:
-            options["logits_to_keep"] = 1
+        options |= last_logits(self.forward)
         # Outside of the graph first: it compiles kernels, and the device learns the number of keys.
         side, here = torch.cuda.Stream(ids.device), torch.cuda.current_stream(ids.device)
         side.wait_stream(here)
@@ -121,6 +120,19 @@ class ModelStep:
             logits = self.forward(**options).logits
         self.captures += 1
         return Captured(graph, logits, [_reads(_state(store)) for store in stores], [store.probes for store in stores])
+
+
+def last_logits(forward: Any) -> dict[str, int]:
+    """The option that lets a model compute the logits of the last token alone, where it has one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
+
+
+def looking_positions(model: Any) -> list[str]:
+    """The kinds of rotary positions, if some of them depend on the length of the text; else none."""
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    ropes = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]  # one for each kind of layer
+    kinds = {str(x.get("rope_type", "default")) for x in ropes}
+    return [] if kinds.isdisjoint(LOOKING) else sorted(kinds)
 
 
 def _reads(state: CacheState) -> tuple[Any, ...]:
@@ -187,21 +199,19 @@ def why_not(model: Any, cache: CellCache, mask: Tensor | None = None) -> str | N
         return f"the model is on {device}, where no Triton kernels run"
     if any(x.device != device for x in model.parameters()):
         return "the model is on several devices"
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]  # one for each kind of layer
-    kinds = {str(x.get("rope_type", "default")) for x in ropes}
-    if not kinds.isdisjoint(LOOKING):
-        return f"its positions ({', '.join(sorted(kinds))}) look at the length of the text at every step"
+    looking = looking_positions(model)
+    if looking:
+        return f"its positions ({', '.join(looking)}) look at the length of the text at every step"
     try:
         stores = stores_of(cache)
     except TypeError:
         return "a layer of its cache has a window, or an index"
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
     for store in stores:
         if store.state is None:
             return EMPTY
         like = store.state.keys.storage
-        query = like.new_empty(1, 1, 1, like.shape[3]).expand(like.shape[0], config.num_attention_heads, 1, -1)
+        query = like.new_empty(1, 1, 1, like.shape[3]).expand(like.shape[0], heads, 1, -1)
         try:
             check_capturable(store, query)
         except ValueError as error:

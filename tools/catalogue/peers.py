@@ -126,9 +126,9 @@ MUTANTS = (
     ),
     Mutant(
         "answers: padding counts",
-        "AnswerLayer._find_counts",
-        "places >= missing[:, None]",
-        "places >= 0 * missing[:, None]",
+        "Place.counts",
+        "torch.tensor(self.missing)[:, None]",
+        "0 * torch.tensor(self.missing)[:, None]",
         ("test_peers.py",),
     ),
     Mutant(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from nearfield.app.peers.cache import PeerCache, PeerLayer
 from nearfield.app.peers.rules import Notes
 from nearfield.hf.cache import joined_windows
+from nearfield.hf.model_step import last_logits, looking_positions
 from nearfield.kernels import backends
 
 from transformers.cache_utils import Cache, DynamicLayer  # isort: skip
@@ -25,11 +25,27 @@ ROOM = 128
 
 
 class Place:
-    """Where the next token goes, the same for all layers: the host's number, and the device's `[1]`, which a graph reads."""
+    """Where the next token goes, the same for all layers: the host's number, and the device's `[1]`, which a graph reads.
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self.length = length
-        self.tensor = torch.tensor([length], device=device)
+    `missing`: how much padding each entry of the batch has before it.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.length = max(lengths)
+        self.missing = [self.length - length for length in lengths]
+        self.tensor = torch.tensor([self.length], device=device)
+        self._counts: Tensor | None = None
+
+    def counts(self, width: int) -> Tensor | None:
+        """`[batch, width]`: False for padding; None: there is none."""
+        if not any(self.missing):
+            return None
+        if self._counts is None or self._counts.shape[1] != width:
+            self._counts = (torch.arange(width) >= torch.tensor(self.missing)[:, None]).to(self.tensor.device)
+        return self._counts
+
+    def select(self, entries: Sequence[int]) -> None:
+        self.missing, self._counts = [self.missing[entry] for entry in entries], None
 
 
 class AnswerLayer(DynamicLayer):
@@ -38,22 +54,19 @@ class AnswerLayer(DynamicLayer):
     def __init__(self, layers: Sequence[PeerLayer], place: Place) -> None:
         super().__init__()
         self.place = place
-        self.missing = [place.length - layer.get_seq_length() for layer in layers]
         first: Any = layers[0]
         self.lazy_initialization(first.keys, first.values)
         self.keys, self.values = (
-            torch.cat([F.pad(getattr(x, name), (0, 0, n, ROOM)) for x, n in zip(layers, self.missing, strict=True)])
+            torch.cat([F.pad(getattr(x, name), (0, 0, n, ROOM)) for x, n in zip(layers, place.missing, strict=True)])
             for name in ("keys", "values")
         )
-        self.budget, self.scale = max(x.budget for x in layers), first.scale
-        self.notes = joined_notes([x.notes for x in layers], self.missing)
-        self._find_counts()
+        self.budget = max(x.budget for x in layers)
+        self.notes = joined_notes([x.notes for x in layers], place.missing)
 
-    def _find_counts(self) -> None:
-        """`counts` `[batch, length]`: False for padding; None: there is none."""
+    @property
+    def counts(self) -> Tensor | None:
         assert self.keys is not None
-        missing, places = torch.tensor(self.missing), torch.arange(self.keys.shape[2])
-        self.counts = (places >= missing[:, None]).to(self.keys.device) if any(self.missing) else None
+        return self.place.counts(self.keys.shape[2])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes at `place`, which whoever calls the model moves afterwards."""
@@ -75,13 +88,10 @@ class AnswerLayer(DynamicLayer):
         lacking = self.place.length + more - self.keys.shape[2]
         if lacking > 0:
             self.keys, self.values = (F.pad(x, (0, 0, 0, max(ROOM, lacking))) for x in (self.keys, self.values))
-            self._find_counts()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.missing = [self.missing[i] for i in indices.tolist()]
         self.notes = {name: x[indices] for name, x in self.notes.items()}
-        self._find_counts()
 
 
 def joined_notes(notes: Sequence[Notes], missing: Sequence[int]) -> Notes:
@@ -102,16 +112,19 @@ class AnswerCache(Cache):
     """The keys and values of prompts that were read by themselves, as one batch that is padded on the left."""
 
     def __init__(self, caches: Sequence[PeerCache]) -> None:
-        longest = max(cache.get_seq_length() for cache in caches)
         layers: list[Any] = caches[0].layers
         device = next(layer.keys.device for layer in layers if layer.keys is not None)
-        self.place = Place(longest, device)
-        super().__init__(layers=[self._joined([cache.layers[i] for cache in caches], i) for i in range(len(caches[0].layers))])
+        self.place = Place([cache.get_seq_length() for cache in caches], device)
+        super().__init__(layers=[self._joined([cache.layers[i] for cache in caches], i) for i in range(len(layers))])
 
     def _joined(self, layers: Sequence[Any], number: int) -> Any:
         if isinstance(layers[0], PeerLayer):
             return AnswerLayer(layers, self.place)
         return joined_windows(layers, number, self.place.length)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.place.select(indices.tolist())
 
     def reserve(self, more: int) -> None:
         """Make room for so many more tokens."""
@@ -126,7 +139,7 @@ def write(model: Any, cache: AnswerCache, prompts: Sequence[Tensor], count: int)
     cache.reserve(count)
     ids = torch.stack([x[-1:] for x in prompts])
     positions = torch.tensor([[len(x) - 1] for x in prompts], device=ids.device)
-    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    last = last_logits(model.forward)
 
     def step() -> None:
         found = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **last)
@@ -144,10 +157,8 @@ def write(model: Any, cache: AnswerCache, prompts: Sequence[Tensor], count: int)
 
 
 def _is_capturable(model: Any, cache: AnswerCache) -> bool:
-    if model.device.type != "cuda" or not all(isinstance(layer, AnswerLayer) for layer in cache.layers):
-        return False
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return rope.get("rope_type", "default") not in ("dynamic", "longrope")
+    is_ours = all(isinstance(layer, AnswerLayer) for layer in cache.layers)
+    return model.device.type == "cuda" and is_ours and not looking_positions(model)
 
 
 def _captured(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:

@@ -79,6 +79,8 @@ def answer(
         try:
             cache = way.join(caches)
         except ValueError as error:
+            if len(caches) == 1:
+                raise
             raise ValueError(f"{error}; --batch 1 does so with every prompt") from error
         caches.clear()
         found = _written(model, tokenizer, way, given, limits, cache, is_final, between)
@@ -121,7 +123,7 @@ def _written(
         if not left:
             break
         if len(left) < len(going):
-            cache = way.selected(cache, torch.tensor(left, device=model.device))
+            cache.batch_select_indices(torch.tensor(left, device=model.device))
             going = [going[place] for place in left]
         count = stop
     return found

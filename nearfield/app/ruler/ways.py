@@ -33,7 +33,7 @@ class Way:
     """A prompt is read by `prefill`; each token of the answer reads the whole cache.
 
     Another way is another object: `add` makes it known to `--methods`. A way to answer overrides `writing`, `cache`, `join`,
-    `continued`, `selected` and `keys_read`. One that reads prompts as others do names their `source`, so that a prompt is read
+    `continued` and `keys_read`. One that reads prompts as others do names their `source`, so that a prompt is read
     once for all of them, and overrides `adopt`.
 
     Attributes:
@@ -83,11 +83,6 @@ class Way:
         """Prompts `[length]`, of which the cache has all tokens but the last, with the next tokens of their answers."""
         return write(model, cache, prompts, config.max_new_tokens)
 
-    def selected(self, cache: Any, entries: Tensor) -> Any:
-        """The cache with these entries alone."""
-        cache.batch_select_indices(entries)
-        return cache
-
     def keys_read(self, cache: Any) -> float:
         """How many keys a token of the answer reads, mean over layers; of the cache for one prompt, when the answer begins."""
         return _mean([_length(layer) for layer in cache.layers])
@@ -111,12 +106,10 @@ class CellWay(Way):
     Attributes:
         method: as in `CellCache`; None: its default.
         group_from: as in `CellCache`: by default it is exact for short prompts; 0 for cells in all of them.
-        eps: as in `CellCache`.
     """
 
     method: CacheMethod | Mapping[int | str, CacheMethod] | None = None
     group_from: int | None = 0
-    eps: float | None = None
     opens_cells = True
     rounds: ClassVar[tuple[int, ...]] = (32,)
 
@@ -127,7 +120,7 @@ class CellWay(Way):
         return self._cells(config, self.method)
 
     def _cells(self, config: Any, method: CacheMethod | Mapping[int | str, CacheMethod] | None) -> CellCache:
-        return CellCache(method, config=config, group_from=self.group_from, eps=self.eps)
+        return CellCache(method, config=config, group_from=self.group_from)
 
     def adopt(self, cache: Any, config: Any) -> CellCache:
         return cache if isinstance(cache, CellCache) else self._filled(cache, self.cache(config))
