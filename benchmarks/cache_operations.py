@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import nearfield as nf
+from nearfield.cells.cache.saved import tensors_of
 from nearfield.cells.cache.store import CellStore
-from nearfield.hf import memory
 from nearfield.hf.memory_file import Contents, Reading, fingerprint
 
 SEEDS, OPERATIONS = 20, 2000
@@ -132,7 +132,7 @@ class Trial:
         state = self.store.state
         assert state is not None
         tokens, reading = torch.tensor(self.lists.rows), Reading("running", len(self.lists))
-        bounds, layers = torch.tensor(state.bounds), [memory._layer_tensors(state)]
+        bounds, layers = torch.tensor(state.bounds), [tensors_of(state)]
         contents = Contents(tokens, self.method, reading, fingerprint(self.model), "float32", bounds, layers)
         nf.hf.Memory(contents).save(self.path)
         self.saved = self.lists.taken([0])

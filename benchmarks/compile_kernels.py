@@ -36,6 +36,7 @@ from nearfield.cells.triton import forward as triton_forward
 from nearfield.cells.triton import trial
 from nearfield.cells.triton.closing import tabulate_segment
 from nearfield.cells.triton.halve import halve
+from nearfield.cells.triton.merge_two import merge_two
 from nearfield.kernels import cards, exact_rows, pairs_triton
 from nearfield.knn import attend_triton
 from nearfield.knn.index.cells import CellIndex
@@ -203,6 +204,12 @@ def close(dim: int, dtype: torch.dtype) -> None:
     tabulate_segment(keys, values, cell_of, 16, 32)
 
 
+def chunk(dim: int, dtype: torch.dtype) -> None:
+    """What the rows of a chunk find near by, which often lies head by head in each row, and in closed segments."""
+    near, past = torch.randn(1, 64, 4, dim).to(dtype).transpose(1, 2), torch.randn(1, 4, 64, dim).to(dtype)
+    merge_two(near, past, *torch.randn(2, 1, 4, 64), dtype)
+
+
 def chosen_keys(dim: int, dtype: torch.dtype) -> None:
     rows, table, weights, ids = torch.randn(8, dim).to(dtype), torch.randn(9, dim).to(dtype), torch.randn(8, 5), torch.arange(40)
     pairs_triton.scores(rows, table, ids.view(8, 5) % 9)
@@ -234,6 +241,7 @@ def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) ->
             passes(dim, dtype, **version)
         step(dim, dtype)
         close(dim, dtype)
+        chunk(dim, dtype)
         chosen_keys(dim, dtype)
         search(dim, dtype, quick)
     return list(compiler.seen.values())

@@ -37,7 +37,7 @@ DIRECT = {
 NAMES = {
     "interpreter": (
         *("_patch_lang", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "_validate_np_data_size", "GridExecutor"),
-        *("interpreter_builder", "interpreter_semantic", "TensorHandle"),
+        *("interpreter_builder", "interpreter_semantic", "InterpreterBuilder", "TensorHandle"),
     ),
     "core": ("_unwrap_if_constexpr", "block_type", "pointer_type", "constexpr", "tensor", "dtype", "int1"),
     "semantic": (
@@ -52,7 +52,7 @@ PLAIN = frozenset({"fp32", "fp64", "int1", "int8", "int16", "int32", "int64", "u
 
 
 def make_quick() -> None:
-    """Changes the interpreter in place. Kernels compute what they computed before."""
+    """Changes the interpreter in place. Kernels compute what they computed before, up to how products are rounded."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -71,6 +71,26 @@ def make_quick() -> None:
     remember_types(core, builder)
     answer_common_cases(core, TritonSemantic)
     compute_at_once(interpreter, core, TritonSemantic)
+    round_products_alike(interpreter)
+
+
+def round_products_alike(interpreter: Any) -> None:
+    """What a row and a column give does not depend on where they stand in a tile, as on a card.
+
+    On CPUs without AVX-512 numpy rounds the last columns of a product in another way than the first ones. So products in float32
+    are summed up in float64, and rounded once.
+    """
+    np, handle = interpreter.np, interpreter.TensorHandle
+    multiply = interpreter.InterpreterBuilder.create_dot
+    single = np.dtype(np.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if not (a.data.dtype == b.data.dtype == d.data.dtype == single):
+            return multiply(self, a, b, d, *options)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(single)
+        return handle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def remember_dtypes(interpreter: Any) -> None:

@@ -4,12 +4,12 @@ opens cells together.
 
 For a query q (times scale) and a cell c of n_c keys around a centroid mu_c with variances var_c:
 
-    spread  u_c     = sum_i q_i^2 var_{c,i}           variance of the cell's logits
+    spread  u_c     = min(sum_i q_i^2 var_{c,i}, 9)   variance of the cell's logits, cut off
     score   s_c     = q.mu_c + 3 sqrt(u_c)            what its best keys may reach; the cells of largest score are opened
     boost   b(u)    = (1 + u / 4)^2                   agrees to second order in q with e^{u/2}, right for a Gaussian cell
                                                       but far too large where a cell is not Gaussian
     mass    m_c     = n_c e^{q.mu_c} b(u_c)           what a closed cell counts for
-    derivative      d log b / du = 1 / (2 + u / 2)
+    derivative      d log b / du = 1 / (2 + u / 2)    0 where u_c was cut off
 
 With a soft cap f(z) = cap tanh(z / cap), f is taken as linear around the logit of the centroid: with the slope f'_c = f'(q.mu_c),
 f(q.mu_c) stands for q.mu_c, and f'_c^2 u_c for u_c. A cap keeps the order of scores.
@@ -26,8 +26,12 @@ from nearfield.kernels.reference import largest
 
 ROUTE_SPREADS = 3.0
 """The score of a cell is q.mu_c plus this many standard deviations of its logits."""
-MOST_SPREAD = 1e8
-"""u_c is cut off here, so that b(u_c) stays far from overflow."""
+MOST_SPREAD = 9.0
+"""u_c is cut off here. Cells whose logits differ by more are no clouds of keys: their best key is not so many standard deviations
+above the centroid, and a few such cells would be opened before, and count for more than, all others together."""
+MOST_SPREAD_BY_QUERIES = 64.0
+"""In the scores of a cache whose keys are grouped as queries are large, u_c is cut off here. A large one means what it says
+there, and a head that looks for a single key finds it in such a cell."""
 MOST_SQUARE = MOST_VARIANCE
 """Squares of queries are cut off here: inf times 0 is NaN, and topk takes NaN for the largest score."""
 GROUP = 8
@@ -89,10 +93,11 @@ def cap_moments(first: Tensor, spread: Tensor, softcap: float) -> tuple[Tensor, 
 def cap_moments_backward(
     first_grad: Tensor, spread_grad: Tensor, slope_grad: Tensor, first: Tensor, spread: Tensor, slope: Tensor, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of q.mu_c and u_c from those of what `cap_moments` returns."""
+    """The gradients of q.mu_c and u_c (0 where that was cut off) from those of what `cap_moments` returns."""
     slope_grad = slope_grad + 2.0 * spread_grad * spread * slope
     bend = -2.0 / softcap * (first / softcap).tanh() * slope
-    return first_grad * slope + slope_grad * bend, spread_grad * slope.square()
+    cut = spread >= MOST_SPREAD
+    return first_grad * slope + slope_grad * bend, (spread_grad * slope.square()).masked_fill_(cut, 0.0)
 
 
 def best_cell(first: Tensor, spread: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class Cells:
             call.groups.append(prepared)
             return self.run_prepared(problem, call, prepared)
         rows = problem.grouped
-        recipe = self._recipe(problem, call)
+        recipe = self.recipe(problem, call)
         if recipe.engine == "triton" and call.signature is not None and not is_captured(problem.query):
             return Outcome(_ready(problem, recipe, call.signature)(problem.query, problem.key, problem.value))
         seed = self._seed(problem, call, recipe)
@@ -132,12 +132,12 @@ class Cells:
     def prepare(self, problem: Problem, call: Call) -> Prepared:
         """What a call with any number of probes begins with: see `run_prepared`."""
         rows = problem.grouped
-        return prepare(rows.queries, rows.keys, rows.values, rows.visible, self._recipe(problem, call), problem.row_sinks)
+        return prepare(rows.queries, rows.keys, rows.values, rows.visible, self.recipe(problem, call), problem.row_sinks)
 
     def run_prepared(self, problem: Problem, call: Call, prepared: Prepared) -> Outcome:
         """`run`, bit for bit, with keys that were grouped for a call that may differ in `probes`."""
         rows = problem.grouped
-        recipe = self._recipe(problem, call)
+        recipe = self.recipe(problem, call)
         # Outputs of planned calls are laid out head by head.
         recipe = recipe._replace(memory=recipe.memory._replace(heads=0))
         seed = self._seed(problem, call, recipe)
@@ -147,7 +147,7 @@ class Cells:
         result = planned_attention(*inputs, recipe, prepared.given, tables, call.return_lse or sinks is not None)
         return self._outcome(problem, call, recipe, result if sinks is None else beside_sinks(result, sinks))
 
-    def _recipe(self, problem: Problem, call: Call) -> Recipe:
+    def recipe(self, problem: Problem, call: Call) -> Recipe:
         sizes = self.sizes(problem)
         engine = self._engine(problem, sizes, call.backend)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()

@@ -66,6 +66,20 @@ class Spans:
         """The first cell of each span if a segment has `per_segment` of them, and the total number of cells at the end."""
         return [0, *accumulate(span.segments * per_segment for span in self.all)]
 
+    def renumbered(self, cell_of: Tensor, of: Spans, segment: int, per_segment: int) -> Tensor:
+        """Cells `[span_levels, n]` as these spans number them, from how spans `of` as many segments or more do.
+
+        Keys in spans that are not among these are in no cell. `segment`, `per_segment`: the keys and cells of a segment.
+        """
+        own, other = self.edges(per_segment), of.edges(per_segment)
+        found = torch.full_like(cell_of, -1)
+        for level, base in enumerate(self._base):
+            spans = [span for span in self.all if span.level == level]
+            end = (spans[-1].first + spans[-1].segments) * segment
+            part = cell_of[level, :end]
+            found[level, :end] = torch.where(part < 0, part, part + (own[base] - other[of._base[level]]))
+        return found
+
 
 class Piece(NamedTuple):
     """Consecutive query positions that see the same cells."""

@@ -114,10 +114,10 @@ def blocks_by_hand(operation: Operation, cell_of: Tensor) -> Iterator[tuple[list
 
 
 def scores_by_hand(query: Tensor, keys: Tensor, members: dict[int, list[int]]) -> dict[int, float]:
-    """q.mu_c + 3 sqrt(u_c)"""
+    """q.mu_c + 3 sqrt(u_c), u_c at most 9"""
     score = {}
     for cell, own in members.items():
-        spread = float((query.square() * keys[own].var(0, correction=0)).sum())
+        spread = min(9.0, float((query.square() * keys[own].var(0, correction=0)).sum()))
         score[cell] = float(query @ keys[own].mean(0)) + 3 * math.sqrt(spread)
     return score
 

@@ -6,12 +6,13 @@ In shapes, `heads` counts the key heads of all batch entries, and `group` the qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearfield.cells.cache.heavy import Watch
-from nearfield.cells.cache.segments import CacheTables
+from nearfield.cells.cache.segments import CacheTables, FlatTables
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.far_field import MOST_SPREAD, best_columns, log_boost, score, squares
 from nearfield.cells.torch.tiles import products
@@ -31,6 +32,15 @@ class Routed:
     """`[heads, group * rows, cells]`: log-masses of cells; -inf for opened and for empty ones"""
 
 
+class Read(NamedTuple):
+    """Keys that rows read one by one."""
+
+    logits: Tensor
+    """`[heads, group * rows, keys]`; -inf where a row does not see a key"""
+    values: Tensor
+    """`[heads, keys, value_dim]`, or of each row its own, `[heads * rows, keys, value_dim]`"""
+
+
 def scaled_queries(query: Tensor, heads: int, scale: float) -> Tensor:
     """Queries `[batch, query heads, rows, dim]` times scale, in the dtype of arithmetic: `[batch * heads, group * rows, dim]`."""
     compute = torch.promote_types(query.dtype, torch.float32)
@@ -46,33 +56,53 @@ def cached_attention(
     """
     heads, group_rows, _ = queries.shape
     near = slice(state.closed, first + rows)
-    keys, values = (x.view(near).flatten(0, 1).to(queries.dtype) for x in (state.keys, state.values))
-    logits = torch.bmm(queries, keys.transpose(1, 2))
-    hidden = state.hidden_mask(near, first, rows, group_rows // rows)
-    parts = [logits if hidden is None else logits.masked_fill_(hidden, -torch.inf)]
+    open_end = read_open_end(state, queries, near, state.hidden_mask(near, first, rows, group_rows // rows))
     if not state.closed:
-        return torch.bmm(_softmax(state, parts)[0], values)
-
-    sink_keys, sink_values, absent = state.sink_rows(queries.dtype)
-    logits = torch.bmm(queries, sink_keys.transpose(1, 2))
-    parts.append(logits if absent is None else logits.masked_fill_(absent, -torch.inf))
+        return torch.bmm(_softmax(state, [open_end.logits])[0], open_end.values)
+    sinks = read_sinks(state, queries)
     near_lse = None
     if group_rows > rows:
-        near_lse = torch.logaddexp(_recent(parts[0], near, first, rows).logsumexp(2), parts[1].logsumexp(2))
+        near_lse = torch.logaddexp(_recent(open_end.logits, near, first, rows).logsumexp(2), sinks.logits.logsumexp(2))
     routed = route(state.tables, queries, rows, probes, near_lse)
-    place, missing = opened_places(state.tables, routed.opened, heads)
+    place, missing = opened_places(state.tables.flat, routed.opened, heads)
+    inside = read_opened(state, queries, rows, place, missing)
+    reads = open_end, sinks, inside
+    weights = _softmax(state, [*(read.logits for read in reads), routed.far_logits])
+    if watch is not None:
+        watch.add(state, place, to_rows(weights[2], rows))
+    return weighted_sum(state.tables.flat, queries, rows, reads, weights)
+
+
+def read_open_end(state: CacheState, queries: Tensor, near: slice, hidden: Tensor | None) -> Read:
+    """The keys at these places, which are in no closed segment; `hidden` is True where a row does not see one."""
+    keys, values = (x.view(near).flatten(0, 1).to(queries.dtype) for x in (state.keys, state.values))
+    logits = torch.bmm(queries, keys.transpose(1, 2))
+    return Read(logits if hidden is None else logits.masked_fill_(hidden, -torch.inf), values)
+
+
+def read_sinks(state: CacheState, queries: Tensor) -> Read:
+    """The first keys, as far as they are in closed segments."""
+    keys, values, absent = state.sink_rows(queries.dtype)
+    logits = torch.bmm(queries, keys.transpose(1, 2))
+    return Read(logits if absent is None else logits.masked_fill_(absent, -torch.inf), values)
+
+
+def read_opened(state: CacheState, queries: Tensor, rows: int, place: Tensor, missing: Tensor) -> Read:
+    """The keys of opened cells, where `opened_places` says that they are."""
+    heads = len(queries)
     found = state.gather(place.view(heads, -1), queries.dtype)
     open_keys, open_values = (x.view(heads * rows, place.shape[1], x.shape[2]) for x in found)
-    logits = torch.bmm(_to_rows(queries, rows), open_keys.transpose(1, 2)).masked_fill_(missing[:, None], -torch.inf)
-    parts.append(_from_rows(logits, heads))
-    parts.append(routed.far_logits)
+    logits = torch.bmm(to_rows(queries, rows), open_keys.transpose(1, 2)).masked_fill_(missing[:, None], -torch.inf)
+    return Read(from_rows(logits, heads), open_values)
 
-    own, sinks, inside, far = _softmax(state, parts)
-    output = far_output(state.tables, queries, far).baddbmm_(own, values).baddbmm_(sinks, sink_values)
-    weight = _to_rows(inside, rows)
-    if watch is not None:
-        watch.add(state, place, weight)
-    return output.add_(_from_rows(torch.bmm(weight, open_values), heads))
+
+def weighted_sum(
+    flat: FlatTables, queries: Tensor, rows: int, reads: tuple[Read, Read, Read], weights: tuple[Tensor, ...]
+) -> Tensor:
+    """The output, with the weights of the open end, of the first keys, of opened cells, and of all others."""
+    open_end, sinks, inside = reads
+    output = far_output(flat, queries, weights[3]).baddbmm_(weights[0], open_end.values).baddbmm_(weights[1], sinks.values)
+    return output.add_(from_rows(torch.bmm(to_rows(weights[2], rows), inside.values), len(queries)))
 
 
 def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None) -> Routed:
@@ -84,23 +114,40 @@ def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse
     and the latest ones. A group of one query needs no normaliser: None.
     """
     heads, group_rows, _ = queries.shape
-    flat = tables.flat
-    first = products(queries, flat.centroid.to(queries.dtype), flat.log_exists[:, None])
-    spread = torch.bmm(squares(queries), flat.variance.to(queries.dtype).transpose(1, 2)).clamp_(max=MOST_SPREAD)
-    scores = score(first, spread)
-    log_masses = first.add_(log_boost(spread)).add_(flat.log_size)
-    if near_lse is not None:
-        scores -= torch.logaddexp(log_masses.logsumexp(2), near_lse)[..., None]
-        scores = scores.view(heads, -1, rows, scores.shape[2]).amax(1)
-    _, opened = best_columns(scores.view(heads * rows, -1), probes)
+    scores, log_masses = score_cells(tables.flat, queries)
+    normaliser = None if near_lse is None else torch.logaddexp(log_masses.logsumexp(2), near_lse)
+    _, opened = best_columns(best_shares(scores, normaliser, rows), probes)
     taken = opened.view(heads, 1, rows, -1).expand(-1, group_rows // rows, -1, -1)
     return Routed(opened, log_masses.scatter_(2, taken.reshape(heads, group_rows, -1), -torch.inf))
 
 
-def opened_places(tables: CacheTables, opened: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The places of all keys in the opened cells, `[heads * rows, most]`, and True where a row has fewer of them than that."""
+def score_cells(flat: FlatTables, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """What each query may find in each cell, and the log-masses of cells: `[heads, group * rows, cells]` each."""
+    first = products(queries, flat.centroid.to(queries.dtype), flat.log_exists[:, None])
+    spread = torch.bmm(squares(queries), flat.variance.to(queries.dtype).transpose(1, 2))
+    scores = score(first, spread.clamp_(max=flat.most_spread))
+    return scores, first.add_(log_boost(spread.clamp_(max=MOST_SPREAD))).add_(flat.log_size)
+
+
+def best_shares(scores: Tensor, normaliser: Tensor | None, rows: int) -> Tensor:
+    """`[heads * rows, cells]`: the largest score in a group, less the log-normaliser of the query `[heads, group * rows]`; see
+    `route`. Overwrites `scores`."""
+    heads = len(scores)
+    if normaliser is not None:
+        scores -= normaliser[..., None]
+        scores = scores.view(heads, -1, rows, scores.shape[2]).amax(1)
+    return scores.view(heads * rows, -1)
+
+
+def opened_places(flat: FlatTables, opened: Tensor, heads: int, taken: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The places of all keys in the opened cells, `[heads * rows, most]`, and True where a row has fewer of them than that.
+
+    `taken`, like `opened`: False for those that are not opened after all; None: all are.
+    """
     cells = opened.view(heads, -1)
-    size, start = (x.gather(1, cells).view_as(opened).long() for x in (tables.flat.size, tables.flat.start))
+    size, start = (x.gather(1, cells).view_as(opened).long() for x in (flat.size, flat.start))
+    if taken is not None:
+        size.masked_fill_(~taken, 0)
     stop = size.cumsum(1)
     total = stop[:, -1:]
     most = int(total.max()) if total.numel() else 0
@@ -111,29 +158,34 @@ def opened_places(tables: CacheTables, opened: Tensor, heads: int) -> tuple[Tens
     return place.masked_fill_(missing, 0), missing
 
 
-def far_output(tables: CacheTables, queries: Tensor, weight: Tensor) -> Tensor:
+def far_output(flat: FlatTables, queries: Tensor, weight: Tensor) -> Tensor:
     """What cells add to the output `[heads, group * rows, value_dim]`, with weights `[heads, group * rows, cells]`."""
-    tilt = torch.bmm(queries, tables.flat.covariance.transpose(1, 2)).mul_(weight.sum(2, keepdim=True))
-    return tilt.baddbmm_(weight, tables.flat.value.to(queries.dtype))
+    tilt = torch.bmm(queries, flat.covariance.transpose(1, 2)).mul_(weight.sum(2, keepdim=True))
+    return tilt.baddbmm_(weight, flat.value.to(queries.dtype))
 
 
 def _recent(logits: Tensor, near: slice, first: int, rows: int) -> Tensor:
     """Logits of the open end `[heads, group * rows, keys]`; all but those of the latest keys of a row are left out or -inf."""
     if rows == 1:
         return logits[..., -RECENT:]
+    return recent_only(logits, torch.arange(near.start, near.stop, device=logits.device), first, rows)
+
+
+def recent_only(logits: Tensor, positions: Tensor, first: int, rows: int) -> Tensor:
+    """Logits of keys at these positions, with -inf for all but the latest of each row."""
     own = torch.arange(first, first + rows, device=logits.device)[:, None]
-    is_old = torch.arange(near.start, near.stop, device=logits.device) <= own - RECENT
+    is_old = positions <= own - RECENT
     return logits.masked_fill(is_old.repeat(logits.shape[1] // rows, 1), -torch.inf)
 
 
-def _to_rows(x: Tensor, rows: int) -> Tensor:
+def to_rows(x: Tensor, rows: int) -> Tensor:
     """`[heads, group * rows, any]` -> `[heads * rows, group, any]`."""
     if rows == 1:
         return x
     return x.unflatten(1, (x.shape[1] // rows, rows)).transpose(1, 2).flatten(0, 1)
 
 
-def _from_rows(x: Tensor, heads: int) -> Tensor:
+def from_rows(x: Tensor, heads: int) -> Tensor:
     """`[heads * rows, group, any]` -> `[heads, group * rows, any]`."""
     if len(x) == heads:
         return x

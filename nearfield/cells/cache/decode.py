@@ -69,7 +69,7 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_o
     if state.key_padding is not None:  # which is a longer tensor at every step
         return _decode(state, queries, scale, probes, reserved, pool)
     given = [queries, *_read_by(state), *(pool or ())]
-    sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks
+    sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks, state.tables.most_spread
     forms = [(x.shape[:2], x.shape[3:], form(x)) for x in given]
     key = ("decode", scale, probes, reserved, sizes, *forms, cards.imposed_class())
     return replayed(key, given, lambda: [_decode(state, queries, scale, probes, reserved, pool)])[0]
@@ -168,6 +168,7 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
         BG=members,
         GRAIN=GRAIN,
         **blocks,
+        MOST_SPREAD=tables.most_spread,
         HAS_PADDING=has_padding,
         HAS_BASE=has_base,
         IP=input_precision,

@@ -98,6 +98,8 @@ def check_capturable(store: CellStore, query: Tensor) -> CacheState:
     state = store.state
     if state is None or state.key_padding is not None or store.audit or store.watch is not None:
         raise ValueError("a graph needs a store with keys, without padding, that is neither audited nor watched")
+    if not isinstance(state, CacheState):
+        raise ValueError("keys are shared out over ranks, and what these exchange is in no graph; call store.append and attend")
     missing = decode.unsupported(state, query, store.probes)
     if missing is not None:
         raise ValueError(f"the Triton kernels do not serve {missing}; call store.append and store.attend instead")

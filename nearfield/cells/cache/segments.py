@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.buffers import Buffer
+from nearfield.cells.cache.stretch import stretched
+from nearfield.cells.far_field import MOST_SPREAD, MOST_SPREAD_BY_QUERIES
 from nearfield.cells.moments import tabulate
 from nearfield.cells.partition import Partition, build_cells
 from nearfield.cells.partition.halve import halve
@@ -58,6 +60,8 @@ class FlatTables(NamedTuple):
     """`[heads, 1, cells]`"""
     covariance: Tensor
     """`[heads, value_dim, dim]`: that of values and keys around the means of their cells, the same for all cells of a head"""
+    most_spread: float
+    """where spreads are cut off in scores"""
 
 
 class CacheTables:
@@ -82,6 +86,8 @@ class CacheTables:
         """as in `ClosedSegment`, summed over all segments"""
         self.pooled = key.new_zeros((batch, heads), dtype=compute)
         """how many keys are in cells"""
+        self.by_queries = True
+        """whether the keys of all cells were grouped as queries are large, see `stretch`"""
         self._flat: FlatTables | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,7 +99,9 @@ class CacheTables:
         if self._flat is None:
             covariance = self.cross.flatten(0, 1) / self.pooled.clamp(min=1).view(-1, 1, 1)
             views = {name: getattr(self, name).flat for name in PER_CELL}
-            self._flat = FlatTables(**views, log_size=views["size"].log()[:, None], covariance=covariance)
+            self._flat = FlatTables(
+                **views, log_size=views["size"].log()[:, None], covariance=covariance, most_spread=self.most_spread
+            )
         return self._flat
 
     def __len__(self) -> int:
@@ -105,7 +113,12 @@ class CacheTables:
         made.__dict__ = self.__dict__ | {"_flat": None} | changes
         return made
 
-    def append(self, closed: ClosedSegment, first: int) -> CacheTables:
+    @property
+    def most_spread(self) -> float:
+        """Where spreads are cut off in scores."""
+        return MOST_SPREAD_BY_QUERIES if self.by_queries else MOST_SPREAD
+
+    def append(self, closed: ClosedSegment, first: int, by_queries: bool = False) -> CacheTables:
         """With the cells of the segment that begins at key `first`."""
         shape = self.cross.shape[:2]
         grown = {}
@@ -113,13 +126,19 @@ class CacheTables:
             new = getattr(closed, name)
             grown[name] = getattr(self, name).append((new + first if name == "start" else new).unflatten(0, shape))
         cross = self.cross + closed.cross.unflatten(0, shape)
-        return self.but(**grown, cross=cross, pooled=self.pooled + closed.size.sum(1).unflatten(0, shape))
+        return self.but(
+            **grown,
+            cross=cross,
+            pooled=self.pooled + closed.size.sum(1).unflatten(0, shape),
+            by_queries=self.by_queries and by_queries,
+        )
 
     def drop_last(self, cells: int, cross: Tensor) -> CacheTables:
         """Without the last cells; `cross` is that of the others."""
         kept = len(self) - cells
         shorter = {name: getattr(self, name).truncate(kept) for name in PER_CELL}
-        return self.but(**shorter, cross=cross, pooled=self.pooled - self.size.filled[:, :, kept:].sum(2))
+        pooled = self.pooled - self.size.filled[:, :, kept:].sum(2)
+        return self.but(**shorter, cross=cross, pooled=pooled, by_queries=self.by_queries or not kept)
 
     def select(self, entries: Tensor) -> CacheTables:
         """With these batch entries, in this order."""
@@ -140,13 +159,15 @@ def close_segment(
     partition: Partition,
     given: Tensor | None = None,
     first_outside: int | None = None,
+    sizes: Tensor | None = None,
 ) -> ClosedSegment:
     """Group the keys `[heads, segment, dim]` of a segment into cells.
 
     `key_padding` `[heads, segment]` is False for padding, which has no influence on the cells. `outside` `[heads, segment]` is
     True for keys that belong to no cell: padding, and the first keys, which every query reads anyway. `given` `[heads, segment]`:
     the cell of each key that is not outside, where that is known. `first_outside`: says that just so many of the first keys are
-    outside, in every head; kernels in Triton need to know.
+    outside, in every head; kernels in Triton need to know. `sizes` `[heads, dim]`: how large queries are (`stretch`), if that is
+    known.
     """
     heads, segment, dim = keys.shape
     per_head = segment * max(dim, values.shape[2]) * torch.promote_types(keys.dtype, torch.float32).itemsize
@@ -157,7 +178,7 @@ def close_segment(
         some = slice(first, first + step)
         if given is None:
             padding = None if key_padding is None else key_padding[some]
-            cell_of = _group(keys[some], padding, cells, partition)
+            cell_of = _group(_as_queries_see(keys[some], sizes, some, partition), padding, cells, partition)
         else:
             cell_of = given[some]
         cell_of = cell_of.masked_fill(outside[some], -1)
@@ -168,6 +189,16 @@ def close_segment(
     if len(parts) == 1:
         return parts[0]
     return ClosedSegment(*(torch.cat(x) for x in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+def can_stretch(partition: Partition) -> bool:
+    """Whether sizes of queries matter to it. Other partitions than k-means do not look at distances."""
+    return type(partition) is KMeans
+
+
+def _as_queries_see(keys: Tensor, sizes: Tensor | None, heads: slice, partition: Partition) -> Tensor:
+    """The keys of these heads as they are grouped."""
+    return stretched(keys, sizes[heads]) if sizes is not None and can_stretch(partition) else keys
 
 
 def _close_heads(keys: Tensor, values: Tensor, cell_of: Tensor, outside: Tensor, cells: int) -> ClosedSegment:
@@ -207,14 +238,14 @@ def _runs_kernels(cells: int, *tensors: Tensor) -> bool:
 def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Partition) -> Tensor:
     """The cell of each key, `[heads, segment]`. A head with padding gets fewer cells, in proportion to its real keys."""
     if key_padding is None:
-        return _group_whole(keys, cells, partition)
+        return group_whole(keys, cells, partition)
     is_whole = key_padding.all(1).cpu()
     if bool(is_whole.all()):
-        return _group_whole(keys, cells, partition)
+        return group_whole(keys, cells, partition)
     found = torch.full(key_padding.shape, -1, dtype=torch.int64, device=keys.device)
     if bool(is_whole.any()):
         whole = is_whole.nonzero()[:, 0].to(keys.device)
-        found[whole] = _group_whole(keys[whole], cells, partition).long()
+        found[whole] = group_whole(keys[whole], cells, partition).long()
     for head in (~is_whole).nonzero()[:, 0].tolist():
         real = key_padding[head].nonzero()[:, 0]
         if len(real):
@@ -223,7 +254,7 @@ def _group(keys: Tensor, key_padding: Tensor | None, cells: int, partition: Part
     return found
 
 
-def _group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
+def group_whole(keys: Tensor, cells: int, partition: Partition) -> Tensor:
     """The cell of each key where there is no padding: by the Triton kernels, if they can."""
     if not isinstance(partition, KMeans) or not _runs_kernels(cells, keys):
         return _group_in_torch(keys, cells, partition)

@@ -13,8 +13,9 @@ from nearfield.cells.cache.adopted import KnownCells
 from nearfield.cells.cache.buffers import Buffer, outside_inference
 from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.resident import Pool, Resident
-from nearfield.cells.cache.segments import CacheTables, close_segment, cross_of
+from nearfield.cells.cache.segments import CacheTables, can_stretch, close_segment, cross_of
 from nearfield.cells.cache.steps import hidden_mask
+from nearfield.cells.cache.stretch import query_sizes
 from nearfield.cells.partition import Partition
 from nearfield.cells.sizes import CacheSizes
 
@@ -86,6 +87,8 @@ class CacheState:
         """0, and then where each closed segment ends"""
         self.cell_bounds = [0]
         """0, and then where its cells end"""
+        self.query_sizes: Tensor | None = None
+        """`[batch, heads, dim]`: how large queries of the prompt are, see `stretch`; None: it is not known. A crop leaves it"""
         self.guard: Guard | None = None
         """what looks at the error of steps have found; None: there are none"""
         self.undo: Saved = ()
@@ -118,6 +121,11 @@ class CacheState:
     def closed(self) -> int:
         """How many keys are in closed segments."""
         return self.bounds[-1]
+
+    @property
+    def cells(self) -> int:
+        """In how many cells these are."""
+        return len(self.tables)
 
     @property
     def heads(self) -> int:
@@ -209,6 +217,7 @@ class CacheState:
             **{name: getattr(self, name).select(entries) for name in ("keys", "values", "order", "tables")},
             sinks=self.sinks.index_select(0, entries),
             key_padding=None if self.key_padding is None else self.key_padding.index_select(0, entries),
+            query_sizes=None if self.query_sizes is None else self.query_sizes.index_select(0, entries),
             resident=self._none_resident(),
             _sink_rows=None,
         )
@@ -227,25 +236,38 @@ class CacheState:
         for rows, before in saved:
             torch.gather(before, 2, order.long()[..., None].expand_as(rows), out=rows)
 
-    def close_next(self, end: int, keep: Keep, known: KnownCells | None = None) -> CacheState:
+    def close_next(
+        self,
+        end: int,
+        keep: Keep,
+        known: KnownCells | None = None,
+        cells: int | None = None,
+        before: int | Tensor | None = None,
+    ) -> CacheState:
         """With the next segment closed, which ends at key `end`: its keys are grouped into cells, and sorted.
 
-        `known`: their cells, where somebody has grouped them already.
+        `known`: their cells, where somebody has grouped them already; `cells`: how many to make. Where this holds a share of the
+        keys, `before` says how many keys that are no padding come before the segment in the sequence, of all batch entries or
+        `[batch]` of each. None: as many as lie before it here.
         """
         segment = slice(self.closed, end)
-        cells = self.sizes.cells(segment.start, end) if known is None else known.cells
+        if cells is None:
+            cells = self.sizes.cells(segment.start, end) if known is None else known.cells
         keys, values = (x.view(segment).flatten(0, 1) for x in (self.keys, self.values))
         padding = None if self.key_padding is None else self.key_padding[:, segment].repeat_interleave(self.heads, 0)
-        outside, sinks = self._find_sinks(segment)
+        outside, sinks = self._find_sinks(segment, before)
         outside = outside.repeat_interleave(self.heads, 0)
-        most = self.sizes.sinks
-        first_outside = None if padding is not None else min(end, most) - min(segment.start, most)
+        first_outside = None
+        if padding is None and not isinstance(before, Tensor):
+            first, last = self._first_keys(segment, before)
+            first_outside = last - first
         given = None if known is None else known.cell_of
-        found = close_segment(keys, values, padding, outside, cells, self.partition, given, first_outside)
+        sizes = None if self.query_sizes is None else self.query_sizes.flatten(0, 1)
+        found = close_segment(keys, values, padding, outside, cells, self.partition, given, first_outside, sizes)
         order = found.order.unflatten(0, (-1, self.heads))
         closed = self.but(
             order=self.order.append(order),
-            tables=self.tables.append(found, segment.start),
+            tables=self.tables.append(found, segment.start, sizes is not None and known is None and can_stretch(self.partition)),
             sinks=sinks,
             bounds=[*self.bounds, end],
             cell_bounds=[*self.cell_bounds, self.cell_bounds[-1] + cells],
@@ -255,12 +277,23 @@ class CacheState:
         closed._reorder(segment, order, keep)
         return closed
 
-    def _find_sinks(self, segment: slice) -> tuple[Tensor, Tensor]:
-        """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the new `sinks`."""
-        if self.key_padding is None:
-            return self._find_first_keys(segment)
-        is_real = self.key_padding[:, segment]
-        number = (self.sinks >= 0).sum(1, keepdim=True) + is_real.cumsum(1)
+    def seen_by(self, query: Tensor) -> CacheState:
+        """With the sizes of the queries `[batch, heads, rows, dim]` of the latest keys, for segments that are closed later."""
+        counts = None if self.key_padding is None else self.key_padding[:, self.length - query.shape[2] :]
+        return self.but(query_sizes=query_sizes(query.detach(), self.heads, counts))
+
+    def _find_sinks(self, segment: slice, before: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`[batch, segment]`: True for keys that belong to no cell, which are sinks and padding; and the new `sinks`.
+
+        `before`: see `close_next`.
+        """
+        if self.key_padding is None and not isinstance(before, Tensor):
+            return self._find_first_keys(segment, before)
+        is_real = (self.no_padding if self.key_padding is None else self.key_padding)[:, segment]
+        earlier = (
+            (self.sinks >= 0).sum(1) if before is None else torch.as_tensor(before, device=is_real.device).expand(len(is_real))
+        )
+        number = earlier[:, None] + is_real.cumsum(1)
         is_sink = is_real & (number <= self.sizes.sinks)
         outside = is_sink | ~is_real
         # Sorting puts all of these first, in the order in which they came.
@@ -270,14 +303,19 @@ class CacheState:
         sinks[entry, number[entry, column] - 1] = place[entry, column]
         return outside, sinks
 
-    def _find_first_keys(self, segment: slice) -> tuple[Tensor, Tensor]:
+    def _find_first_keys(self, segment: slice, before: int | None = None) -> tuple[Tensor, Tensor]:
         """`_find_sinks` without padding, where sinks are the first keys: nobody has to wait for a GPU to look at them."""
-        first, last = (min(end, self.sizes.sinks) for end in (segment.start, segment.stop))
-        device = self.sinks.device
-        outside = torch.arange(segment.start, segment.stop, device=device) < last
+        first, last = self._first_keys(segment, before)
+        device, place = self.sinks.device, segment.start
+        outside = torch.arange(segment.stop - place, device=device) < last - first
         sinks = self.sinks.clone()
-        sinks[:, first:last] = torch.arange(first, last, dtype=sinks.dtype, device=device)
+        sinks[:, first:last] = torch.arange(place, place + last - first, dtype=sinks.dtype, device=device)
         return outside.expand(len(sinks), -1), sinks
+
+    def _first_keys(self, segment: slice, before: int | None) -> tuple[int, int]:
+        """Of the first keys of the sequence, which are in the segment: from this one on, and up to this one."""
+        start = segment.start if before is None else before
+        return min(start, self.sizes.sinks), min(start + segment.stop - segment.start, self.sizes.sinks)
 
     @property
     def has_room(self) -> bool:
@@ -354,7 +392,9 @@ class CacheState:
         They are a copy, made once. The mask is None if all of them are there.
         """
         if self._sink_rows is None or self._sink_rows[0].dtype != dtype:
-            place = self.sinks.repeat_interleave(self.heads, 0)
+            # There may be room for more of them than there are keys.
+            used = (self.sinks >= 0).any(0).nonzero()[:, 0].tolist()
+            place = self.sinks[:, : used[-1] + 1 if used else 0].repeat_interleave(self.heads, 0)
             absent = (place < 0)[:, None]
             self._sink_rows = (*self.gather(place.clamp(min=0), dtype), absent if bool(absent.any()) else None)
         return self._sink_rows
@@ -367,9 +407,9 @@ class CacheState:
             return keys.take(number).to(dtype), values.take(number).to(dtype)
         return keys.gather(place).to(dtype), values.gather(place).to(dtype)
 
-    def hidden_mask(self, keys: slice, first: int, rows: int, group: int) -> Tensor | None:
+    def hidden_mask(self, keys: slice, first: int, rows: int, group: int, positions: Tensor | None = None) -> Tensor | None:
         """True where a row does not see a key; see `steps.hidden_mask`."""
-        return hidden_mask(self.key_padding, self.heads, keys, first, rows, group, self.sinks.device)
+        return hidden_mask(self.key_padding, self.heads, keys, first, rows, group, self.sinks.device, positions)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearfield.cells.cache.adopted import known_segments, takes_over
 from nearfield.cells.cache.attention import cached_attention, scaled_queries
-from nearfield.cells.cache.chunks import attend_to_closed
+from nearfield.cells.cache.chunks import attend_to_closed, merged
 from nearfield.cells.cache.guard import Guard
 from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.state import CacheState, Saved
@@ -27,19 +27,22 @@ from nearfield.cells.cache.steps import (
     checked_entries,
     checked_padding,
     exact_rows,
+    scale_or_default,
 )
 from nearfield.cells.method import Cells
 from nearfield.cells.partition.kmeans import KMeans
-from nearfield.cells.sizes import CacheSizes, default_cache_probes, default_probes
+from nearfield.cells.sizes import CacheSizes, default_cache_probes, default_cell_size, default_probes
 from nearfield.cells.trial import Prepared
-from nearfield.checks import check_fraction, check_positive
+from nearfield.checks import MOST, check_fraction, check_positive
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.kernels import backends
-from nearfield.merge import merge
 
 Near = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Attention of the latest rows to keys and values `[batch, heads, length, dim]`, causal with the last row at the last key: output
 and log-normaliser."""
+
+MOST_SINKS = 1 << 16
+"""First keys that a cache may keep apart: it notes for each batch entry where they are, before any is there."""
 
 LEAST_CHUNK, CHUNK_SHARE = 256, 64
 """So many rows, and at least one for so many keys, are a chunk: tables of all closed cells are made for them, which takes as long
@@ -177,7 +180,7 @@ class CellStore:
     @property
     def cells(self) -> int:
         """How many cells a query scores, per head."""
-        return 0 if self._state is None else len(self._state.tables)
+        return 0 if self._state is None else self._state.cells
 
     @property
     def probes(self) -> int:
@@ -266,13 +269,17 @@ class CellStore:
         key, value, state = key.detach(), value.detach(), self.state
         if state is None:
             self.sizes = self._sizes(key.is_cuda)
-            state = CacheState(key, value, self.sizes, self.method.partition, offload=self.offload, resident=self.resident)
-            state.guard = self._guard
+            state = self._empty_state(key, value).but(guard=self._guard)
         check_alike(key, value, state.keys.storage, state.values.storage)
         self._state = state.append(key, value, counts)
 
+    def _empty_state(self, key: Tensor, value: Tensor) -> CacheState:
+        """For keys and values like these."""
+        return CacheState(key, value, self.sizes, self.method.partition, offload=self.offload, resident=self.resident)
+
     def reserve(self, keys: int) -> None:
         """Make room for this many more keys, so that appending them moves nothing."""
+        check_positive("keys", keys, least=0, most=MOST)
         state = self._require_state()
         if backends.runs_triton(state.sinks.device):
             state.pool(self.probes)
@@ -316,17 +323,23 @@ class CellStore:
 
     def repeat(self, times: int) -> None:
         """Repeat every batch entry, with its copies next to each other."""
+        check_positive("times", times, most=MOST)
         if self._state is not None:
             sinks = self._state.sinks
             self.select(torch.arange(len(sinks), device=sinks.device).repeat_interleave(times))
 
     @torch.no_grad()
-    def close(self, prepared: Prepared | None = None) -> None:
+    def close(self, prepared: Prepared | None = None, query: Tensor | None = None) -> None:
         """Close all segments that the next query sees through cells. `attend` does this by itself.
 
+        `query` `[batch, heads, rows, dim]`: those of the latest keys, which attended elsewhere, such as the rows of a prompt. The
+        last 64 of each head say what matters to a query: keys are grouped accordingly, from now on; see `stretch`.
         `prepared`: what a causal call of `Cells` over all stored keys has grouped already; its longest spans become segments.
         """
         state = self._require_state()
+        if query is not None:
+            check_query(query, state.keys.storage, state.length, None)
+            state = state.seen_by(query) if query.shape[2] else state
         if prepared is not None and self.wants_cells(state.length) and state.key_padding is None:
             with torch.autocast(state.sinks.device.type, enabled=False):
                 state = self._adopt(state, prepared)
@@ -349,10 +362,18 @@ class CellStore:
     @torch.no_grad()
     def _close_before(self, state: CacheState, position: int) -> CacheState:
         """With all segments closed that a query at this position sees through cells."""
-        while (end := self.sizes.next_end(state.closed, position)) > state.closed:
+        while (end := self._next_end(state, position)) > state.closed:
             with torch.autocast(state.sinks.device.type, enabled=False):
                 state = state.close_next(end, self._keep)
         return state
+
+    def _next_end(self, state: CacheState, position: int) -> int:
+        """Where the segment ends that is open, for a query at this position; where it begins if it stays open."""
+        return self.sizes.next_end(state.closed, position)
+
+    def _next_close(self, state: CacheState) -> int:
+        """The first position whose query finds the segment closed that is open."""
+        return self.sizes.next_close(state.closed)
 
     def _most_closed(self, position: int) -> int:
         """How many keys a query at this position may see through cells."""
@@ -365,14 +386,9 @@ class CellStore:
         `near`: how many rows at a time, such as those of a chunk of a prompt, attend to keys that are in no closed segment yet.
         """
         state = self._require_state()
-        check_query(query, state.keys.storage, state.length)
+        self._check_rows(state, query, scale)
         rows, first = query.shape[2], state.length - query.shape[2]
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        if rows and state.closed > self._most_closed(first):
-            raise ValueError(
-                f"the query at position {first} comes too late: a segment that it reads key by key is already closed; attend "
-                "right after appending its key"
-            )
+        scale = scale_or_default(query, scale)
         if state.settled < state.length:
             state = state.but(settled=state.length)
         if rows == 1 and query.device.type == "cpu":  # Most calls are steps of one token, and these are what a host waits for.
@@ -394,6 +410,16 @@ class CellStore:
             self.errors.append(error)
         return output
 
+    def _check_rows(self, state: CacheState, query: Tensor, scale: float | None) -> None:
+        """Raise unless these, times scale, can be the queries of the latest keys."""
+        check_query(query, state.keys.storage, state.length, scale)
+        first = state.length - query.shape[2]
+        if query.shape[2] and state.closed > self._most_closed(first):
+            raise ValueError(
+                f"the query at position {first} comes too late: a segment that it reads key by key is already closed; attend "
+                "right after appending its key"
+            )
+
     def _exact_rows(self, state: CacheState, query: Tensor, output: Tensor, first: int, scale: float) -> ExactRows:
         with torch.autocast(query.device.type, enabled=False):
             keys, values = (state.in_order(x) for x in (state.keys, state.values))
@@ -406,7 +432,7 @@ class CellStore:
         """The step with as many cells opened as eps asks for, its error, and what is opened from now on."""
         guard = state.guard
         assert guard is not None
-        cells, factor = len(state.tables), guard.factor
+        cells, factor = state.cells, guard.factor
         probes = self._probes(state.closed, cells)
         # Not "more than eps": an error that is no number is none to be content with.
         while not error.pooled <= guard.eps and probes < cells:
@@ -425,7 +451,7 @@ class CellStore:
     # output of the rows.
 
     def _attend_single(self, state: CacheState, query: Tensor, first: int, scale: float) -> tuple[CacheState, Tensor]:
-        if first >= self.sizes.next_close(state.closed):
+        if first >= self._next_close(state):
             state = self._close_before(state, first)
         with _without_autocast(query.device):
             found = self._attend_rows(state, query, first, scale)
@@ -436,10 +462,10 @@ class CellStore:
         output = query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
         while start < rows:
             state = self._close_before(state, first + start)
-            stop = min(rows, self.sizes.next_close(state.closed) - first)
+            stop = min(rows, self._next_close(state) - first)
             step = self._rows_at_a_time(state, query.shape[0] * query.shape[1])
             # A value that is not finite, times a weight of zero, would be NaN in rows that do not see it: take single rows.
-            if stop - start > 1 and not bool(state.values.view(slice(state.closed, first + stop)).isfinite().all()):
+            if stop - start > 1 and not self._are_finite(state, slice(state.closed, first + stop)):
                 step = 1
             for row in range(start, stop, step):
                 block = slice(row, min(row + step, stop))
@@ -449,6 +475,10 @@ class CellStore:
             start = stop
         return state, output
 
+    def _are_finite(self, state: CacheState, keys: slice) -> bool:
+        """Whether the values of these keys are, which are in no closed segment."""
+        return bool(state.values.view(keys).isfinite().all())
+
     def _attend_chunk(self, state: CacheState, query: Tensor, first: int, scale: float, near: Near) -> tuple[CacheState, Tensor]:
         """By `near` to the keys after the last segment that the first row finds closed, and through cells to all before."""
         state = self._close_before(state, first)
@@ -456,22 +486,24 @@ class CellStore:
             keys, values = (x.view(slice(state.closed, state.length)) for x in (state.keys, state.values))
             output, lse = near(keys, values)
             if state.closed:
-                probes = self._chunk_probes(state)
-                past, past_lse = attend_to_closed(state, query, scale, probes, self.method.partition)
-                wide = torch.promote_types(query.dtype, torch.float32)  # rounded once, when they are merged
-                output = merge([output.to(wide), past.to(wide)], [lse, past_lse])[0].to(query.dtype)
-        return self._close_before(state, state.length), output
+                probes, cells = self._chunk_sizes(state)
+                past, past_lse = attend_to_closed(state, query, scale, probes, self.method.partition, cells)
+                output = merged(output, past, lse, past_lse, query.dtype)
+        return self._close_before(state.seen_by(query), state.length), output
 
-    def _chunk_probes(self, state: CacheState) -> int:
-        """As many as a step opens, but by default no more than a row of a prompt does: its head opens cells for itself alone.
-        The guard opens as many times more."""
-        cells = len(state.tables)
-        usual = self._probes(state.closed, cells)
-        if self.method.probes is not None or not self._are_on_gpu:
-            return usual
+    def _chunk_sizes(self, state: CacheState) -> tuple[int, int | None]:
+        """How many cells a row of a chunk opens, and of how many; None: of those that there are.
+
+        On a GPU, by default, both are those of a row of a prompt: its head opens cells for itself alone, and there each pair of a
+        row and a cell costs time, however few keys it has. The guard opens as many times more.
+        """
+        if self.method.probes is not None or not backends.runs_triton(state.sinks.device):
+            return self._probes(state.closed, state.cells), None
+        size = self.method.cell_size or default_cell_size(state.closed, causal=True, on_gpu=True)
+        cells = min(state.cells, max(1, state.closed // size))
         factor = 1 if self.guard is None else self.guard.factor
-        of_prompt = default_probes(state.closed, max(1, state.closed // max(1, cells)), causal=True, on_gpu=True)
-        return min(usual, max(of_prompt, min(cells, of_prompt * factor)))
+        probes = default_probes(state.closed, max(1, state.closed // cells), causal=True, on_gpu=True)
+        return min(cells, probes * factor), cells
 
     def _is_chunk(self, state: CacheState, rows: int) -> bool:
         """Whether so many rows are worth going through all keys for their sake."""
@@ -479,7 +511,7 @@ class CellStore:
 
     def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float, probes: int | None = None) -> Tensor:
         """Attention of rows from position `first` on, which all see the same closed segments."""
-        probes = self._probes(state.closed, len(state.tables)) if probes is None else probes
+        probes = self._probes(state.closed, state.cells) if probes is None else probes
         if backends.runs_triton(query.device) and self.watch is None:
             from nearfield.cells.cache import decode
 
@@ -494,7 +526,7 @@ class CellStore:
 
     def _rows_at_a_time(self, state: CacheState, heads: int) -> int:
         """How many rows to serve together, so that score tables and gathered keys stay within `BLOCK_BYTES`."""
-        cells = len(state.tables)
+        cells = state.cells
         opened = min(state.closed, 2 * self._probes(state.closed, cells) * state.closed // max(1, cells))
         columns = state.keys.storage.shape[3] + state.values.storage.shape[3]
         scores = cells + state.length - state.closed + opened
@@ -530,3 +562,4 @@ def check_method(method: object) -> None:
         raise ValueError(f"a cell cache draws no samples, got {method!r}; leave samples out")
     if method.share is not None and method.share > 1:
         raise ValueError(f"a cell cache opens cells for each query by itself, got {method!r}; leave share out")
+    check_positive("sinks", method.sinks, least=0, most=MOST_SINKS)

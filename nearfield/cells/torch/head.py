@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -15,7 +15,7 @@ from nearfield.cells.far_field import finite
 from nearfield.cells.moments import CellTable, SeenCells, tabulate
 from nearfield.cells.partition import Partition, build_cells
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.spans import Piece, Spans, blocks_of_rows, closed_keys, pieces, row_blocks_of
+from nearfield.cells.spans import Piece, Span, Spans, blocks_of_rows, closed_keys, pieces, row_blocks_of
 from nearfield.chunks import row_blocks
 from nearfield.sampling import dropout_factors
 
@@ -269,10 +269,11 @@ def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor
             yield own, False, own < seen[:, None]
 
 
-def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition) -> Tensor:
+def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition, only: Collection[Span] | None = None) -> Tensor:
     """The cells of each key of a head `[n, dim]`: `[span_levels, n]`, -1 where it is in none.
 
     Keys are grouped span by span, and only those that some row sees through cells. Nothing about a cell depends on later keys.
+    `only`: these spans; None: all.
     """
     cell_of = torch.full((sizes.span_levels, len(keys)), -1, dtype=torch.int64, device=keys.device)
     closed = int(closed_keys(visible, sizes, sizes.group).max()) if len(visible) else 0
@@ -284,7 +285,9 @@ def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition
     first_cell = spans.edges(per_segment)
     compute = torch.promote_types(keys.dtype, torch.float32)
     for level, group in groupby(spans.all, key=attrgetter("level")):
-        own = list(group)
+        own = [span for span in group if only is None or span in only]
+        if not own:
+            continue
         places = [slice(span.first * segment, (span.first + span.segments) * segment) for span in own]
         copies = [keys[place].to(compute)[None] for place in places]
         parts = copies[0] if len(copies) == 1 else torch.cat(copies)

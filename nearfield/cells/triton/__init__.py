@@ -10,6 +10,7 @@ order                which rows are a block, where there is no mask
 attend               attention to all but the cells that a row opened; to everything, for a block of rows
 near                 attention to the keys of opened cells, cell by cell, and its gradients
 local, far           gradients of attention to keys seen one by one, and to closed cells
+merge_two            results of the same rows over two sets of keys, as one
 decode               one step of a cache
 resident             which offloaded cells are on the card
 memory               how work is cut to fit

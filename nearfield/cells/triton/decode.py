@@ -21,7 +21,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from nearfield.cells.triton.far_field import LEAST_SCORE, VOID, cell_score, cut_off, log2_cell_mass, squares
+from nearfield.cells.triton.far_field import LEAST_SCORE, VOID, cell_score, log2_cell_mass, squares
 from nearfield.kernels.launch import LN2, LOG2E, Kernel, launch_dependents, wait_for_previous
 
 CHANGING = (
@@ -287,6 +287,7 @@ def score_cells(
     BR: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
+    MOST_SPREAD: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     HAS_BASE: tl.constexpr,
     IP: tl.constexpr,
@@ -359,8 +360,8 @@ def score_cells(
         query = load_queries(queries, entry * group, row, real, column, wide, dim)
         square = squares(query, scale, var.dtype)
         first = tl.dot(query.to(mean.dtype), mean, input_precision=IP) * scale
-        spread = cut_off(tl.dot(square, var, input_precision=IP))
-        score = cell_score(first, spread, exists[None, :])
+        spread = tl.dot(square, var, input_precision=IP)
+        score = cell_score(first, tl.minimum(spread, MOST_SPREAD), exists[None, :])
         log2_n = tl.where(n > 0.0, tl.log2(tl.maximum(n, 1.0)), -float("inf"))
         log2_mass = log2_cell_mass(first * LOG2E, spread) + log2_n[None, :]
         log2_mass = tl.where(exists[None, :] > LEAST_SCORE, log2_mass, -float("inf"))

@@ -13,6 +13,7 @@ from nearfield.kernels.launch import LOG2E
 
 ROUTE_SPREADS = tl.constexpr(far_field.ROUTE_SPREADS)
 MOST_SPREAD = tl.constexpr(far_field.MOST_SPREAD)
+MOST_WIDE_SPREAD = tl.constexpr(far_field.ROUTE_SPREADS**2 * far_field.MOST_SPREAD)
 MOST_SQUARE = tl.constexpr(far_field.MOST_SQUARE)
 
 VOID = tl.constexpr(-1e30)
@@ -51,7 +52,7 @@ def cell_moments(query, square, centroid, variance, cell, column, wide, dim, FUL
 
 @triton.jit
 def cut_off(spread):
-    """u_c, cut off so that b(u_c) stays far from overflow."""
+    """u_c, from the variance of a cell's logits."""
     return tl.minimum(spread, MOST_SPREAD)
 
 
@@ -64,7 +65,7 @@ def cell_score(first, spread, exists):
 @triton.jit
 def wide_cell_score(first, wide_spread):
     """The same of a cell that exists, from ROUTE_SPREADS^2 u_c. x * rsqrt(x) is faster than sqrt(x)."""
-    spread = wide_spread + 1e-30
+    spread = tl.minimum(wide_spread, MOST_WIDE_SPREAD) + 1e-30
     return first + spread * tl.rsqrt(spread)
 
 

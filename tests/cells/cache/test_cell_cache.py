@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.partition import Partition, build_cells
 from nearfield.hf.stored import StoredKeys
+from nearfield.knn.store import IndexStore
 
 BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 150, 16, 12
 STEPS = (37, 1, 1, 30, 9, 1, 71)
@@ -444,7 +446,7 @@ def test_padding_stays_as_it_is() -> None:
     other.attend(query[:, :, -1:])
     with pytest.raises(ValueError, match="no sliding window"):
         other.mark(padding())
-    with pytest.raises(ValueError, match=r"counts must be \(2, 150\)"):
+    with pytest.raises(ValueError, match=r"counts must be boolean and \[2, 150\]"):
         store.mark(padding(20))
 
 
@@ -545,6 +547,121 @@ def test_bad_methods() -> None:
         CellStore(nearfield.Exact())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draws no samples"):
         CellStore(nearfield.Cells(samples=4))
+    with pytest.raises(ValueError, match="sinks must be at most 65536, got 1099511627776"):
+        CellStore(nearfield.Cells(sinks=2**40))
+
+
+def test_more_sinks_than_keys_take_no_more_memory_than_keys() -> None:
+    query, key, value = inputs()
+    store = CellStore(nearfield.Cells(segment=40, cell_size=4, probes=1, sinks=60_000, window=0))
+    store.append(key, value)
+    store.close()
+    found = store.attend(query[:, :, -1:])
+    assert store.closed >= 120
+    torch.testing.assert_close(found, exact(query[:, :, -1:], key, value))
+    assert store.state is not None
+    assert store.state.sink_rows(key.dtype)[0].shape[1] == store.closed
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make", [lambda: CellStore(FEW), lambda: IndexStore(nearfield.TopK(4))], ids=["cells", "index"])
+def test_odd_arguments(make: Callable[[], CellStore | IndexStore]) -> None:
+    """Each gets an error that names it, and the store is as it was."""
+    query, key, value = inputs()
+    store, seen, last = make(), torch.ones(BATCH, LENGTH, dtype=torch.bool), query[:, :, -1:]
+    jagged = torch.nested.nested_tensor([seen[0], seen[1, :9]])
+    not_boolean = r"counts must be boolean and \[2, 150\], got {} and \(2, 150\); .* pass counts.bool\(\)"
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "key must be a dense tensor", lambda: store.append(key.to_sparse(), value)),
+        (ValueError, "value is on the device meta", lambda: store.append(key, value.to("meta"))),
+        (ValueError, "at least one head", lambda: store.append(key[:, :0], value[:, :0])),
+        (ValueError, "keys must be an integer of at least 0, got -1", lambda: store.reserve(-1)),
+        (ValueError, "keys must be at most", lambda: store.reserve(2**70)),
+        (ValueError, "times must be a positive integer, got 0", lambda: store.repeat(0)),
+        (ValueError, "length must be between", lambda: store.crop(2**70)),
+        (ValueError, "length must be an integer, got 30.5", lambda: store.crop(30.5)),  # type: ignore[arg-type]
+        (ValueError, "length must be an integer, got True", lambda: store.crop(True)),
+        (ValueError, "length must be an integer, got '3'", lambda: store.crop("3")),  # type: ignore[arg-type]
+        (TypeError, "counts must be a torch.Tensor, got list", lambda: store.mark(seen.tolist())),
+        (ValueError, not_boolean.format("torch.int64"), lambda: store.mark(seen.long())),
+        (ValueError, not_boolean.format("torch.float32"), lambda: store.mark(seen.float())),
+        (TypeError, "counts must be a dense tensor", lambda: store.mark(seen.to_sparse())),
+        (TypeError, "counts is a nested tensor", lambda: store.mark(jagged)),
+        (ValueError, "counts is on the device meta", lambda: store.mark(seen.to("meta"))),
+        (ValueError, r"counts must be boolean and \[2, 150\], got torch.bool and \(150,\)", lambda: store.mark(seen[0])),
+        (TypeError, "counts must be a torch.Tensor, got list", lambda: store.append(key, value, seen.tolist())),
+        (ValueError, not_boolean.format("torch.int64"), lambda: store.append(key, value, seen.long())),
+        (TypeError, "counts must be a dense tensor", lambda: store.append(key, value, seen.to_sparse())),
+        (ValueError, "counts is on the device meta", lambda: store.append(key, value, seen.to("meta"))),
+        (TypeError, "key must be a torch.Tensor, got list", lambda: store.append(key.tolist(), value)),
+        (TypeError, "one floating dtype", lambda: store.append(*(x.to(torch.float8_e4m3fn) for x in (key, value)))),
+        (ValueError, r"mask \[2\], got torch.bool and \(3,\)", lambda: store.select(torch.tensor([True, False, True]))),
+        (ValueError, r"mask \[2\], got torch.bool and \(1,\)", lambda: store.select(torch.tensor([True]))),
+        (ValueError, r"entries must be integers .* got torch.float32 and \(2,\)", lambda: store.select(torch.ones(2))),
+        (ValueError, r"entries must be integers .* got torch.int64 and \(1, 2\)", lambda: store.select(torch.tensor([[0, 1]]))),
+        (ValueError, "entries is on the device meta", lambda: store.select(torch.zeros(2, device="meta"))),
+        (TypeError, "entries must be numbers of batch entries, got 'ab'", lambda: store.select("ab")),  # type: ignore[arg-type]
+        (TypeError, "query must be a tensor of floating", lambda: store.attend(query[:, :, -1:].long())),
+        (ValueError, "scale must be a finite number", lambda: store.attend(query[:, :, -1:], float("nan"))),
+        (ValueError, r"scale=1e\+39 is infinite", lambda: store.attend(query[:, :, -1:].float(), 1e39)),
+        (ValueError, "scale=-1[0-9]* is infinite", lambda: store.attend(last, -(10**39))),
+        (TypeError, "query must be a torch.Tensor, got list", lambda: store.attend(last.tolist())),
+        (TypeError, "query must be a dense tensor", lambda: store.attend(last.to_sparse())),
+        (ValueError, "query is on the device meta", lambda: store.attend(last.to("meta"))),
+        (TypeError, r"query is torch.float64 on cpu, .* pass query.to\('cpu', torch.float32\)", lambda: store.attend(last.double())),
+    ]
+    store.append(key, value)
+    before, wanted = store.length, make()
+    wanted.append(key, value)
+    for kind, message, call in refused:
+        with pytest.raises(kind, match=message):
+            call()
+    assert type(store.length) is int
+    assert store.length == before
+    assert torch.equal(store.attend(query[:, :, -1:]), wanted.attend(query[:, :, -1:]))
+
+
+@pytest.mark.parametrize("make", [lambda: CellStore(ALL), lambda: IndexStore(nearfield.TopK(999))], ids=["cells", "index"])
+@pytest.mark.parametrize("scale", [2**70, -(2**70), 2, 0.5, 3.0])
+def test_scales_of_any_kind(make: Callable[[], CellStore | IndexStore], scale: float) -> None:
+    """As in `nearfield.attention`."""
+    query, key, value = inputs()
+    store = make()
+    store.append(key, value)
+    expected = nearfield.attention(query[:, :, -1:], key, value, scale=scale, enable_gqa=True, method=nearfield.Exact())
+    torch.testing.assert_close(store.attend(query[:, :, -1:], scale), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda: CellStore(ALL), lambda: IndexStore(nearfield.TopK(999))], ids=["cells", "index"])
+def test_queries_of_half_precision_may_come_to_other_keys(
+    make: Callable[[], CellStore | IndexStore], dtype: torch.dtype
+) -> None:
+    """Arithmetic is in float32 for both."""
+    query, key, value = inputs()
+    store = make()
+    store.append(key, value)
+    found, wanted = (store.attend(x) for x in (query[:, :, -1:].to(dtype), query[:, :, -1:].to(dtype).float()))
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted.to(dtype))
+
+
+@pytest.mark.parametrize("make", [lambda: CellStore(FEW), lambda: IndexStore(nearfield.TopK(4))], ids=["cells", "index"])
+def test_entries_of_any_kind(make: Callable[[], CellStore | IndexStore]) -> None:
+    query, key, value = inputs()
+    for entries in (torch.tensor([1], dtype=torch.int32), [1], [False, True], torch.tensor([1], dtype=torch.uint8)):
+        store = make()
+        store.append(key, value)
+        store.select(entries)  # type: ignore[arg-type]
+        assert torch.equal(store.keys, key[1:])  # type: ignore[arg-type]
+    store.select([])  # type: ignore[arg-type]
+    assert store.entries == 0
+
+
+def test_lengths_are_integers_before_the_first_key() -> None:
+    for store in (CellStore(FEW), IndexStore()):
+        with pytest.raises(ValueError, match="length must be an integer, got False"):
+            store.crop(False)
 
 
 def test_bad_inputs() -> None:

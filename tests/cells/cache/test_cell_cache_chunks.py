@@ -15,8 +15,10 @@ from torch import Tensor
 import nearfield as nf
 from nearfield.attention import causal_attention
 from nearfield.cells.cache import store as cache_store
-from nearfield.cells.cache.chunks import cells_in_place
+from nearfield.cells.cache.chunks import _joined, attend_to_closed, cells_in_place
 from nearfield.cells.cache.store import CellStore, Near
+from nearfield.cells.sizes import default_cell_size, default_probes
+from nearfield.kernels import backends
 
 BATCH, HEADS, GROUP, LENGTH, DIM, VALUE_DIM = 2, 2, 2, 200, 16, 12
 
@@ -186,9 +188,6 @@ def test_broken_off_anywhere_it_has_not_happened(way: Any) -> None:
 def test_by_kernels(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, what they cannot compute in 16 bits aside."""
     pytest.importorskip("triton")
-    from nearfield.cells.cache.chunks import attend_to_closed
-    from nearfield.kernels import backends
-
     query, key, value = inputs()
     store = CellStore(nf.Cells(sinks=5))
     store.append(key, torch.cat([value, value[..., :4]], 3))
@@ -203,25 +202,84 @@ def test_by_kernels(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
 
 
-def test_rows_of_a_chunk_on_a_gpu_open_no_more_than_those_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_both_sides_are_merged_by_a_kernel(by_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter; what is near often lies head by head in each row, and the output then lies so too."""
+    pytest.importorskip("triton")
+    from nearfield.cells.triton import merge_two as module
+
+    calls, merge_two = [], module.merge_two
+    monkeypatch.setattr(module, "merge_two", lambda *given: calls.append(given[0]) or merge_two(*given))  # type: ignore[func-returns-value]
+    query, key, value = inputs()
+    store = CellStore(nf.Cells(probes=10_000, sinks=5))
+    store.append(key[:, :, :150], value[:, :, :150])
+    store.close()
+    store.append(key[:, :, 150:], value[:, :, 150:])
+    rows = query[:, :, 150:].contiguous()
+
+    def near(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        output, lse = near_by(rows, nf.Exact(), [])(keys, values)
+        return (output.transpose(1, 2).contiguous().transpose(1, 2) if by_rows else output), lse
+
+    monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    found = store.attend(rows, None, near)
+    torch.testing.assert_close(found, exact()[:, :, 150:], atol=2e-5, rtol=1e-4)
+    assert len(calls) == 1
+    assert found.transpose(1, 2).is_contiguous() is by_rows
+
+
+def test_rows_of_a_chunk_on_a_gpu_have_cells_as_rows_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless they are told how many, or the guard asks for more."""
     monkeypatch.undo()
     _, key, value = inputs(20_000)
-    probes = {}
-    for eps, given in ((None, None), (0.5, None), (None, 7)):
-        store = CellStore(nf.Cells(probes=given), eps=eps, group_from=0)
+    found = {}
+    for eps, given in ((None, nf.Cells()), (0.5, nf.Cells()), (None, nf.Cells(probes=7)), (None, nf.Cells(cell_size=40))):
+        store = CellStore(given, eps=eps, group_from=0)
         store.append(key, value)
         store.close()
-        on_cpu = store._chunk_probes(store.state)
-        assert on_cpu == store.probes
-        monkeypatch.setattr(CellStore, "_are_on_gpu", True)
+        assert store._chunk_sizes(store.state) == (store.probes, None)
+        monkeypatch.setattr(backends, "runs_triton", lambda device: True)
         for factor in (1, 8):
             if store.state.guard is not None:
                 store.state = store.state.but(guard=store.state.guard._replace(factor=factor))
-            probes[eps, given, factor] = store.probes, store._chunk_probes(store.state)
+            found[eps, given, factor] = store._chunk_sizes(store.state)
         monkeypatch.undo()
-    step, chunk = probes[None, None, 1]
-    assert 20 < chunk < step
-    assert probes[0.5, None, 1] == (step, chunk)
-    assert probes[0.5, None, 8] == (8 * step, 8 * chunk)
-    assert probes[None, 7, 1] == (7, 7)
+    size = default_cell_size(20_000, causal=True, on_gpu=True)
+    probes, cells = found[None, nf.Cells(), 1]
+    assert cells == store.closed // size
+    assert probes == default_probes(20_000, size, causal=True, on_gpu=True)
+    assert found[0.5, nf.Cells(), 1] == (probes, cells)
+    assert found[0.5, nf.Cells(), 8] == (8 * probes, cells)
+    assert found[None, nf.Cells(probes=7), 1] == (7, None)
+    assert found[None, nf.Cells(cell_size=40), 1][1] == store.closed // 40
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_cells_that_are_joined(by_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys of a cell go together, keys of no cell stay outside, and what comes of it is attention by these cells."""
+    if by_kernels:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(backends, "runs_triton", lambda device: True)
+    query, key, value = inputs()
+    store = CellStore(nf.Cells(sinks=5, probes=4))
+    store.append(key, value)
+    store.close()
+    state = store.state
+    assert state is not None
+    fine = cells_in_place(state)
+    assert (fine < 0).any()
+    coarse = _joined(state, fine, 6, nf.KMeans())
+    assert torch.equal(coarse < 0, fine < 0)
+    for own_fine, own_coarse in zip(fine, coarse, strict=True):
+        for cell in own_fine.unique().tolist():
+            assert len(own_coarse[own_fine == cell].unique()) == 1
+        assert 3 < len(own_coarse[own_coarse >= 0].unique()) <= 6
+    rows = query[:, :, -20:].contiguous()
+    found, _ = attend_to_closed(state, rows, 0.25, 6, nf.KMeans(), 6)
+    # With all of them open nothing is left to sum up.
+    keys, values = (x.repeat_interleave(GROUP, 1)[:, :, : state.closed] for x in (key, value))
+    wanted = torch.softmax(rows @ keys.mT * 0.25, -1) @ values
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+    some, _ = attend_to_closed(state, rows, 0.25, 2, nf.KMeans(), 6)
+    error = (some - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert 0.01 < float(error.mean()) < 0.5

@@ -78,6 +78,18 @@ def test_a_step_is_the_step_in_torch(length: int, group: int) -> None:
     assert_alike(both(filled(length), group))
 
 
+def test_spreads_in_scores_are_cut_off_later_where_keys_are_grouped_as_queries_are_large() -> None:
+    store = filled(203)
+    state = the(store)
+    outputs = []
+    for by_queries in (False, True):
+        store.state = state.but(tables=state.tables.but(by_queries=by_queries))
+        found = both(store, scale=2.0)
+        assert_alike(found)
+        outputs.append(found[0])
+    assert not torch.allclose(*outputs, atol=0.01)
+
+
 @pytest.mark.parametrize("padding", [0, 150])
 def test_an_open_end_of_several_tiles(padding: int) -> None:
     """Longer than what stands for it where cells are chosen."""

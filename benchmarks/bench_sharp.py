@@ -1,0 +1,227 @@
+"""What a CellCache costs sharp models, on a CPU: perplexity of the end of long texts, and errors of steps by layer.
+
+python benchmarks/bench_sharp.py                                        # Gemma, 32,768 tokens; writes results/sharp.json
+python benchmarks/bench_sharp.py --model models/smollm2-135m --tokens 8192
+python benchmarks/bench_sharp.py --kept FOLDER                          # keeps what was read there, and takes it from there
+python benchmarks/bench_sharp.py --quick                                # a tiny model, nothing written
+
+All but the last 448 tokens of a text are read exactly. These are then predicted with a `CellCache` that opens as many keys as on
+a GPU, 64 rows at a time, which reads what steps of one token do: a row opens cells by itself, and no segment is closed meanwhile.
+
+keys, uncut     cells grouped as keys are large, spreads not cut off: how caches of 0.1 were
+keys            spreads cut off at 9
+queries         cells grouped as the last 64 queries of each head are large: `CellCache()`, which cuts off later in scores
+
+Errors are those of `audit`, relative to the norm of a row of exact attention's output. Texts that are not measured again stay as
+they are in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import perplexity_texts
+import record
+import torch
+import torch.nn.functional as F
+from bench_perplexity_gpu import random_texts, tiny
+from perplexity_measure import stderr
+from perplexity_texts import Text
+from real import SMOLLM2
+from torch import Tensor
+
+import nearfield as nf
+from nearfield.app.evaluate.measure import attending
+from nearfield.app.evaluate.models import load_model
+from nearfield.app.peers.cache import PeerCache
+from nearfield.app.ruler.ways import WAYS as KNOWN_WAYS
+from nearfield.cells import far_field
+from nearfield.cells.cache import attention, segments
+from nearfield.cells.cache.stretch import LATEST
+from nearfield.cells.sizes import CacheSizes, default_cache_probes
+from nearfield.hf.cache import CellCache, CellLayer
+
+TOKENS, WRITTEN, ROWS = 32_768, 448, 64
+LARGE = 0.3
+"""The error from which on a row counts as far off."""
+WAYS = {"keys, uncut": (False, 1e8), "keys": (False, far_field.MOST_SPREAD), "queries": (True, far_field.MOST_SPREAD)}
+"""Whether keys are grouped as queries are large, and where spreads are cut off."""
+
+
+class Prompt:
+    """A text of which all but the last tokens were read exactly, with the latest queries of each layer."""
+
+    def __init__(self, model: Any, text: Text, written: int, kept: Path | None) -> None:
+        self.ids, self.start = text.ids, text.ids.shape[1] - written - 1
+        self.queries: dict[int, Tensor] = {}
+        begin = self.start - LATEST
+        path = None if kept is None else kept / f"{text.name.replace(' ', '-')}-{text.sha256[:16]}-{begin}.pt"
+        self.cache = PeerCache(model.config)
+        with attending(model, nf.Exact()):
+            if path is not None and path.exists():
+                self.cache = torch.load(path, weights_only=False)
+            else:
+                model.base_model(self.ids[:, :begin], past_key_values=self.cache, use_cache=True)
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    torch.save(self.cache, path)
+            with recording(model, self.queries):
+                model.base_model(self.ids[:, begin : self.start], past_key_values=self.cache, use_cache=True)
+
+    def filled(self, model: Any, by_queries: bool) -> CellCache:
+        """A cache of cells with what was read."""
+        tokens = self.start
+        cells = CacheSizes.of(None, None, None, 16).cells(0, tokens)
+        probes = default_cache_probes(tokens, cells, on_gpu=True)
+        made = CellCache(nf.Cells(probes=probes), config=model.config, group_from=0, audit=True)
+        for number, read in enumerate(self.cache.layers):
+            layer = made.layers[number]
+            if isinstance(layer, CellLayer):
+                layer.store.append(read.keys, read.values)
+                layer.store.close(query=self.queries[number] if by_queries else None)
+            else:
+                made.layers[number] = copy.copy(read)
+        return made
+
+
+@contextmanager
+def recording(model: Any, queries: dict[int, Tensor]) -> Iterator[None]:
+    """Inside `attending`: keep the queries of the layers that have no window."""
+    from transformers import AttentionInterface
+
+    name = model.config._attn_implementation
+    inner = AttentionInterface()[name]
+
+    def keep(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+        queries[module.layer_idx] = query.clone()
+        return inner(module, query, key, *rest, **options)
+
+    AttentionInterface.register(name, keep)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(name, inner)
+
+
+def losses(model: Any, prompt: Prompt, cache: Any) -> Tensor:
+    """-log p of the written tokens."""
+    ids, found = prompt.ids, []
+    for start in range(prompt.start, ids.shape[1] - 1, ROWS):
+        stop = min(start + ROWS, ids.shape[1] - 1)
+        logits = model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits[0].float()
+        found.append(F.cross_entropy(logits, ids[0, start + 1 : stop + 1], reduction="none"))
+    return torch.cat(found).double()
+
+
+def exact_cache(prompt: Prompt) -> PeerCache:
+    made = copy.copy(prompt.cache)
+    made.layers = [copy.copy(layer) for layer in prompt.cache.layers]
+    return made
+
+
+@torch.no_grad()
+def study(model: Any, text: Text, written: int, kept: Path | None) -> dict[str, Any]:
+    begun = time.perf_counter()
+    prompt = Prompt(model, text, written, kept)
+    found: dict[str, Any] = {**text.about, "ways": {}}
+    print(f"{time.perf_counter() - begun:7.1f} s  {text.name}, read", flush=True)
+    with attending(model, nf.Exact()):
+        exact = losses(model, prompt, exact_cache(prompt))
+        found["loss"] = float(exact.mean())
+        for name, (by_queries, cut) in WAYS.items():
+            cache = prompt.filled(model, by_queries)
+            cells = SimpleNamespace(layers=[layer for layer in cache.layers if isinstance(layer, CellLayer)])
+            read = KNOWN_WAYS["exact+cache"].keys_read(cells) + (written + 1) / 2
+            usual = attention.MOST_SPREAD
+            attention.MOST_SPREAD = segments.MOST_SPREAD = cut
+            try:
+                own = losses(model, prompt, cache)
+            finally:
+                attention.MOST_SPREAD = segments.MOST_SPREAD = usual
+            difference = own - exact
+            errors = {layer: torch.cat([step.relative.flatten() for step in steps]) for layer, steps in cache.errors.items()}
+            found["ways"][name] = {
+                "keys_read": read,
+                "difference": float(difference.mean()),
+                "absolute": float(difference.abs().mean()),
+                "stderr": stderr(difference),
+                "error": {str(layer): float(x.mean()) for layer, x in errors.items()},
+                "far_off": {str(layer): float((x > LARGE).double().mean()) for layer, x in errors.items()},
+            }
+            excess, spent = math.expm1(float(difference.mean())), time.perf_counter() - begun
+            print(f"{spent:7.1f} s  {text.name}, {name}: {excess:+.2%}", flush=True)
+    return found
+
+
+def pooled(texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """By way, over all texts: excess of perplexity, its standard error, mean error of a step, share of rows that are far off."""
+    made = {}
+    for name in WAYS:
+        own = [text["ways"][name] for text in texts]
+        excess = math.expm1(sum(one["difference"] for one in own) / len(own))
+        errors, off = ([x for one in own for x in one[what].values()] for what in ("error", "far_off"))
+        made[name] = {
+            "keys_read": sum(one["keys_read"] for one in own) / len(own),
+            "excess": excess,
+            "stderr": (1 + excess) * math.sqrt(sum(one["stderr"] ** 2 for one in own)) / len(own),
+            "absolute": sum(one["absolute"] for one in own) / len(own),
+            "excess_by_kind": {text["kind"]: math.expm1(text["ways"][name]["difference"]) for text in texts},
+            "error": sum(errors) / len(errors),
+            "far_off": sum(off) / len(off),
+        }
+    return made
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    kinds = [text["kind"] for text in found["texts"].values()]
+    columns = ("way", "keys read", "excess", *kinds, "error of a step", f"rows over {LARGE:.0%}")
+    shown = record.table(*columns, title=title, words=("way",))
+    for name, way in found["pooled"].items():
+        by_kind = [f"{way['excess_by_kind'][kind]:+.2%}" for kind in kinds]
+        excess = f"{way['excess']:+.2%} ± {way['stderr']:.2%}"
+        shown.add_row(name, f"{way['keys_read']:,.0f}", excess, *by_kind, f"{way['error']:.3f}", f"{way['far_off']:.1%}")
+    record.show(shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SMOLLM2.parent / "gemma-3-270m", help="folder of a causal language model")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="a book; default: the essays of RULER")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--kinds", nargs="+", choices=perplexity_texts.KINDS, default=perplexity_texts.KINDS)
+    parser.add_argument("--kept", type=Path, metavar="FOLDER", help="where what was read is kept, and taken from")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, nothing written")
+    options = parser.parse_args()
+    if options.quick:
+        model, texts, written = tiny(), random_texts(1600), 64
+    elif not options.model.exists():
+        print(f"skipped: no model in {options.model} (`make help` says how to fetch it)")
+        return
+    else:
+        model, tokenizer = load_model(options.model)
+        texts = perplexity_texts.find(tokenizer, options.text, options.tokens, 1)
+        texts, written = [text for text in texts if text.kind in options.kinds], WRITTEN
+    name = "tiny" if options.quick else options.model.name
+    found: dict[str, Any] = {"tokens": texts[0].ids.shape[1], "written": written, "texts": {}}
+    section = f"{name}/{found['tokens']}"
+    for text in texts:
+        found["texts"][text.name] = study(model, text, written, None if options.kept is None else options.kept / name)
+    if not options.quick and (record.RESULTS / "sharp.json").exists():
+        found["texts"] = record.read_sections("sharp").get(section, found)["texts"] | found["texts"]
+    found["texts"] = dict(sorted(found["texts"].items()))
+    found["pooled"] = pooled(list(found["texts"].values()))
+    show(f"{name}: the last {written} of {found['tokens']:,} tokens", found)
+    if not options.quick:
+        record.merge("sharp", section, found)
+
+
+if __name__ == "__main__":
+    main()
