@@ -36,9 +36,12 @@ from nearfield.results import Audit, Estimate, Outcome, Samples
 from nearfield.varlen import attention_varlen
 
 if TYPE_CHECKING:
+    from nearfield import distributed as distributed
     from nearfield import hf as hf
 
 __version__ = "0.2.0"
+
+WHEN_ASKED = ("distributed", "hf")
 
 __all__ = [
     "Audit",
@@ -89,9 +92,9 @@ _moved.redirect()
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`nearfield.hf` is imported when it is asked for, and so are modules under their names of version 0.1."""
-    return importlib.import_module("nearfield.hf") if name == "hf" else _moved.attribute(name)
+    """Two packages are imported when they are asked for, and so are modules under their names of version 0.1."""
+    return importlib.import_module(f"nearfield.{name}") if name in WHEN_ASKED else _moved.attribute(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "hf"})
+    return sorted({*globals(), *WHEN_ASKED})

@@ -32,6 +32,16 @@ def in_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def meeting_store() -> Any:
+    """The store by which the processes of a job found each other, to ask who is still there. Seen in torch 2.13."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether this is a `DTensor`, without importing the module that has them. Seen in torch 2.13."""
+    return type(x).__name__ == "DTensor" and type(x).__module__.startswith("torch.distributed.")
+
+
 DispatchMode = TorchDispatchMode
 """The base of classes that see every operation of a thread. Seen in torch 2.11 and 2.13."""
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from nearfield import bands, causal, crossover, windows
+from nearfield import _compat, bands, causal, crossover, windows
 from nearfield._compat import sdpa
 from nearfield.audit import run_audit
 from nearfield.auto import Auto, is_exact_faster, tell_if_unmeasured
@@ -29,8 +29,10 @@ from nearfield.exact import fuses_groups, zeros
 from nearfield.kernels import backends, ready
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import BuiltIndex
+from nearfield.knn.topk import TopK
 from nearfield.packed import Packed, is_jagged, jagged
 from nearfield.paper.gradients import with_gradient
+from nearfield.paper.gumbel import LazyGumbel
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
 from nearfield.results import Estimate, Outcome, mean_info
 from nearfield.sampling import Seeds, pair_dropout
@@ -57,6 +59,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     window_size: tuple[int, int] | None = None,
+    mesh: Any = None,
 ) -> Tensor: ...
 
 
@@ -81,6 +84,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     window_size: tuple[int, int] | None = None,
+    mesh: Any = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -104,6 +108,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     window_size: tuple[int, int] | None = None,
+    mesh: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale Q K^T) V, computed by `method`. Arguments and shapes are those of `F.scaled_dot_product_attention`.
 
@@ -150,6 +155,11 @@ def attention(
             memory is that of about ten copies of keys and values. `LazyGumbel` and `gradients.RandomWalk` draw from the full
             softmax over the keys of a window with bounds on both sides, in O(Lq (left + right)) too. `Cells(window=...)` is
             another thing: the latest keys exactly, and the rest by cells.
+        mesh: a `DeviceMesh` of one dimension, or a process group, over whose ranks the sequence is shared out: query, key, value
+            and a key-padding mask are this rank's, as `nearfield.distributed.context_parallel` or `shard` makes them, and rows
+            see the keys of all ranks. Output and gradients are those of one process. Not with dropout, `gradient`, methods that
+            draw keys, or, unless the method is exact, windows; `Auto` looks at the length alone. `DTensor`s sharded along their
+            length need no mesh. See `docs/distributed.md`.
 
     Returns:
         `[..., heads, Lq, value_dim]` in the dtype of the inputs. Rows that see no key are zero. With `return_lse`, that and
@@ -163,6 +173,10 @@ def attention(
     is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
     check_finite = check_flag("check_finite", check_finite)
     return_lse = check_flag("return_lse", return_lse)
+    if mesh is not None or _compat.is_dtensor(query):
+        alone = {"dropout_p": dropout_p, "gradient": gradient}
+        given = is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size, backend, check_finite, return_lse
+        return over_ranks(mesh, query, key, value, attn_mask, method, *given, alone=alone)
     given_window, window_size = window_size, bands.check_window(window_size)
     if is_jagged(query):
         arguments: dict[str, Any] = {
@@ -215,6 +229,53 @@ def attention(
     if outcome.lse is None:
         raise ValueError(f"{method!r}.run must return an Outcome with lse where call.return_lse is set, got None")
     return output, _spoil(problem, outcome.lse)
+
+
+@_compat.outside_of_compiled
+def over_ranks(
+    mesh: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    method: Method | None,
+    *given: Any,
+    alone: dict[str, Any],
+    packed: tuple[list[int], list[int]] | None = None,
+) -> Any:
+    """`attention` of what is shared out over the ranks of a mesh. Internal.
+
+    `given`: as `distributed.call.Asked` has them, after the method. `alone`: what only one process knows how to do.
+    """
+    from nearfield.distributed.call import Above, Asked, attend
+    from nearfield.distributed.dtensors import over_tensors
+
+    for name, value_of in alone.items():
+        if value_of:
+            raise ValueError(f"{name}={value_of!r} cannot be combined with mesh: ranks do not draw together; leave it out")
+    method = DEFAULT if method is None else method
+    check_method("method", method)
+    if _draws_keys(method):
+        raise ValueError(
+            f"method={method!r} draws keys, and ranks would draw others than one process does; with mesh use Exact(), TopK(k), "
+            "Cells() or Auto()"
+        )
+    limit = crossover.length(query.device, query.dtype, bool(given[0])) if isinstance(method, Auto) else None
+    above = Above(attention, _settled, f"{method!r} with a crossover length of {limit}")
+    asked = Asked(method, *given)
+    run = over_tensors if _compat.is_dtensor(query) else attend
+    output, lse = run(mesh, query, key, value, attn_mask, asked, above, packed=packed)
+    return (output, lse) if asked.return_lse else output
+
+
+def _draws_keys(method: Method) -> bool:
+    if isinstance(method, TopK):
+        return bool(method.tail) or method.eps is not None
+    return isinstance(method, LazyGumbel) or (isinstance(method, Cells) and method.samples > 0)
+
+
+def _settled(method: Method, problem: Problem) -> Method:
+    return method.without_looking(problem) if isinstance(method, Auto) else method
 
 
 class CausalResult(NamedTuple):

@@ -141,6 +141,19 @@ class Auto:
         promise = self.tolerance, self.unit, self.limit(problem)
         return run_pilot(self.cells, problem, call, *promise, generator, self.per_head, meanwhile)
 
+    def without_looking(self, problem: Problem) -> Method:
+        """What it is for inputs of such a shape where nobody can look at all of them, as over ranks."""
+        if self.prefers_exact(problem):
+            return Exact()
+        if not self.check:
+            return self.cells
+        tell(
+            "ranks",
+            "exact attention ran over ranks, which do not look at the error of cells together; make a method before, "
+            "plan = nearfield.plan(q, k, v), and pass method=plan",
+        )
+        return Exact()
+
     def is_async(self, problem: Problem, backend: str) -> bool:
         if problem.window is not None:
             return problem.query.is_cuda and self.prefers_exact(problem)

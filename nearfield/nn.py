@@ -58,6 +58,8 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         sink_logits: whether the module has a parameter `s_aux`, `[num_heads]`, zero at first: a logit of each head that counts in
             the denominator alone, as in `nearfield.attention`. Neither of the two goes with `gradient` or `LazyGumbel`.
         window_size: (left, right): the window of keys that a row sees, as in `nearfield.attention`; None: all keys.
+        mesh: over whose ranks sequences are shared out, as in `nearfield.attention`; inputs and masks are this rank's. A module
+            with a `DeviceMesh` can be copied, one with a process group cannot.
         device, dtype: of the parameters.
 
     Parameters are `q_proj`, `k_proj`, `v_proj` and `out_proj`, initialised like torch's; with `sink_logits` also `s_aux`.
@@ -100,6 +102,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         softcap: float | None = None,
         sink_logits: bool = False,
         window_size: tuple[int, int] | None = None,
+        mesh: Any = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -135,6 +138,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         self.gradient = gradient
         self.softcap = softcap
         self.window_size = window_size
+        self.mesh = mesh
         kv_dim = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.k_proj = nn.Linear(self.kdim, kv_dim, bias, device, dtype)
@@ -225,6 +229,7 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             softcap=self.softcap,
             s_aux=self.s_aux,
             window_size=self.window_size,
+            mesh=self.mesh,
         )
         return self.out_proj(output.transpose(-2, -3).flatten(-2)), None
 

@@ -63,12 +63,13 @@ def _places(runs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     return (torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)).to(device)
 
 
-def edges_of(name: str, edges: object, total: int) -> list[int]:
-    """The numbers of a tensor `cu_seqlens`, checked. Waits for a GPU."""
+def edges_of(name: str, edges: object, total: int | None) -> list[int]:
+    """The numbers of a tensor `cu_seqlens`, checked; `total` None: nobody knows yet how many rows there are. Waits for a GPU."""
     if not isinstance(edges, Tensor) or edges.dim() != 1 or edges.dtype not in (torch.int32, torch.int64) or len(edges) == 0:
         got = f"{edges.dtype} of shape {tuple(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
         raise ValueError(f"{name} must be an int32 or int64 tensor of shape [sequences + 1], got {got}")
     found: list[int] = edges.tolist()
+    total = found[-1] if total is None else total
     if found[0] != 0 or found[-1] != total or any(a > b for a, b in pairwise(found)):
         raise ValueError(
             f"{name} must begin with 0, never decrease and end with the number of rows, {total}; got {_some(found)}. It is "

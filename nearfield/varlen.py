@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from nearfield.attention import attention
+from nearfield.attention import attention, over_ranks
 from nearfield.bands import check_window
 from nearfield.checks import (
     check_dropout,
@@ -45,6 +45,7 @@ def attention_varlen(
     backend: str = "auto",
     check_finite: bool = False,
     return_lse: Literal[False] = False,
+    mesh: Any = None,
 ) -> Tensor: ...
 
 
@@ -70,6 +71,7 @@ def attention_varlen(
     backend: str = "auto",
     check_finite: bool = False,
     return_lse: Literal[True],
+    mesh: Any = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -94,6 +96,7 @@ def attention_varlen(
     backend: str = "auto",
     check_finite: bool = False,
     return_lse: bool = False,
+    mesh: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of sequences laid end to end, each to itself alone, by any method.
 
@@ -106,6 +109,9 @@ def attention_varlen(
             see no key are zero.
         window_size: (left, right), see `attention`; the last query of a sequence stands at its last key, as in FlashAttention.
         return_lse: return the log of the softmax normaliser as well, with its gradient; see `attention`.
+        mesh: as in `attention`: q, k and v are this rank's share of all rows, in zig-zag, and `cu_seqlens` counts the rows of all
+            ranks. A rank attends to the sequences that it has rows of; keys of a sequence that lies on several ranks are grouped
+            by each of them.
         dropout_p, softmax_scale, softcap, s_aux, method, gradient, generator, backend, check_finite: as in `attention`, where
             the scale is called `scale`.
 
@@ -141,7 +147,8 @@ def attention_varlen(
             raise ValueError(f"{name} must be a tensor [total, heads, dim], got {got}; `attention` takes padded batches")
     if len(k) != len(v):
         raise ValueError(f"k and v must have the same number of rows, got {len(k)} and {len(v)}")
-    edges, key_edges = edges_of("cu_seqlens_q", cu_seqlens_q, len(q)), edges_of("cu_seqlens_k", cu_seqlens_k, len(k))
+    totals = (None, None) if mesh is not None else (len(q), len(k))
+    edges, key_edges = edges_of("cu_seqlens_q", cu_seqlens_q, totals[0]), edges_of("cu_seqlens_k", cu_seqlens_k, totals[1])
     if len(edges) != len(key_edges):
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must be for as many sequences, got {len(edges) - 1} and {len(key_edges) - 1}"
@@ -152,6 +159,14 @@ def attention_varlen(
     check_backend(backend, q.device)
     if s_aux is not None:
         check_sink(s_aux, q)
+    if mesh is not None:
+        alone = {"dropout_p": dropout_p, "gradient": gradient}
+        heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        given = causal, softmax_scale, True, None, softcap, s_aux, window_size, backend, check_finite, return_lse
+        result = over_ranks(mesh, heads[0], heads[1], heads[2], None, method, *given, alone=alone, packed=(edges, key_edges))
+        if not return_lse:
+            return result[0].transpose(0, 1)
+        return result[0][0].transpose(0, 1), result[1][0].transpose(0, 1)
     packed = Packed.of(q, k, v, edges, key_edges, cu_seqlens_q)
     arguments: dict[str, Any] = {
         "dropout_p": dropout_p,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,8 @@ def test_long_document_without_a_model_says_what_to_run(
         (("finetune.py", "--steps", "0"), "must be a positive integer, got '0'"),
         (("train_walks.py", "--dropout", "1"), "must be at least 0 and less than 1, got '1'"),
         (("train_walks.py", "--out", "/proc/nowhere"), "must be a folder that can be written"),
+        (("distributed_generate.py", "--keys", "9000"), "start it with torchrun"),
+        (("distributed_generate.py", "--new", "0"), "must be a positive integer, got '0'"),
     ],
 )
 def test_silly_arguments_get_one_line(
@@ -125,12 +128,50 @@ def test_prefill(run: Callable[..., str]) -> None:
     word_of(shown)
 
 
+def test_distributed_prefill() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "distributed_prefill.py"), "--device", "cpu"]
+    sizes = ("--tokens", "301", "--heads", "1", "--dim", "16", "--rows", "20")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, env=environment, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "301 tokens on cpu" in done.stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == [f"{name}, {what}" for name in ("cells", "exact") for what in ("forward", "training")]
+    assert all(float(row[5]) < 1e-5 for row in rows)
+    assert all(float(row[4]) > 0 for row in rows)
+
+
+def test_distributed_prefill_without_torchrun(run: Callable[..., str]) -> None:
+    shown = run("distributed_prefill.py", "--tokens", 100, "--heads", 1, "--dim", 8, "--device", "cpu")
+    assert "1 rank(s)" in shown
+    assert not torch.distributed.is_initialized()
+
+
 def test_finetune(run: Callable[..., str]) -> None:
     shown = run("finetune.py", "--tokens", 300, "--steps", 3)
     assert "3 steps of 300 tokens" in shown
     apart = float(shown.partition("the same step: ")[2].split()[0])
     assert apart < 0.05
     word_of(shown)
+
+
+@pytest.mark.long
+def test_distributed_generate() -> None:
+    """Two ranks share the keys of a prompt, and generate the tokens of one process that loads all of them."""
+    given = ["--nproc-per-node", "2", "distributed_generate.py", "--keys", "9000", "--new", "6"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *given]
+    done = subprocess.run(
+        command, cwd=ROOT / "examples", env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in done.stdout.splitlines() if line.startswith("│")}
+    assert rows["keys of a layer"] == "4,506, 4,500"  # new ones go to the rank that has the end of the prompt
+    assert rows["tokens as in one process"] == "the first 6 of 6"
+    assert float(rows["logits off by at most"]) < 1e-4
+    # 2 layers, 2 heads of keys, each with 2 query heads and values of 64.
+    assert rows["bytes sent per token: outputs"] == f"{2 * 4 * 65 * 4:,}"
 
 
 def test_train_walks(run: Callable[..., str], tmp_path: Path) -> None:

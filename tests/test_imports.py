@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("nn", "hf", "varlen"),
     ("attention", "plans"),
     ("auto", "paper"),
-    ("knn", "pilot", "windows"),
+    ("distributed", "knn", "pilot", "windows"),
     ("cells", "exact", "audit"),
     ("problem", "kernels", "crossover"),
     (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +18,13 @@ from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore, check_resident
 from nearfield.cells.method import Cells
+from nearfield.checks import MOST, check_positive
+from nearfield.distributed.group import Ranks
+from nearfield.distributed.store import ShardedStore
 from nearfield.hf.config import by_layer
 from nearfield.hf.register import registered_methods
 from nearfield.hf.requests import RequestStores
+from nearfield.hf.shards import load_stores, save_stores
 from nearfield.hf.stored import StoredKeys
 from nearfield.knn.store import IndexMethod, IndexStore, can_search
 from nearfield.problem import to_autocast_dtype
@@ -42,13 +48,18 @@ class StoreOptions(NamedTuple):
     regroup: bool = True
     group_from: int | None = None
     eps: float | None = None
+    ranks: Ranks | None = None
+    balance: str = "global"
 
     @staticmethod
     def of(store: CellStore | IndexStore) -> StoreOptions:
         """Those with which this one was made."""
         if not isinstance(store, CellStore):
             return StoreOptions()
-        return StoreOptions(store.offload, store.resident, store.regroup, store.group_from, store.guard and store.guard.eps)
+        found = StoreOptions(store.offload, store.resident, store.regroup, store.group_from, store.guard and store.guard.eps)
+        if isinstance(store, ShardedStore):
+            return found._replace(resident=None, ranks=store.ranks, balance=store.balance)
+        return found
 
 
 class CellLayer(CacheLayerMixin):
@@ -134,9 +145,9 @@ class RequestLayer(CellLayer):
 
     store: RequestStores
 
-    def __init__(self, stores: Sequence[CellStore | IndexStore]) -> None:
+    def __init__(self, stores: Sequence[CellStore | IndexStore], padding: int = 0) -> None:
         self._options = StoreOptions()
-        self.store = RequestStores(stores)
+        self.store = RequestStores(stores, padding)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Every request has its store already."""
@@ -149,11 +160,21 @@ class RequestLayer(CellLayer):
 def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> CellStore | IndexStore:
     """An empty store for this method; raises where there is none."""
     if isinstance(method, Cells):
-        return CellStore(method, audit=audit, **options._asdict())
+        alone = options._asdict()
+        ranks, balance = alone.pop("ranks"), alone.pop("balance")
+        if ranks is None:
+            return CellStore(method, audit=audit, **alone)
+        if options.resident is not None or not options.regroup:
+            given = "regroup=False" if options.resident is None else f"resident={options.resident!r}"
+            raise ValueError(f"{given} is for keys on one machine, and mesh shares them out over ranks; leave one of them out")
+        together = {name: alone[name] for name in ("offload", "group_from", "eps")}
+        return ShardedStore(method, ranks, balance=balance, audit=audit, **together)
     if not can_search(method):
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
     if options.offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
+    if options.ranks is not None:
+        raise ValueError(f"mesh is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
     for name in ("eps", "group_from"):
         given = getattr(options, name)
         if given is not None:
@@ -192,6 +213,13 @@ class CellCache(Cache):
         eps: the error that the attention of a step may have, pooled over the heads of a layer. Every 32nd step is compared with
             exact attention, and where a layer is off by more, it opens more cells from then on; see `CellStore` and `guards`.
             None: nobody looks.
+        mesh: a `DeviceMesh` of one dimension, such as `mesh["cp"]`, or a process group of torch.distributed: its ranks share the
+            keys out among them. All of them run the model on the same tokens, and get the same tokens; see
+            `nearfield.distributed.ShardedStore` and docs/distributed.md. `offload` and `eps` work with it, `resident` and
+            `regroup=False` do not. None: all keys are here.
+        balance: with `mesh`, "global": the best cells of all ranks are opened; "local": each rank opens as many, its own best
+            ones.
+        check: with `mesh`, whether the ranks compare what they are asked before each layer of a step.
 
     A call of the model that is interrupted leaves some layers with its tokens and others without. The next call is then refused,
     with an error that says how to go on: `crop(n)` to the n tokens that all layers have (for layers with a window, `reset()`).
@@ -221,6 +249,9 @@ class CellCache(Cache):
         regroup: bool = True,
         group_from: int | None = None,
         eps: float | None = None,
+        mesh: Any = None,
+        balance: str = "global",
+        check: bool = True,
     ) -> None:
         if hasattr(method, "get_text_config") or hasattr(method, "config"):
             told = "model" if hasattr(method, "config") else "model.config"
@@ -233,16 +264,19 @@ class CellCache(Cache):
                 f"config must be the config of a model, got {type(config).__name__}; write CellCache(config=model.config)"
             )
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
-        options = StoreOptions(offload, resident, regroup, group_from, eps)
+        ranks = None if mesh is None else Ranks.of(mesh, check)
+        options = StoreOptions(offload, resident, regroup, group_from, eps, ranks, balance)
         for one in self.methods.values():
             _make_store(one, audit, options)  # raises if it cannot be
         self._audit, self._options = audit, options
         self._torn: str | None = None
         """an operation that some layers may have seen, and others not"""
+        super().__init__(layers=[])
         kinds = DynamicCache(config=config).layers
-        # Without a config, Transformers calls this for each layer when it first needs it.
-        make: Any = None if kinds else self._next_layer
-        super().__init__(layers=[] if kinds else None, layer_class_to_replicate=make)
+        # Made here, and not by Transformers, to which the cache would have to give a method of its own: then it would go round in
+        # a circle, and its memory would be free only when the garbage collector comes by.
+        self._grows = not kinds
+        """whether layers are made when they are first needed, because no config says how many there are"""
         for layer in kinds:
             self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
 
@@ -251,13 +285,13 @@ class CellCache(Cache):
         return CellLayer(method, self._audit, self._options)
 
     @classmethod
-    def batch(cls, caches: Sequence[CellCache]) -> CellCache:
+    def batch(cls, caches: Sequence[CellCache], padding: int = 0) -> CellCache:
         """One cache for requests of different lengths, each with a cache of its own until now.
 
         A model then serves them as a batch, one token of each in a step. Nothing in cells is copied, nothing is padded, and each
         request gets the result that it gets alone. To the model it is a batch padded on the left to the longest request
         (`get_seq_length`): pass `cache.attention_mask()`, and position ids `[batch, 1]` from `lengths`. `nearfield.hf.generate`
-        does all of this for a list of prompts.
+        does all of this for a list of prompts. `padding`: so many more tokens of padding stand before the longest request.
 
         Layers with a sliding window become a batch of their own, which needs every request to fill the window.
 
@@ -265,16 +299,54 @@ class CellCache(Cache):
         """
         if not caches:
             raise ValueError("there are no caches to put together; pass a list of CellCache(...)")
+        check_positive("padding", padding, least=0, most=MOST)
         layers = [_layers_of(cache, number) for number, cache in enumerate(caches)]
         if len(set(map(len, layers))) > 1:
             raise ValueError(f"the caches must be of one model, got {[*map(len, layers)]} layers")
         made = cls(caches[0].methods["default"])
         for name in ("methods", "_audit", "_options"):
             setattr(made, name, getattr(caches[0], name))
-        made.layer_class_to_replicate = None
-        longest = max(cache.get_seq_length() for cache in caches)
-        made.layers = [_joined(own, number, longest) for number, own in enumerate(zip(*layers, strict=True))]
+        made._grows = False
+        made.layers = [_joined(own, number, padding) for number, own in enumerate(zip(*layers, strict=True))]
         return made
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a cache with a `mesh` into a folder that all ranks have in common, each rank its own file; see
+        `nearfield.distributed.files`. If that fails or is interrupted, what an earlier save has left there stays."""
+        self.check_torn()
+        save_stores(Path(folder), [getattr(layer, "store", layer) for layer in self.layers], self._options.group_from)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        mesh: Any,
+        *,
+        device: torch.device | str | None = None,
+        audit: bool = False,
+        offload: bool = False,
+        eps: float | None = None,
+        balance: str = "global",
+        check: bool = True,
+    ) -> CellCache:
+        """What `save` has written, on as many ranks or on others, on the `device` of the model (None: the CPU). The other
+        arguments are those of a new cache. To be used with the model that has made it. Raises ValueError, on all ranks, on any
+        other folder."""
+        ranks = Ranks.of(mesh, check)
+        methods, shares, group_from = load_stores(Path(folder), ranks, device, offload)
+        by_number: dict[int | str, CacheMethod] = dict(enumerate(methods))
+        cache = cls(by_number, audit=audit, offload=offload, group_from=group_from, eps=eps, mesh=ranks, balance=balance)
+        for share in shares:
+            layer = cache._next_layer()
+            assert isinstance(layer.store, ShardedStore)
+            layer.store.restore(share)
+            cache.layers.append(layer)
+        return cache
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """With `mesh`: bytes that this rank has sent to others, by what they were."""
+        return {} if self._options.ranks is None else dict(self._options.ranks.sent)
 
     @property
     def lengths(self) -> list[int]:
@@ -304,33 +376,44 @@ class CellCache(Cache):
         new: list[Any] = [layer.store for layer in _layers_of(cache, number) if isinstance(layer, CellLayer)]
         if len(new) != len(self.layers):
             raise ValueError(f"the cache of another request must be of the same model: {len(self.layers)} layers, got {len(new)}")
-        both = zip((layer.store.stores for layer in before), new, strict=True)
-        self.layers = [RequestLayer([*stores[:number], store, *stores[number + 1 :]]) for stores, store in both]
+        both = zip((layer.store for layer in before), new, strict=True)
+        self.layers = [RequestLayer([*old.stores[:number], store, *old.stores[number + 1 :]], old.padding) for old, store in both]
 
     @outside_of_compiled
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._check_whole(layer_idx, key_states.shape[-2])
+        while self._grows and len(self.layers) <= layer_idx:
+            self.layers.append(self._next_layer())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_whole(self, layer_idx: int, new: int) -> None:
         """Raise unless all layers before this one have `new` tokens more than those from this one on, which are alike."""
-        self.check_torn()
         first = next((i for i, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin)), layer_idx)
+        if layer_idx <= first:
+            self.check_alike()
+            return
+        self.check_torn()
         layers: list[Any] = self.layers
         own = layers[layer_idx].get_seq_length() if layer_idx < len(layers) else 0
-        if layer_idx > first:
-            is_whole = own + new == layers[first].get_seq_length()
-        else:
-            # A layer that borrows keys from another one never has any; one that has lost them is found when its turn comes.
-            is_whole = all(length in (0, own) for length in self._lengths())
-        if not is_whole:
-            least, most = min(self._lengths()), max(self._lengths())
-            can_crop = least and all(isinstance(layer, CellLayer) for layer in self.layers)
-            remedy = f"crop({least}) to go on from the tokens that all layers have, or reset()" if can_crop else "reset()"
-            raise RuntimeError(
-                f"the layers of this cache have {least} to {most} tokens: a call of the model was interrupted, or did not use all"
-                f" layers; call {remedy}"
-            )
+        if own + new != layers[first].get_seq_length():
+            raise self._interrupted()
+
+    def check_alike(self) -> None:
+        """Raise unless all layers have the same tokens, as they have between two calls of the model."""
+        self.check_torn()
+        lengths = self._lengths()
+        # A layer that borrows keys from another one never has any; one that has lost them is found when its turn comes.
+        if any(length not in (0, lengths[0]) for length in lengths):
+            raise self._interrupted()
+
+    def _interrupted(self) -> RuntimeError:
+        least, most = min(self._lengths()), max(self._lengths())
+        can_crop = least and all(isinstance(layer, CellLayer) for layer in self.layers)
+        remedy = f"crop({least}) to go on from the tokens that all layers have, or reset()" if can_crop else "reset()"
+        return RuntimeError(
+            f"the layers of this cache have {least} to {most} tokens: a call of the model was interrupted, or did not use all"
+            f" layers; call {remedy}"
+        )
 
     def _lengths(self) -> list[int]:
         """By layer, how many tokens it has; without layers that count none."""
@@ -378,11 +461,11 @@ class CellCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._in_all_layers("batch_select_indices", indices)
-        if any(isinstance(layer, RequestLayer) for layer in self.layers):
-            longest = max(self.lengths, default=0)  # of those that are left
+        requests = next((layer for layer in self.layers if isinstance(layer, RequestLayer)), None)
+        if requests is not None:
             for layer in self.layers:
                 if isinstance(layer, DynamicSlidingWindowLayer):
-                    layer.cumulative_length = longest
+                    layer.cumulative_length = requests.store.length  # that of the longest one which is left
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._in_all_layers("batch_repeat_interleave", repeats)
@@ -425,6 +508,8 @@ class CellCache(Cache):
         A mapping gives layers what counts for them alone, by their number; the others are not watched.
         """
         stores = {number: layer.store for number, layer in self._cell_layers().items()}
+        if self._options.ranks is not None:
+            raise ValueError("keys that are shared out over ranks are not watched: no rank sees what the others open")
         if any(isinstance(store, RequestStores) for store in stores.values()):
             raise ValueError("requests of different lengths cannot be watched together; watch the cache of one of them alone")
         for number, store in stores.items():
@@ -467,6 +552,7 @@ def _layers_of(cache: CellCache, number: int) -> list[Any]:
     """The layers of a request. Raises where one of them cannot be put together with those of others."""
     if not isinstance(cache, CellCache):
         raise TypeError(f"request {number} must have a CellCache of its own, got {type(cache).__name__}")
+    cache.check_alike()
     for place, layer in enumerate(cache.layers):
         if isinstance(layer, CellLayer):
             refused = "requests of its own" if isinstance(layer.store, RequestStores) else None
@@ -483,17 +569,17 @@ def _layers_of(cache: CellCache, number: int) -> list[Any]:
     return cache.layers
 
 
-def _joined(layers: Sequence[Any], number: int, longest: int) -> Any:
-    """One layer for those of several requests, the longest of which has so many keys."""
+def _joined(layers: Sequence[Any], number: int, padding: int) -> Any:
+    """One layer for those of several requests, with so much padding before the longest one."""
     if isinstance(layers[0], CellLayer):
-        return RequestLayer([layer.store for layer in layers])
-    return joined_windows(layers, number, longest)
+        return RequestLayer([layer.store for layer in layers], padding)
+    return joined_windows(layers, number, max(layer.get_seq_length() for layer in layers) + padding)
 
 
 def joined_windows(layers: Sequence[Any], number: int, longest: int) -> Any:
     """A layer with a sliding window for several requests. Each must fill the window: then it has no padding in it."""
     made = copy.copy(layers[0])
-    if len(layers) == 1:
+    if len(layers) == 1 and made.get_seq_length() == longest:
         return made
     short = [i for i, x in enumerate(layers) if x.get_seq_length() < x.sliding_window]
     if short:

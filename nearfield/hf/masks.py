@@ -311,6 +311,25 @@ def make_mask(
     return mask
 
 
+def make_sharded_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **unused: Any,
+) -> LazyMask:
+    """`make_mask` where other ranks have other tokens of the sequence: a bound hides something even if it is longer than all
+    tokens here, and a rank without padding says so."""
+    pattern = recognise(mask_function or _compat.masking_utils().causal_mask_function)
+    padding = None if attention_mask is None else attention_mask.to(torch.bool).expand(batch_size, -1)
+    shift = _as_int(q_offset - kv_offset)
+    return LazyMask(batch_size, q_length, kv_length, pattern, shift, padding, device=device)
+
+
 def _sees_all(function: MaskFunction, q_offset: int | Tensor, kv_length: int, kv_offset: int) -> bool:
     """Whether a single query sees every key, which is known without looking at a tensor."""
     shift = q_offset - kv_offset

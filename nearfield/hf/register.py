@@ -14,7 +14,7 @@ from nearfield.auto import Auto
 from nearfield.checks import check_method
 from nearfield.hf.calls import LayerCall, serve
 from nearfield.hf.config import LayerConfig, by_layer, check_prefill, read_config, sharing_rows
-from nearfield.hf.masks import LazyMask, make_mask
+from nearfield.hf.masks import LazyMask, make_mask, make_sharded_mask
 from nearfield.hf.stored import StoredKeys, serve_stored
 from nearfield.problem import Method, to_autocast_dtype
 
@@ -37,6 +37,7 @@ def register(
     *,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     prefill: str | None = None,
+    mesh: Any = None,
 ) -> None:
     """Make `attn_implementation=name` mean attention by `method` in all models of Transformers.
 
@@ -51,6 +52,11 @@ def register(
             their own (also those of `Auto`) take `share=128`. Positions 0 to 127 open the same cells then, 128 to 255, and so
             on: the choice depends on later tokens of a block, and on nothing after it. Single tokens and training are as with
             `"strict"`. None: what `config` says.
+        mesh: a `DeviceMesh` of one dimension, or a process group, over whose ranks the tokens of a model are shared out. A model
+            is then called inside of `nearfield.distributed.context_parallel(mesh, buffers=[input_ids, position_ids], ...)`, gets
+            these (and `attention_mask` [batch, n], if there is one, as a buffer too), and its rows attend to the keys of all
+            ranks, as in `nearfield.attention(mesh=...)`. Layers with sliding windows attend exactly. No tokens before these,
+            no packed sequences, no `CellCache`.
 
     The method serves bidirectional and causal attention, with any padding, of whole sequences (packed ones each by itself) and
     of the last half or more of a sequence. Everything else is exact attention, with the mask of a bounded number of rows at a
@@ -84,9 +90,9 @@ def register(
     found = LayerConfig(_methods(method)) if config is None else read_config(config)
     methods = {"default": Auto(), **found.methods}
     shared = (prefill or found.prefill) == "shared"
-    function = AttentionFunction(methods, found.num_hidden_layers, sharing_rows(methods) if shared else {})
+    function = AttentionFunction(methods, found.num_hidden_layers, sharing_rows(methods) if shared else {}, mesh)
     attentions.register(name, function)
-    masks.register(name, make_mask)
+    masks.register(name, make_mask if mesh is None else make_sharded_mask)
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -136,6 +142,8 @@ class AttentionFunction:
     """of the model that the methods were chosen for, if known"""
     prefill: Mapping[int | str, Method] = field(default_factory=dict)
     """methods that serve prompts in place of those of the same layer in `methods`"""
+    mesh: Any = None
+    """over whose ranks tokens are shared out; None: this process has all of them"""
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
         """See `_serve`. What a compiled program cannot hold, the keys of a cell cache, is served outside of it."""
@@ -173,8 +181,21 @@ class AttentionFunction:
         scale = _scale(scaling, query.shape[-1])
         call = LayerCall(query, key, value, self.methods[layer], scale, dropout, prefill, has_window, softcap, s_aux)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
+        if self.mesh is not None:
+            output = self._over_ranks(module, call, attention_mask, position_bias, options.get("position_ids"))
+        else:
+            output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
         return output.transpose(1, 2).contiguous(), None
+
+    def _over_ranks(self, module: nn.Module, call: LayerCall, mask: Any, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+        from nearfield.hf.sharded import serve_sharded
+
+        if bias is not None or isinstance(call.key, StoredKeys):
+            what = "CellCache" if bias is None else "bias of positions"
+            raise ValueError(f"over ranks (hf.register(mesh=...)) layers have no {what}; register without mesh")
+        # All layers are told the same.
+        is_first = getattr(module, "layer_idx", 0) in (None, 0)
+        return serve_sharded(call, mask, self.mesh, positions, is_first)
 
     def _layer(self, module: nn.Module) -> int | str:
         """The name in `methods` of the method for this layer."""

@@ -8,6 +8,8 @@ from catalogue import (
     cells,
     chat,
     commands,
+    distributed,
+    distributed_store,
     dropin,
     examples,
     indices,
@@ -36,9 +38,11 @@ AREAS = (
     chat,
     pilot,
     theory,
+    distributed,
     dropin,
     peers,
     examples,
+    distributed_store,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 

@@ -1,0 +1,229 @@
+"""Attention by cells over ranks: keys are grouped once by all together, and rows attend with the cells that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.method import Cells
+from nearfield.cells.operator import Given, Recipe, backward, forward
+from nearfield.cells.spans import Spans, closed_keys
+from nearfield.distributed.dealing import Dealt
+from nearfield.distributed.group import Ranks
+from nearfield.distributed.layout import Layout
+from nearfield.distributed.ways import Again, Begun, Facts, Found, Grads, Part
+from nearfield.kernels.dense import sink_share, sink_weight
+from nearfield.problem import Problem, Rows, check, isolate_non_finite
+
+
+@dataclass(frozen=True)
+class ByCells:
+    """`Cells`. All rows of this rank attend in one call, so that tables are made once; blocks of rows that open cells together
+    are cut from each piece by itself."""
+
+    facts: Facts
+    recipe: Recipe
+    ranks: Ranks
+    rows: Layout
+    keys: Layout
+    keeps_lse = True
+    shared = 1
+
+    @property
+    def method(self) -> Cells:
+        assert isinstance(self.facts.method, Cells)
+        return self.facts.method
+
+    @torch.no_grad()
+    def begin(self, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
+        """The cells of all keys. This rank groups its share, unless it has `kept` what it found."""
+        batch, kv_heads = key.shape[:2]
+        seen = self._seen(batch * kv_heads, padding, key.device)
+        closed = closed_keys(seen, self.recipe.sizes._replace(group=1, share=1))[:, 0].tolist()
+        dealt = Dealt(self.recipe, tuple(closed), self.keys.length, self.ranks.size)
+        if not kept:
+            kept = (dealt.group(self.ranks.rank, *self._inputs(dealt, key, padding, seen)),)
+        found = self.ranks.gather("cells", kept[0])
+        cells = dealt.together(list(found)).unflatten(0, (batch, kv_heads))
+        return Begun(kept, cells, torch.tensor(closed).view(batch, kv_heads).tolist())
+
+    def _seen(self, entries: int, padding: Tensor | None, device: torch.device) -> Tensor:
+        """`[entries, 1]`: how many keys the last row of the sequence sees, which sees the most."""
+        length = self.keys.length if self.rows.length else 0
+        if self.facts.is_causal:
+            length = max(0, min(length, self.rows.length + self.facts.offset))
+        if padding is None:
+            return torch.full((entries, 1), length, device=device)
+        counts = padding[..., :length].sum(-1, keepdim=True)
+        return counts.expand(-1, entries // len(counts), -1).reshape(entries, 1)
+
+    def _inputs(self, dealt: Dealt, key: Tensor, padding: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys that this rank groups, `[shares, n, dim]`, and how many of them are seen, `[shares, 1]`."""
+        wanted = [[share.entry for share in shares] for shares in dealt.shares]
+        own, dim = wanted[self.ranks.rank], key.shape[3]
+        entries = key.flatten(0, 1)
+        shapes = [(len(own), count, dim) for count in self.keys.counts]
+        coming = self.ranks.start_exchange("keys to group", [entries[x] for x in wanted], shapes)
+        keys = self.keys.joined([pending.wait() for pending in coming], 1)
+        if padding is not None:
+            counts = padding.expand(-1, key.shape[1], -1).flatten(0, 1)[own]
+            # As in `Problem.grouped`: what padding hides comes last.
+            order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+            keys = keys.gather(1, order[..., None].expand_as(keys)).masked_fill(~counts.gather(1, order)[..., None], 0)
+        if not dealt.by_kernels:
+            keys = keys.masked_fill(~keys.isfinite().all(-1, keepdim=True), 0)
+        return keys, seen[own]
+
+    def forward(self, part: Part, trained: bool) -> Found:
+        outputs: list[Tensor] = []
+        lses: list[Tensor] = []
+        kept: list[Tensor] = []
+        for own, places in self._calls(part):
+            found = self._attend(own, places)
+            outputs.append(found.output)
+            lses += [] if found.lse is None else [found.lse]
+            kept += found.kept
+        if not outputs:
+            output = part.query.new_zeros(*part.query.shape[:3], part.value.shape[3])
+            return Found(output, output.new_zeros(output.shape[:3], dtype=self._compute(part)))
+        return Found(torch.cat(outputs, 2), torch.cat(lses, 2), tuple(kept))
+
+    def backward(
+        self, part: Part, output: Tensor, lse: Tensor | None, kept: tuple[Tensor, ...], grad: Tensor, lse_grad: Tensor | None
+    ) -> Grads:
+        assert lse is not None
+        query_grads = []
+        total = Grads(
+            part.query.new_zeros(part.query.shape),
+            part.key.new_zeros(part.key.shape, dtype=self._compute(part)),
+            part.value.new_zeros(part.value.shape, dtype=self._compute(part)),
+            None if part.sink is None else torch.zeros_like(part.sink),
+        )
+        start = 0
+        for number, (own, places) in enumerate(self._calls(part)):
+            rows = slice(start, start + own.query.shape[2])
+            start = rows.stop
+            of_lse = None if lse_grad is None else lse_grad[:, :, rows]
+            given = output[:, :, rows], lse[:, :, rows], kept[2 * number : 2 * number + 2], grad[:, :, rows], of_lse
+            found = self._differentiate(own, places, *given)
+            query_grads.append(found.query)
+            total.key.add_(found.key)
+            total.value.add_(found.value)
+            if total.sink is not None and found.sink is not None:
+                total.sink.add_(found.sink)
+        query_grad = torch.cat(query_grads, 2) if query_grads else total.query
+        return total._replace(query=query_grad, key=total.key.to(part.key.dtype), value=total.value.to(part.value.dtype))
+
+    def _calls(self, part: Part) -> Iterator[tuple[Part, Tensor | None]]:
+        """The calls to make, with the rows of each and where these stand."""
+        if not self.facts.work:
+            return
+        if not self.facts.is_causal:
+            yield part, None
+            return
+        device = part.query.device
+        places = [torch.arange(x.rows.stop - x.rows.start, device=device) + (x.offset or 0) for x in self.facts.work]
+        if self.recipe.sizes.share == 1:
+            yield part, torch.cat(places)
+            return
+        for work, own in zip(self.facts.work, places, strict=True):
+            yield part._replace(query=part.query[:, :, work.rows]), own
+
+    def _compute(self, part: Part) -> torch.dtype:
+        return torch.promote_types(part.query.dtype, torch.float32)
+
+    def _problem(self, part: Part, places: Tensor | None) -> Problem:
+        facts, padding = self.facts, None if part.padding is None else part.padding[:, :, None]
+        is_causal = places is not None
+        problem = check(
+            part.query, part.key, part.value, padding, 0.0, is_causal, facts.scale, True, None, facts.softcap, part.sink
+        )
+        problem = replace(problem, places=places)
+        if self.method.is_async(problem, facts.backend):
+            return replace(problem, sync=False)
+        return isolate_non_finite(problem, False)
+
+    def _given(self, part: Part, problem: Problem, rows: Rows) -> Tensor:
+        """`[entries, span_levels, n]`: the cells, numbered as a call with these rows numbers them."""
+        assert part.begun.cells is not None
+        cells = part.begun.cells[..., : rows.length].flatten(0, 1)
+        sizes = self.recipe.sizes
+        if self.recipe.engine == "triton" or not sizes.segment:
+            return cells
+        closed = closed_keys(rows.visible, sizes, sizes.group).amax(1).tolist()
+        every = [count for counts in part.begun.closed for count in counts]
+        made = []
+        for cell_of, own, of_all in zip(cells, closed, every, strict=True):
+            spans, others = (Spans(count // sizes.segment, sizes.span_levels) for count in (own, of_all))
+            made.append(spans.renumbered(cell_of, others, sizes.segment, sizes.cells_in(sizes.segment)))
+        return torch.stack(made)
+
+    @torch.no_grad()
+    def _attend(self, part: Part, places: Tensor | None) -> Found:
+        problem = self._problem(part, places)
+        if problem.is_empty:
+            output, lse = self._by_calls.attend(part)
+            nothing = part.query.new_zeros(0, dtype=torch.int32)
+            return Found(output, lse, (nothing, nothing))
+        rows = problem.grouped
+        inputs = rows.queries, rows.keys, rows.values, rows.visible, _no_seed()
+        given = Given(self._given(part, problem, rows))
+        found, lse, _, _, opened, order, *_ = forward(*inputs, *self.recipe.arguments(), given=given)
+        if problem.row_sinks is not None:
+            share, lse = sink_share(lse, problem.row_sinks)
+            found = found * share[..., None]
+        output, lse = problem.by_head(found).to(problem.query.dtype), problem.by_head(lse)
+        if problem.poison is not None:
+            output, lse = output * problem.poison[..., None], lse * problem.poison
+        return Found(output, lse, (opened, order))
+
+    def _differentiate(
+        self,
+        part: Part,
+        places: Tensor | None,
+        output: Tensor,
+        lse: Tensor,
+        kept: tuple[Tensor, ...],
+        grad: Tensor,
+        lse_grad: Tensor | None,
+    ) -> Grads:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (part.query, part.key, part.value)]
+            sink = None if part.sink is None else part.sink.detach().requires_grad_()
+            own = part._replace(query=inputs[0], key=inputs[1], value=inputs[2], sink=sink)
+            problem = self._problem(own, places)
+            if problem.is_empty:
+                return self._by_calls.backward(part, output, lse, (), grad, lse_grad)
+            rows, sinks = problem.grouped, problem.row_sinks
+        if problem.poison is not None:
+            grad = grad * problem.poison[..., None]
+        output, grad, lse = (problem.by_row(x) for x in (output, grad, lse))
+        of_lse = None if lse_grad is None else problem.by_row(lse_grad)
+        opened, order = kept
+        detached = rows.detach()
+        drawn = opened.new_empty(*rows.visible.shape, 0)
+        plan = self._given(part, problem, detached), opened, order, drawn, drawn.to(lse.dtype)
+        between = detached.visible, _no_seed(), output, lse, *plan
+        with torch.no_grad():
+            of_inputs = detached.queries, detached.keys, detached.values
+            found = list(backward(grad, of_lse, *of_inputs, *between, *self.recipe.arguments()))
+        reached = [rows.queries, rows.keys, rows.values]
+        if sink is not None and sinks is not None:
+            delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+            delta = delta if of_lse is None else delta - of_lse
+            reached, inputs, found = [*reached, sinks], [*inputs, sink], [*found, -sink_weight(lse, sinks.detach()) * delta]
+        gradients = torch.autograd.grad(reached, inputs, found)
+        return Grads(gradients[0], gradients[1], gradients[2], None if sink is None else gradients[3])
+
+    @property
+    def _by_calls(self) -> Again:
+        """For rows that see no key at all."""
+        return Again(replace(self.facts, return_lse=True))
+
+
+def _no_seed() -> Tensor:
+    """Nothing is drawn."""
+    return torch.zeros((), dtype=torch.int64)

@@ -1,0 +1,137 @@
+"""Keys grouped into cells once, by all ranks together: who groups what, and which keys have to come for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.operator import Recipe, wide
+from nearfield.cells.partition import from_plain
+from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
+from nearfield.cells.spans import Span, Spans
+from nearfield.cells.torch.head import assign
+from nearfield.kernels import backends
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank groups of one entry, which is a key-value head of a batch entry: some of its spans."""
+
+    entry: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Which rank groups which keys.
+
+    Whole entries go round. What is left where their number is no multiple of that of the ranks is dealt out span by span, the
+    largest first, each to whoever has least to do; kernels in Triton group all spans of an entry in one go, so there only
+    whole entries are dealt out.
+    """
+
+    recipe: Recipe
+    closed: tuple[int, ...]
+    """how many keys of each entry some row sees through cells"""
+    length: int
+    ranks: int
+
+    @cached_property
+    def by_kernels(self) -> bool:
+        return self.recipe.engine == "triton"
+
+    def segment(self, entry: int) -> int:
+        """Keys of a segment; all that are seen, where attention is not causal."""
+        return self.recipe.sizes.segment or self.closed[entry]
+
+    def spans(self, entry: int) -> Spans:
+        segment = self.segment(entry)
+        return Spans(self.closed[entry] // segment if segment else 0, self.recipe.sizes.span_levels)
+
+    @cached_property
+    def shares(self) -> list[list[Share]]:
+        """Those of each rank."""
+        entries = len(self.closed)
+        whole = entries if self.by_kernels else entries - entries % self.ranks
+        found = [
+            [Share(entry, tuple(self.spans(entry).all)) for entry in range(rank, whole, self.ranks)] for rank in range(self.ranks)
+        ]
+        # K-means takes time in proportion to keys times cells, and there are as many cells per key everywhere.
+        units = [(span.segments**2, entry, span) for entry in range(whole, entries) for span in self.spans(entry).all]
+        work = [0] * self.ranks
+        left: list[dict[int, list[Span]]] = [{} for _ in range(self.ranks)]
+        for cost, entry, span in sorted(units, key=lambda unit: (-unit[0], unit[1], unit[2].number)):
+            rank = min(range(self.ranks), key=lambda one: (work[one], one))
+            work[rank] += cost
+            left[rank].setdefault(entry, []).append(span)
+        for rank, own in enumerate(left):
+            found[rank] += [Share(entry, tuple(spans)) for entry, spans in sorted(own.items())]
+        return found
+
+    def ranges(self, share: Share) -> list[tuple[int, slice]]:
+        """The level and the keys of what is grouped, as its cell numbers travel."""
+        if self.by_kernels:
+            return [(level, slice(0, self.length)) for level in range(self.recipe.sizes.span_levels)]
+        segment = self.segment(share.entry)
+        return [(x.level, slice(x.first * segment, (x.first + x.segments) * segment)) for x in share.spans]
+
+    @cached_property
+    def most(self) -> int:
+        """How many cell numbers the rank with most of them has."""
+        return max(sum(keys.stop - keys.start for x in shares for _, keys in self.ranges(x)) for shares in self.shares)
+
+    def group(self, rank: int, keys: Tensor, visible: Tensor) -> Tensor:
+        """`[most]`, int32: the cells of the keys that a rank groups, range by range; what is behind them is undefined.
+
+        `keys` `[shares, n, dim]`, `visible` `[shares, rows]`: of the entries of its shares. Without a mask rows of an entry see
+        the same keys, so that one row will do.
+        """
+        found = torch.full((self.most,), -1, dtype=torch.int32, device=keys.device)
+        shares = self.shares[rank]
+        cells = self._by_kernels(keys, visible) if self.by_kernels and shares else None
+        partition, used = from_plain(self.recipe.partition, self.recipe.options), 0
+        for number, share in enumerate(shares):
+            if cells is None:
+                sizes = self.recipe.sizes._replace(group=1, share=1)
+                cell_of = assign(wide(keys[number]), visible[number], sizes, partition, share.spans)
+            else:
+                cell_of = cells[number]
+            for level, own in self.ranges(share):
+                found[used : used + own.stop - own.start] = cell_of[level, own]
+                used += own.stop - own.start
+        return found
+
+    def _by_kernels(self, keys: Tensor, visible: Tensor) -> Tensor:
+        """`[shares, span_levels, n]`"""
+        from nearfield.cells.triton.cluster import kmeans
+        from nearfield.cells.triton.forward import layout_for
+        from nearfield.cells.triton.layout import as_read
+        from nearfield.cells.triton.memory import entry_parts
+        from nearfield.kernels.launch import dense
+
+        partition, sizes = from_plain(self.recipe.partition, self.recipe.options), self.recipe.sizes
+        assert isinstance(partition, KMeans)  # see `cells.triton.limits`
+        cells = torch.empty(len(keys), sizes.span_levels, self.length, dtype=torch.int32, device=keys.device)
+        keys, visible, layout = dense(keys), as_read(visible), layout_for(keys, sizes)
+        iterations = partition.iterations_or(KERNEL_ITERATIONS)
+        with backends.device_guard(keys.device):
+            for some in entry_parts(len(keys)):
+                beyond = None if sizes.segment else visible[some]
+                kmeans(keys[some], layout, iterations, partition.seed, beyond, cells[some])
+        return cells
+
+    def together(self, found: Sequence[Tensor]) -> Tensor:
+        """`[entries, span_levels, n]`: the cells of all keys, from what `group` has found on each rank."""
+        shape = len(self.closed), self.recipe.sizes.span_levels, self.length
+        cells = torch.full(shape, -1, dtype=torch.int32, device=found[0].device)
+        for shares, numbers in zip(self.shares, found, strict=True):
+            used = 0
+            for share in shares:
+                for level, keys in self.ranges(share):
+                    cells[share.entry, level, keys] = numbers[used : used + keys.stop - keys.start]
+                    used += keys.stop - keys.start
+        return cells

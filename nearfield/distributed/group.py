@@ -1,0 +1,282 @@
+"""The ranks that share out keys: what goes from one to the others, and what is said where one of them fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nearfield._compat import meeting_store
+
+HEADER = 8
+"""Numbers that ranks exchange before a call: a digest of its arguments, the length of their text, and up to six of its own."""
+PATIENCE = timedelta(seconds=3)
+"""How long to wait for an answer of the others, to say which rank has failed."""
+
+
+_LEFT: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""By process group, what this rank has left while the others were still at it."""
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, does not answer, or makes another call."""
+
+
+class CommonError(ValueError):
+    """What all ranks have failed in together, and know it: they can go on."""
+
+
+class Said(NamedTuple):
+    """What a rank tells the others of a call."""
+
+    kind: str
+    moving: Mapping[str, Any] | None
+    text: bytes
+
+
+class Late(NamedTuple):
+    """Headers that were not compared yet."""
+
+    header: Tensor
+    """of all ranks, on the CPU once it has arrived"""
+    arrival: Any
+    """an event of the device; None: it is there"""
+    said: Said
+
+
+class Pending:
+    """A tensor that is on its way."""
+
+    def __init__(self, ranks: Ranks, what: str, result: Tensor, work: Any) -> None:
+        self._ranks, self._what, self._result, self._work = ranks, what, result, work
+
+    def wait(self) -> Tensor:
+        """The tensor. On a GPU, it is the current stream that waits."""
+        with self._ranks.guarded(self._what):
+            self._work.wait()
+        return self._result
+
+
+class Ranks:
+    """A process group, for collectives that say who has failed.
+
+    Args:
+        mesh: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension, such as `mesh["cp"]`.
+        check: compare what the ranks are called with before they exchange anything; see `agree`.
+    """
+
+    def __init__(self, mesh: Any, check: bool = True) -> None:
+        self.group = _group_of(mesh)
+        self.check = check
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.sent: Counter[str] = Counter()
+        """bytes that this rank has sent, by what they were; a gathered tensor goes once to each other rank"""
+        self._calls = 0
+        self._agreed: set[str] = set()
+        self._late: Late | None = None
+
+    @staticmethod
+    def of(mesh: Any, check: bool = True) -> Ranks:
+        """These ranks; those of a group or mesh that are `Ranks` already stay what they are, with their counts."""
+        return mesh if isinstance(mesh, Ranks) else Ranks(mesh, check)
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # A group of processes is where it is.
+
+    def name(self, rank: int) -> str:
+        """In words; the number is that in the whole job."""
+        return f"rank {dist.get_global_rank(self.group, rank)}"
+
+    def start_gather(self, what: str, x: Tensor) -> Pending:
+        """The tensors of all ranks, of one shape, as `[size, ...]`."""
+        found = x.new_empty((self.size, *x.shape))
+        self.sent[what] += x.nbytes * (self.size - 1)
+        with self.guarded(what):
+            return Pending(
+                self, what, found, _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
+            )
+
+    def gather(self, what: str, x: Tensor) -> Tensor:
+        """`start_gather`, at once."""
+        return self.start_gather(what, x).wait()
+
+    def start_sum(self, what: str, x: Tensor) -> Pending:
+        """The sum over all ranks of what each has for this one, of `x` `[size, ...]`."""
+        found = x.new_empty(x.shape[1:])
+        self.sent[what] += found.nbytes * (self.size - 1)
+        with self.guarded(what):
+            work = _reduce_scatter(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
+            return Pending(self, what, found, work)
+
+    def start_exchange(self, what: str, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Pending]:
+        """Part r of `parts` goes to rank r; from each rank comes one of `shapes`. All of one dtype and device."""
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        sizes, wanted = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
+        found = flat.new_empty(sum(wanted))
+        self.sent[what] += (flat.numel() - sizes[self.rank]) * flat.element_size()
+        with self.guarded(what):
+            work = dist.all_to_all_single(found, flat, wanted, sizes, group=self.group, async_op=True)
+            pieces = found.split(wanted)
+            return [Pending(self, what, part.view(*shape), work) for part, shape in zip(pieces, shapes, strict=True)]
+
+    def texts(self, what: str, text: str) -> list[str]:
+        """What each rank says."""
+        said = text.encode()
+        lengths = self.gather(what, torch.tensor([len(said)], device=self._place)).flatten().tolist()
+        padded = torch.frombuffer(bytearray(said.ljust(max(1, *lengths))), dtype=torch.uint8).to(self._place)
+        rows = self.gather(what, padded)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """For a call in which ranks exchange something more than once.
+
+        Where this rank leaves it half-way, such as by an interrupt or because memory ran out, the others wait for what it does
+        not send any more. Whatever it sent later would be taken for that: from then on it sends nothing.
+        """
+        calls = self._calls
+        try:
+            yield
+        except (RankError, CommonError):
+            raise
+        except BaseException as error:
+            if self._calls > calls:
+                _LEFT[self.group] = f"{what} ({type(error).__name__})"
+            raise
+
+    def agree(
+        self, call: str, numbers: Sequence[int] = (), moving: Mapping[str, Any] | None = None, **facts: Any
+    ) -> list[list[int]]:
+        """Raise on every rank unless all make the same call with the same `facts`; returns the `numbers` of all ranks.
+
+        What goes over first has the same size whatever the ranks do, so that ranks that disagree find out. `moving`: facts that
+        are others in every call, such as a length. Where the header has to come from a GPU, only the first call with the same
+        other facts waits for it, and calls with numbers; of the rest, each is compared when the next one is made. Without
+        `check`, nothing is compared, and nothing is sent but numbers.
+        """
+        if not self.check and not numbers:
+            return [[]] * self.size
+        kind = json.dumps({"call": call, **facts}, default=str, sort_keys=True) if self.check else ""
+        text = json.dumps([kind, moving], default=str) if moving and self.check else kind
+        said = Said(kind, moving, text.encode())
+        digest = int.from_bytes(hashlib.sha256(said.text).digest()[:7], "big")
+        header = torch.tensor([digest, len(said.text), *numbers], dtype=torch.int64)
+        header = torch.cat([header, header.new_zeros(HEADER - len(header))])
+        if self._late is not None:
+            late, self._late = self._late, None
+            if late.arrival is not None:
+                late.arrival.synchronize()
+            self._compare(late.header.tolist(), late.said)
+        found = self.gather("checks", header.to(self._place))
+        if self._is_far and kind in self._agreed and not numbers:
+            self._late = _on_its_way(found, said)
+            return [[]] * self.size
+        rows: list[list[int]] = found.tolist()
+        self._compare(rows, said)
+        self._agreed.add(kind)
+        return [row[2 : 2 + len(numbers)] for row in rows]
+
+    def _compare(self, rows: list[list[int]], said: Said) -> None:
+        if any(row[:2] != rows[0][:2] for row in rows):
+            facts = json.loads(said.kind or "{}") | dict(said.moving or {})
+            self._tell_differences(json.dumps(facts, default=str))
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether the host would have to wait for a device to read what ranks exchange."""
+        return self._place.type == "cuda"
+
+    @property
+    def _place(self) -> torch.device:
+        """Where ranks can exchange numbers that are read at once."""
+        on_cpu = "cpu:gloo" in dist.get_backend_config(self.group) or dist.get_backend(self.group) == "gloo"
+        return torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator() or "cpu")
+
+    def _tell_differences(self, facts: str) -> None:
+        calls = [json.loads(text) for text in self.texts("checks", facts)]
+        usual = calls[0]
+        names = sorted({name for call in calls for name in call})
+        for rank, call in enumerate(calls):
+            differ = [name for name in names if call.get(name) != usual.get(name)]
+            if differ:
+                told = "; ".join(f"{name} {call.get(name)!r}, but {self.name(0)} {usual.get(name)!r}" for name in differ)
+                raise RankError(f"{self.name(rank)} has {told}. All ranks must make the same calls with the same arguments")
+        raise RankError("the ranks make different calls")
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Say which rank has failed where a collective does."""
+        if self.group in _LEFT:
+            raise RankError(
+                f"{self.name(self.rank)} has left {_LEFT[self.group]} half-way, while others waited for it: this group of "
+                "processes cannot go on; start it again"
+            )
+        self._calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            missing = ", ".join(map(self.name, self._silent(what)))
+            told = f"{missing} did not answer" if missing else "all ranks still answer; one of them may have come too late"
+            raise RankError(
+                f"{self.name(self.rank)} waited for others ({what}) in vain: {told}. This group of processes cannot go on; start "
+                f"it again"
+            ) from error
+
+    def _silent(self, what: str) -> list[int]:
+        """The ranks that do not say that they have seen this failure too."""
+        store = meeting_store()
+        # Ranks count alike what they do together: what they said of one failure says nothing of another.
+        failure = f"nearfield/{self.group.group_name}/{what}/{self._calls}"
+        keys = [f"{failure}/{rank}" for rank in range(self.size)]
+        silent = []
+        try:
+            store.set(keys[self.rank], "seen")
+        except RuntimeError:
+            return [0]  # Who keeps the store is gone.
+        for rank, key in enumerate(keys):
+            try:
+                store.wait([key], PATIENCE)
+            except RuntimeError:
+                silent.append(rank)
+        return silent
+
+
+def _on_its_way(header: Tensor, said: Said) -> Late:
+    """To the CPU, which does not wait for it."""
+    if not header.is_cuda:
+        return Late(header, None, said)
+    copied = torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
+    copied.copy_(header, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    return Late(copied, arrival, said)
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    if mesh is not None and not (dist.is_available() and isinstance(mesh, dist.ProcessGroup | dist.DeviceMesh)):
+        raise TypeError(f"mesh must be a DeviceMesh or a ProcessGroup of torch.distributed, got {mesh!r:.80}")
+    if mesh is None or not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group(...) first")
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh must have one dimension, got {mesh.mesh_dim_names or mesh.ndim}; pass the one along which keys are "
+            'sharded, such as mesh["cp"]'
+        )
+    return mesh.get_group()
+
+
+# The names since torch 2.13; older ones know the others.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,302 @@
+"""Calls over ranks: who is told what when ranks disagree, what is sent, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, crew
+from quick_interpreter import make_quick
+from torch import Tensor
+
+import nearfield as nf
+from nearfield.distributed import Ranks, context_parallel, passes, shard
+from nearfield.distributed.context import ranks_of
+from nearfield.distributed.layout import Layout
+
+CELLS = nf.Cells(cell_size=4, probes=3, segment=16, sinks=2)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Crew:
+    return crew()
+
+
+@pytest.fixture
+def impatient() -> Iterator[Crew]:
+    made = Crew(3, timeout=3)
+    yield made
+    made.close()
+
+
+def rows(group: Any, length: int = 60, heads: int = 2, dim: int = 8) -> list[Tensor]:
+    made = torch.randn(3, 1, heads, length, dim, generator=torch.Generator().manual_seed(0))
+    return [shard(x, group, 2) for x in made]
+
+
+def differs(group: Any, how: str) -> str:
+    """What this rank is told when rank 1 does something else."""
+    q, k, v = rows(group)
+    options: dict[str, Any] = {"method": CELLS, "is_causal": True}
+    if torch.distributed.get_rank(group) == 1:
+        if how == "dim":
+            q, k = (x[..., :4] for x in (q, k))
+        if how == "dtype":
+            q, k, v = q.double(), k.double(), v.double()
+        if how == "method":
+            options["method"] = nf.Cells(cell_size=8)
+        if how == "causal":
+            options["is_causal"] = False
+        if how == "mask":
+            options["attn_mask"] = torch.ones(1, 1, 1, k.shape[2], dtype=torch.bool)
+        if how == "wrong":
+            v = v.half()
+        if how == "tokens":
+            k, v = k[:, :, 1:], v[:, :, 1:]
+        if how == "gradients":
+            q.requires_grad_()
+    try:
+        nf.attention(q, k, v, mesh=group, **options)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+SAID = {
+    "dim": "rank 1 has key ['torch.float32', 'cpu', [1, 2, -1, 4]], but rank 0 ['torch.float32', 'cpu', [1, 2, -1, 8]]",
+    "dtype": "rank 1 has key ['torch.float64'",
+    "method": "Cells(cell_size=8",
+    "causal": "is_causal=False",
+    "mask": "rank 1 has mask ['torch.bool', 'cpu', [1, 1, 1, -1]], but rank 0 None",
+    "wrong": "query and value must have the same dtype",
+    "gradients": "rank 1 has gradients [True, False, False], but rank 0 [False, False, False]",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_all_ranks_are_told_that_one_makes_another_call(ranks: Crew, how: str) -> None:
+    for found in ranks.run(differs, how, ranks=3):
+        assert found.startswith("RankError"), found
+        assert SAID[how] in found
+
+
+def test_tokens_that_are_shared_out_otherwise(ranks: Crew) -> None:
+    for found in ranks.run(differs, "tokens", ranks=3):
+        assert "ranks have [20, 19, 20] tokens of the keys, but 59 tokens are shared out as [19, 20, 20]" in found
+
+
+def misfits(group: Any) -> str:
+    x = torch.randn(1, 2, 60, 8)
+    with context_parallel(group, buffers=[x], buffer_seq_dims=[2]):
+        own = x[:, :, 1:] if torch.distributed.get_rank(group) == 1 else x
+        try:
+            nf.attention(own, own, own, mesh=group)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_tokens_of_another_sequence_inside_of_a_context(ranks: Crew) -> None:
+    for found in ranks.run(misfits, ranks=2):
+        assert "rank 1 has tokens '[29, 29] tokens in place of [30, 30]'" in found
+
+
+class Interrupted(nf.Method):
+    """Exact attention that rank 1 is interrupted in, or dies in."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def run(self, problem: nf.Problem, call: nf.Call) -> nf.Outcome:
+        if torch.distributed.get_rank() == 1:
+            if self.how == "dies":
+                os._exit(1)
+            raise KeyboardInterrupt
+        return nf.Exact().run(problem, call)
+
+
+def interrupted(group: Any, how: str) -> str:
+    passes.GROUP_BYTES = 1
+    started = time.monotonic()
+    try:
+        nf.attention(*rows(group, heads=4), method=Interrupted(how), mesh=group)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error} ({time.monotonic() - started < 15})"
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["is interrupted", pytest.param("dies", marks=pytest.mark.slow)])
+def test_the_others_are_told_of_a_rank_that(impatient: Crew, how: str) -> None:
+    impatient.start(interrupted, how)
+    for rank in (0, 2):
+        found = impatient.outcome(rank)[1]
+        assert found.startswith("RankError"), found
+        assert "rank 1 did not answer" in found
+        assert found.endswith("(True)")
+
+
+class Watched(nf.Method):
+    """Exact attention that notes when it attends."""
+
+    def run(self, problem: nf.Problem, call: nf.Call) -> nf.Outcome:
+        EVENTS.append("attend")
+        return nf.Exact().run(problem, call)
+
+
+EVENTS: list[str] = []
+
+
+def order_of_events(group: Any) -> list[str]:
+    passes.GROUP_BYTES = 1
+    EVENTS.clear()
+    inputs = rows(group, heads=3)
+    start, start_sum = Ranks.start_gather, Ranks.start_sum
+
+    def note(self: Ranks, what: str, x: Tensor) -> Any:
+        EVENTS.append(what)
+        return start(self, what, x)
+
+    def note_sum(self: Ranks, what: str, x: Tensor) -> Any:
+        EVENTS.append(what)
+        return start_sum(self, what, x)
+
+    Ranks.start_gather, Ranks.start_sum = note, note_sum  # type: ignore[method-assign]
+    try:
+        output = nf.attention(*(x.requires_grad_() for x in inputs), method=Watched(), mesh=group)
+        output.sum().backward()
+    finally:
+        Ranks.start_gather, Ranks.start_sum = start, start_sum  # type: ignore[method-assign]
+    return EVENTS
+
+
+def test_what_is_needed_next_is_on_its_way_while_rows_attend(ranks: Crew) -> None:
+    pair = ["keys", "values"]
+    sums = ["gradients of keys", "gradients of values"]
+    forward = ["checks", *pair, *pair, "attend", *pair, "attend", "attend"]
+    backward = [*pair, *pair, "attend", *sums, *pair, "attend", *sums, "attend", *sums]
+    assert ranks.run(order_of_events, ranks=2)[0] == forward + backward
+
+
+def sent(group: Any, name: str) -> dict[str, int]:
+    passes.GROUP_BYTES = 1
+    method = {"exact": nf.Exact(), "cells": CELLS}[name]
+    inputs = rows(group, 64, heads=4)
+    counted = ranks_of(group).sent
+    counted.clear()
+    nf.attention(*(x.requires_grad_() for x in inputs), method=method, is_causal=True, mesh=group).sum().backward()
+    return dict(counted)
+
+
+def test_bytes_that_are_sent(ranks: Crew) -> None:
+    own = 4 * 16 * 8 * 4  # heads, tokens of a rank, dim, bytes: to each of three others, and again for the backward pass
+    exchanged = {"keys": 2 * 3 * own, "values": 2 * 3 * own, "gradients of keys": 3 * own, "gradients of values": 3 * own}
+    for found in ranks.run(sent, "exact", ranks=4):
+        assert {name: x for name, x in found.items() if name != "checks"} == exchanged
+    for found in ranks.run(sent, "cells", ranks=4):
+        # Each rank groups one head, for which three others send their keys; it sends the cells of three closed segments, seen as
+        # spans of one (the first and the third) and of two.
+        more = {"keys to group": 3 * own // 4, "cells": 2 * 3 * (2 * 16 + 32) * 4}
+        assert {name: x for name, x in found.items() if name != "checks"} == exchanged | more
+
+
+def kept(group: Any, name: str, length: int) -> tuple[int, int, int]:
+    """Bytes that the graph keeps, those of the inputs, and how many gathered tensors are still there."""
+    passes.GROUP_BYTES = 1
+    method = {"exact": nf.Exact(), "cells": CELLS, "topk": nf.TopK(8)}[name]
+    storages: dict[int, int] = {}
+    whole: list[weakref.ref[Tensor]] = []
+    joined = Layout.joined
+
+    def note(self: Layout, parts: Any, dim: int) -> Tensor:
+        found = joined(self, parts, dim)
+        whole.append(weakref.ref(found))
+        return found
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    inputs = [x.clone().requires_grad_() for x in rows(group, length, heads=4)]
+    Layout.joined = note  # type: ignore[method-assign]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output = nf.attention(*inputs, method=method, is_causal=True, mesh=group)
+    finally:
+        Layout.joined = joined  # type: ignore[method-assign]
+    gc.collect()
+    assert output.grad_fn is not None
+    return sum(storages.values()), sum(x.nbytes for x in inputs), sum(x() is not None for x in whole)
+
+
+@pytest.mark.parametrize("name", ["exact", "cells", "topk"])
+def test_a_rank_keeps_what_is_its_own(ranks: Crew, name: str) -> None:
+    for saved, own, gathered in ranks.run(kept, name, 960, ranks=4):
+        assert gathered == 0
+        # Inputs and output, log-normalisers, and of cells the opened ones of each row and what this rank has grouped.
+        assert saved < 2.5 * own
+
+
+def refused(group: Any) -> list[str]:
+    q, k, v = rows(group)
+    whole = torch.randn(1, 2, 60, 8)
+    calls: list[dict[str, Any]] = [
+        {"dropout_p": 0.1},
+        {"gradient": nf.gradients.RandomWalk()},
+        {"method": nf.LazyGumbel()},
+        {"method": nf.TopK(8, tail=8)},
+        {"method": nf.Cells(samples=4)},
+        {"method": CELLS, "window_size": (8, 0)},
+        {"attn_mask": torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)},
+        {"check_finite": True, "attn_mask": None},
+    ]
+    q[0, 0, 0, 0] = torch.nan
+    said = []
+    for options in calls:
+        try:
+            nf.attention(q, k, v, mesh=group, **options)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        with context_parallel(group, buffers=[whole], buffer_seq_dims=[2, 1]):
+            pass
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_is_refused(ranks: Crew) -> None:
+    wanted = ["dropout_p=0.1", "gradient=RandomWalk", "LazyGumbel", "TopK(k=8, tail=8", "Cells(", "window_size=(8, 0)"]
+    wanted += ["key-padding masks", "NaN or inf in query", "buffer_seq_dims"]
+    for said in ranks.run(refused, ranks=2):
+        assert len(said) == len(wanted)
+        for found, part in zip(said, wanted, strict=True):
+            assert part in found
+
+
+def by_kernels(group: Any) -> float:
+    make_quick()
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(1, 2, 40, 16, generator=generator) for _ in range(4)]
+    options = {"is_causal": True, "method": nf.Cells(cell_size=8, probes=1, segment=16, share=1), "backend": "triton"}
+    whole = [x.clone().requires_grad_() for x in made[:3]]
+    output = nf.attention(*whole, **options)
+    (output * made[3]).sum().backward()
+    own = [shard(x, group, 2).requires_grad_() for x in made[:3]]
+    part = nf.attention(*own, mesh=group, **options)
+    (part * shard(made[3], group, 2)).sum().backward()
+    pairs = [(part, output), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
+    return max(float((a - shard(b, group, 2)).abs().max()) for a, b in pairs)
+
+
+def test_kernels_in_triton_over_ranks(ranks: Crew) -> None:
+    pytest.importorskip("triton")
+    assert max(ranks.run(by_kernels, ranks=2)) < 1e-4

@@ -1,0 +1,162 @@
+"""Ways to break a cache whose keys are shared out over ranks."""
+
+from __future__ import annotations
+
+from catalogue.mutant import Mutant
+
+SAME = "test_ranks_are_one_process_with_the_same_cells"
+CELLS = "test_the_cells_that_one_process_opens_are_opened"
+SAVED = "test_a_cache_goes_on_after_it_was_saved"
+SPOILT = "test_files_that_are_not_what_was_saved"
+KILLED = "test_a_rank_that_is_killed_while_it_saves"
+
+MUTANTS = (
+    Mutant(
+        "shards: each opens its own best cells, as many as all together",
+        "distributed.decode:choose",
+        'return opened, among_best(ranks.gather("scores", offered))[ranks.rank, :, : best.shape[1]]',
+        "return opened, best > -torch.inf",
+        (CELLS,),
+    ),
+    Mutant(
+        "shards: outputs averaged whatever their normalisers are",
+        "distributed.decode:merged",
+        "found[..., -1].unbind(0)",
+        "torch.zeros_like(found[..., -1]).unbind(0)",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: each has first keys of its own",
+        "Share.close_next",
+        "before: int | Tensor = segment.start",
+        "before: int | Tensor = own.closed",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: padding counted among the first keys",
+        "Share.close_next",
+        "before = self.key_padding[:, : segment.start].sum(1)",
+        "before = self.key_padding[:, : segment.start].sum(1) * 0 + segment.start",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: the owner of a segment is off by one",
+        "Deal._turn",
+        "(segments[-1].owner + 1) % self.ranks",
+        "(segments[-1].owner + 2) % self.ranks",
+        ("test_segments_take_turns",),
+    ),
+    Mutant(
+        "shards: a rank takes the keys of the next one",
+        "Share.append",
+        "parts = deal.own(self.rank, slice(self.length, deal.length))",
+        "parts = deal.own((self.rank + 1) % deal.ranks, slice(self.length, deal.length))",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: of cells as good as the last one all are opened",
+        "among_best",
+        "return taken.view(rows, count, probes).transpose(0, 1) & (offered > -torch.inf)",
+        "return (offered >= offered.masked_fill(~taken.view(rows, count, probes).transpose(0, 1), torch.inf).amin((0, 2))"
+        "[None, :, None]) & (offered > -torch.inf)",
+        ("test_the_best_of_all_and_of_equal_ones_the_first",),
+    ),
+    Mutant(
+        "shards: each has the covariance of its own cells",
+        "attend_together",
+        "share.covariance = shared_covariance(ranks, share)",
+        "share.covariance = share.own.tables.flat.covariance",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: a covariance that a closed segment does not change",
+        "Share.close_next",
+        "cells=self.cells + cells, covariance=None",
+        "cells=self.cells + cells",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: shares of a group by the normaliser of one rank",
+        "distributed.decode:choose",
+        'normaliser = ranks.gather("normalisers", normaliser).logsumexp(0)',
+        "pass",
+        (CELLS,),
+    ),
+    Mutant(
+        "shards: all of the open end counts where cells are chosen",
+        "Share.open_end",
+        "max(seen.start, seen.stop - RECENT)",
+        "seen.start",
+        ("test_a_long_open_end",),
+    ),
+    Mutant(
+        "shards: rows see later keys",
+        "Share.open_end",
+        "self.own.hidden_mask(places, first, rows, group, positions), positions, 0)",
+        "self.own.hidden_mask(places, first, rows, group), positions, 0)",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: after a crop the next segment is too long",
+        "Deal.cropped",
+        "min(last.stop, max(length, last.start + self.sizes.length(last.start)))",
+        "last.stop",
+        ("test_a_segment_that_was_cropped_gets_no_larger_than_it_would_have_been",),
+    ),
+    Mutant(
+        "shards: one that has left a step goes on",
+        "Ranks.together",
+        "if self._calls > calls:",
+        "if self._calls < calls:",
+        ("test_survivors_name_the_rank_that_has_left",),
+    ),
+    Mutant(
+        "shards: which keys are where is not compared",
+        "ShardedStore._agree",
+        "moving = {} if share is None else share.facts",
+        "moving: dict[str, Any] = {}",
+        ("test_ranks_that_make_another_call_are_named",),
+    ),
+    Mutant(
+        "shards: files of another save are taken",
+        "_read_shard",
+        "if about != expected:",
+        "if about.keys() != expected.keys():",
+        (SPOILT,),
+    ),
+    Mutant(
+        "shards: damage to files goes unnoticed",
+        "_read_shard",
+        "if verify:",
+        "if False:",
+        (SPOILT,),
+    ),
+    Mutant(
+        "shards: files of the save before are removed before the index is there",
+        "save_shares",
+        'digests = _all_succeed(ranks, "save", write_own)',
+        'digests = _all_succeed(ranks, "save", write_own)\n            _remove_others(folder, name)',
+        (KILLED,),
+    ),
+    Mutant(
+        "shards: cells that have moved start where they were",
+        "distributed.files:_moved",
+        'x - piece.places.start + place if name == "start" else x',
+        "x",
+        (SAVED,),
+    ),
+    Mutant(
+        "shards: a loaded cache adds up its covariance anew",
+        "distributed.files:_restored",
+        'for name in ("cross", "pooled")',
+        "for name in ()",
+        ("test_what_was_added_up_is_loaded_as_it_was",),
+    ),
+    Mutant(
+        "shards: each looks at its own values alone",
+        "ShardedStore.attend",
+        "self._all_finite = all(row[0] for row in found if row)",
+        "self._all_finite = bool(numbers and numbers[0])",
+        ("test_a_value_that_is_not_finite_spoils_the_rows_that_see_it",),
+    ),
+)
