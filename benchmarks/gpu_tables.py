@@ -1,6 +1,6 @@
-"""The tables of docs/benchmarks.md, docs/cache.md, docs/gpu.md, docs/guarantees.md, docs/peers.md and docs/quality.md that are
-made of results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json, slack.json, perplexity_gpu.json and
-ruler_*.json.
+"""The tables of docs/benchmarks.md, docs/cache.md, docs/cells.md, docs/gpu.md, docs/guarantees.md, docs/peers.md and
+docs/quality.md that are made of results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json, slack.json,
+spread.json, sharp.json, distributed_cost.json, perplexity_gpu.json, extend_gpu.json and ruler_*.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -24,9 +24,11 @@ from perplexity_plot import RULES, TITLES
 from record import RESULTS, read_sections
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/benchmarks.md", "docs/cache.md", "docs/gpu.md", "docs/guarantees.md", "docs/peers.md", "docs/quality.md")
+NAMED = ("benchmarks", "cache", "cells", "distributed", "gpu", "guarantees", "peers", "quality")
+PAGES = tuple(f"docs/{name}.md" for name in NAMED)
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
+SMOLLM2 = "SmolLM2-135M"
 NAMES = {"default": "`Cells()`", "shared": "`share=128`", "fast": "`probes=4`", "accurate": "`probes=20`"}
 GROUPS = ("partition", "route", "near", "own segment and far", "all of a block")
 BACKWARD = ("backward: near", "backward: far", "backward: own segment")
@@ -355,6 +357,68 @@ def ruler() -> str:
     return rows_of(head, *found) if found else ""
 
 
+def spread(sections: dict[str, Any]) -> str:
+    """Errors by cut-off, of every model and length."""
+    found = []
+    for key, results in sections.items():
+        model, length = key.split("/")
+        cuts = results["cut_off"]
+        head = ["model", "tokens", *(f"cut off at {cut}" if cut != "none" else "not at all" for cut in cuts)]
+        cells = [f"{100 * row['error']:.1f}%, {100 * row['far_off']:.1f}%" for row in cuts.values()]
+        found.append([TITLES.get(model, SMOLLM2 if model == "smollm2-135m" else model), f"{int(length):,}", *cells])
+    return rows_of(head, *found)
+
+
+def sharp(sections: dict[str, Any]) -> str:
+    """What a cache costs at the end of long texts, as its cells have been made."""
+    kinds = ("book", "code", "documentation")
+    titles = {
+        "keys, uncut": "as keys are large, spreads not cut off",
+        "keys": "as keys are large",
+        "queries": "as queries are large",
+    }
+    head = ["model", "tokens", "keys are grouped", "keys read", "excess", *kinds, "error of a step", "rows over 30%"]
+    found = []
+    for key, results in sections.items():
+        model, length = key.split("/")
+        for name, title in titles.items():
+            way = results["pooled"][name]
+            known = way["excess_by_kind"]
+            excess = [f"{known[kind]:+.2%}" if kind in known else "" for kind in kinds]
+            cells = [f"{way['keys_read']:,.0f}", _excess(way), *excess, f"{way['error']:.1%}", f"{way['far_off']:.1%}"]
+            found.append([TITLES.get(model, model), f"{int(length):,}", title, *cells])
+    return rows_of(head, *found)
+
+
+def extend(sections: dict[str, Any]) -> str:
+    """Loss in the first, the last trained and the last bin, and needles, before and after training with cells."""
+    results = sections["cells"]
+    lengths, positions = results["plan"]["lengths"], results["plan"]["positions"]
+    bins = len(results["after"]["exact"]["loss"])
+    places = {"first": 0, "trained": results["plan"]["tokens"] * bins // positions - 1, "last": bins - 1}
+    ends = {name: (place + 1) * positions // bins for name, place in places.items()}
+    head = ["model", "attention", *(f"loss, up to {end:,}" for end in ends.values()), *(f"needles, {n:,}" for n in lengths)]
+    found = []
+    for stage, title in (("as_it_was", "as it was"), ("before", "base raised"), ("after", "base raised, trained")):
+        for way, own in results[stage].items():
+            cells = [title, "SDPA" if way == "exact" else "`Cells()`", *(f"{own['loss'][x]:.2f}" for x in places.values())]
+            rows = [own.get("needles", {}).get(str(n), []) for n in lengths]
+            found.append([*cells, *(f"{sum(x['found'] for x in row)} of {len(row)}" if row else "" for row in rows)])
+    return rows_of(head, *found)
+
+
+def distributed_cost(results: dict[str, Any]) -> str:
+    """A layer of the 8B shape: a prompt and a step, arithmetic beside what ranks exchange."""
+    head = ["tokens", "GPUs", "prompt: exact, ms", "cells, ms", "exchange, ms", "step: cells, ms", "exchange, ms"]
+    found = []
+    for one, step in zip(results["prompts"], results["steps"], strict=True):
+        if one["shape"] == "8B":
+            times = [one[name] for name in ("exact_ms", "cells_ms", "exchange_ms")]
+            numbers = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in times]
+            found.append([f"{one['n']:,}", one["gpus"], *numbers, *(f"{step[x]:.3f}" for x in ("cells_ms", "exchange_ms"))])
+    return rows_of(head, *found)
+
+
 def table(name: str) -> str:
     """The table of that name; those of peers are named `peers SECTION KIND`."""
     makers: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -375,6 +439,12 @@ def table(name: str) -> str:
         return perplexity(name.removeprefix("perplexity "))
     if name == "slack":
         return slack(json.loads((RESULTS / "slack.json").read_text())["results"])
+    if name in ("spread", "extend"):
+        return spread(read_sections("spread")) if name == "spread" else extend(read_sections("extend_gpu"))
+    if name == "distributed cost":
+        return distributed_cost(json.loads((RESULTS / "distributed_cost.json").read_text())["results"])
+    if name == "sharp":
+        return sharp(read_sections("sharp"))
     if name.startswith("peers "):
         _, section, kind = name.split(" ")
         return peers(read_sections("peers"), section, kind)

@@ -144,13 +144,15 @@ def cell_cache(model: Any, prompts: Prompts, way: CellWay) -> CellCache:
             joined.layers[number] = layer = copy.copy(own[0])
         layer.keys, layer.values = (torch.cat([getattr(one, name) for one in own]) for name in ("keys", "values"))
         layer.is_initialized = True
+        if isinstance(layer, PeerLayer) and own[0].queries is not None:
+            layer.queries = torch.cat([one.queries for one in own])
     if isinstance(way, BudgetWay):
         return way.adopt(joined, model.config)
     made = way.cache(model.config)
     for number, (layer, read) in enumerate(zip(made.layers, joined.layers, strict=True)):
         if isinstance(layer, CellLayer):
             layer.store.append(read.keys, read.values)
-            layer.store.close()
+            layer.store.close(query=read.queries)
         else:
             made.layers[number] = read
     return made

@@ -46,7 +46,10 @@ def plot(sections: dict[str, Any], folder: Path) -> None:
             below = part.add_subplot(grid[1, 1], sharex=above)
             written, read = sections.get(f"{model}/writing"), sections.get(f"{model}/reading")
             name = TITLES.get(model, model)
-            if written:
+            if written is None or not lines(written):
+                left.set_axis_off()
+                left.set_title(name, loc="left")
+            else:
                 left.set_title(f"{name}: written after {written['tokens'] - written['written']:,} tokens", loc="left")
                 draw_shares(left, written)
             if read:
@@ -70,8 +73,6 @@ def lines(written: dict[str, Any]) -> dict[str, list[Point]]:
 def draw_shares(axis: Any, written: dict[str, Any]) -> None:
     found = lines(written)
     everything = [point for points in found.values() for point in points]
-    if not everything:
-        return
     axis.set(xscale="log", yscale="log", xlabel="share of the keys that a token reads", ylabel="excess perplexity")
     names = []
     for rule, points in found.items():

@@ -1,4 +1,5 @@
-"""The picture of RULER: score against keys read, all rules, of the models whose results are kept.
+"""The picture of RULER: points lost against keys read, all rules, of the models whose results are kept. Each way is compared with
+exact attention on the prompts that it has answered; how many these are stands at its name.
 
 nearfield ruler MODEL --out DIR ...                                   # measures
 cp DIR/ruler.json benchmarks/results/ruler_MODEL.json
@@ -51,33 +52,34 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def draw(axis: Any, title: str, ways: dict[str, dict[str, Any]]) -> None:
-    exact = ways["exact"]
     lines: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for way, row in ways.items():
         rule, _, share = way.rpartition("-")
         if share.replace(".", "").isdigit():
             lines.setdefault(rule, []).append((float(share), row))
-    axis.set_title(f"{title}: {exact['answers']} prompts", loc="left")
-    axis.set(xscale="log", xlabel="keys that a token of the answer reads", ylabel="RULER, score")
-    axis.set_ylim(0, 1.08 * max(1.0, *(row["mean"] for row in ways.values())))
-    axis.axhspan(exact["mean"] - WANTED, exact["mean"] + WANTED, color=WASH, zorder=0, linewidth=0)
-    axis.axhline(exact["mean"], color=SDPA, linewidth=1)
+    axis.set_title(title, loc="left")
+    axis.set(xscale="log", xlabel="keys that a token of the answer reads", ylabel="RULER, points more than exact on the same prompts")
+    axis.set_ylim(1.15 * min(-2 * WANTED, *(-row["loss"] for row in ways.values() if row["loss"] is not None)), 8)
+    axis.axhspan(-WANTED, WANTED, color=WASH, zorder=0, linewidth=0)
+    axis.axhline(0, color=SDPA, linewidth=1)
     names = []
     for rule, points in lines.items():
         label, color, marker = RULES.get(rule, ("cells", CELLS, "o"))
         ours = rule == "cells"
-        x, y = zip(*sorted((share, row["mean"]) for share, row in points), strict=True)
+        x, y = zip(*sorted((share, -row["loss"]) for share, row in points), strict=True)
         wide = {"linewidth": 2.4, "markersize": 6.5, "zorder": 5} if ours else {"linewidth": 1, "markersize": 5, "zorder": 3}
         axis.plot(x, y, marker=marker, color=color, **wide)
-        names.append((x[0], y[0], label, color, "bold" if ours else "normal"))
+        counts = sorted({row["answers"] for _, row in points})
+        told = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        names.append((x[0], y[0], f"{label} ({told} prompts)", color, "bold" if ours else "normal"))
     if "default" in ways:
         row = ways["default"]
-        axis.plot(100 * row["share"], row["mean"], "*", color=CELLS, markersize=14, markeredgecolor="white", zorder=6)
-    axis.set_xlim(0.55, 16)
+        axis.plot(100 * row["share"], -row["loss"], "*", color=CELLS, markersize=14, markeredgecolor="white", zorder=6)
+    axis.set_xlim(0.35, 16)
     axis.set_xticks([1.5, 3, 6, 12])
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}%")
     axis.minorticks_off()
-    axis.text(16, exact["mean"], "exact ", ha="right", va="bottom", color=SDPA, weight="bold", fontsize=8)
+    axis.text(0.36, 0, "exact", ha="left", va="bottom", color=SDPA, weight="bold", fontsize=8)
     axis.grid(axis="y", color="#ececf1", linewidth=0.7, zorder=0)
     axis.tick_params(colors=QUIET, labelcolor="black")
     write_names(axis, names)

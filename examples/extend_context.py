@@ -19,6 +19,7 @@ import math
 import os
 import random
 import shutil
+import sys
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -505,8 +506,11 @@ def summary(stage: dict[str, Any]) -> str:
 
 def write_atomically(path: Path, words: str) -> None:
     draft = path.with_name(f".{path.name}.partial")
-    draft.write_text(words, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        draft.write_text(words, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -592,11 +596,22 @@ def main() -> None:
     tokens = options.tokens or (512 if tiny else 65_536)
     positions = max(tokens, options.positions or tokens)
     found: dict[str, Any] = {}
+    failed: list[OSError] = []
 
     def keep() -> None:
-        if options.out:
-            about = {"environment": environment(options.device), "model": options.model or "tiny, random"}
+        """Write what is known. A full disk does not end the run: what comes later may fit, and weights are saved all the same."""
+        if not options.out:
+            return
+        about = {"environment": environment(options.device), "model": options.model or "tiny, random"}
+        try:
             write_atomically(options.out, json.dumps({**about, **found}, indent=1) + "\n")
+        except OSError as error:
+            if not failed:
+                told = f"{options.out} cannot be written ({error.strerror}); the run goes on and tries again: free some space"
+                print(f"{parser.prog}: {told}", file=sys.stderr)
+            failed[:] = [error]
+        else:
+            failed.clear()
 
     try:
         # Weights in float32: what a step adds to them is often less than bfloat16 can tell apart.
@@ -631,10 +646,17 @@ def main() -> None:
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     if options.save and trained:
-        save(model, tokenizer, options.save)
+        try:
+            save(model, tokenizer, options.save)
+        except OSError as error:
+            parser.exit(1, f"{parser.prog}: {options.save} cannot be written ({error.strerror or error}); free some space\n")
         print(f"saved: {options.save}, after {len(found['training']['losses'])} steps")
     elif options.save:
         print("nothing was trained, so nothing is saved")
+    if failed:
+        keep()
+    if failed:
+        parser.exit(1, f"{parser.prog}: {options.out} cannot be written ({failed[0].strerror}); free some space\n")
     if found["stopped"]:
         parser.exit(130 if found["stopped"] == "interrupted" else 0, f"{parser.prog}: stopped early: {found['stopped']}\n")
     if tiny:

@@ -6,11 +6,13 @@ import doctest
 import importlib
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import nearfield
@@ -24,6 +26,17 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun tells a job of one rank."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_of_a_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {}
@@ -79,6 +92,7 @@ def test_changes_name_files_that_exist_and_no_more_than_three() -> None:
             assert (ROOT / name).exists() or (ROOT / "nearfield" / name).exists(), name
 
 
+@pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of_a_module(name: str) -> None:
     if name.startswith("nearfield.app.serve"):
@@ -86,6 +100,8 @@ def test_examples_of_a_module(name: str) -> None:
     module = importlib.import_module(name)
     query, key, value, upstream = (torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
     given = {"torch": torch, "F": F, "nearfield": nearfield, "q": query, "k": key, "v": value, "g": upstream}
+    if name.startswith("nearfield.distributed"):
+        given["mesh"] = dist.init_device_mesh("cpu", (1,))
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for example in doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=given):
         runner.run(example)

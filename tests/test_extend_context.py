@@ -356,6 +356,29 @@ def test_errors_are_one_line(run: Callable[..., str], tmp_path: Path) -> None:
     assert run("--model", tmp_path / "gpt2", *text)  # it has no tokenizer either
 
 
+def test_a_full_disk_ends_nothing_and_weights_are_saved(
+    example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writes: list[str] = []
+
+    def full(path: Path, words: str) -> None:
+        writes.append(words)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(example, "write_atomically", full)
+    sizes = ("--tokens", "64", "--positions", "160", "--steps", "1", "--cases", "1", "--windows", "1")
+    places = ("--save", str(tmp_path / "longer"), "--out", str(tmp_path / "found.json"))
+    monkeypatch.setattr(sys, "argv", ["extend_context.py", *sizes, *places])
+    with pytest.raises(SystemExit) as stopped:
+        example.main()
+    assert stopped.value.code == 1
+    said = capsys.readouterr().err
+    assert said.count("No space left on device") == 2  # when it was seen first, and at the end
+    assert "free some space" in said
+    assert '"after"' in writes[-1]
+    assert (tmp_path / "longer" / "config.json").exists()
+
+
 def test_the_saved_model_knows_its_positions(
     example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

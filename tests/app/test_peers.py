@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,6 +43,8 @@ from nearfield.app.ruler import run, ways
 from nearfield.app.ruler.answers import answer, read
 from nearfield.app.ruler.ways import RECORDED, WAYS, BudgetWay, PeerWay, cells_of_budget
 from nearfield.cells import sizes
+from nearfield.cells.cache.store import CellStore
+from nearfield.cells.cache.stretch import LATEST
 
 HEADS, KV_HEADS, LENGTH, DIM, BUDGET = 4, 2, 230, 16, 48
 SCALE = DIM**-0.5
@@ -444,6 +447,33 @@ def test_a_prompt_is_read_once_for_all_that_answer_it_by_a_rule() -> None:
         for name in ("default", "default+exact"):
             found = answer(model, tokenizer_of_letters(), WAYS[name], PROMPTS[1:2], 5)
             assert found[0].tokens == answer(model, tokenizer_of_letters(), WAYS["exact"], PROMPTS[1:2], 5)[0].tokens
+
+
+def test_keys_are_grouped_once_for_all_budgets() -> None:
+    """The stores of a way share no keys with those of the next one that are written to, and other cells are made anew."""
+    model, talks = net(), tokenizer_of_letters()
+    model.generation_config.eos_token_id = None
+    names = ("cells-1.5", "exact+cache", "cells-6", "cells-12", "cells-1.5")
+    alone = [[one.tokens for one in answer(model, talks, WAYS[name], PROMPTS, 30)] for name in names]
+    readings = [read(model, WAYS["cells-6"], torch.tensor(ids)) for ids in PROMPTS]
+    closed: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        close = CellStore.close
+
+        def counted(store: CellStore, query: Any) -> None:
+            closed.append(1)
+            # The last queries of the prompt say how its keys are grouped, as many as in a cache that has read it itself.
+            assert query.shape[2] == LATEST
+            close(store, query=query)
+
+        patched.setattr(CellStore, "close", counted)
+        counts = []
+        for name, tokens in zip(names, alone, strict=True):
+            assert [one.tokens for one in answer(model, talks, WAYS[name], PROMPTS, 30, readings)] == tokens
+            counts.append(len(closed))
+    layers = len(PROMPTS) * len(readings[0].cache.layers)
+    assert counts[0] == layers
+    assert [b - a for a, b in pairwise(counts)] == [layers, layers, 0, 0]
 
 
 @torch.no_grad()

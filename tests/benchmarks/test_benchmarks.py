@@ -56,6 +56,12 @@ def test_the_benchmark_of_rows_that_open_cells_together_runs(run: Callable[..., 
         assert word in shown
 
 
+def test_the_benchmark_of_sharp_models_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_sharp", "--quick")
+    for word in ("keys, uncut", "queries", "the last 64 of 1,600 tokens"):
+        assert word in shown
+
+
 def test_the_benchmark_of_cells_that_a_cache_takes_over_runs(run: Callable[..., str]) -> None:
     shown = run("bench_adopted", "--quick")
     assert "local" in shown

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.app.peers.rules import Notes, Rows, Rule, budget_of, exact
+from nearfield.cells.cache.store import CellStore
+from nearfield.cells.cache.stretch import LATEST
 
 # Last: without Transformers, nearfield.hf says what to install.
 from nearfield.hf import cache as _cache  # noqa: F401  isort: skip
@@ -22,7 +24,9 @@ from transformers.masking_utils import sdpa_mask  # isort: skip
 
 NAME = "nearfield-peer"
 OBSERVED = 32
-"""How many of the last queries of a prompt are kept for rules that look at them."""
+"""How many of the last queries of a prompt rules look at, where they look at any."""
+KEPT = max(OBSERVED, LATEST)
+"""How many are kept: a `CellCache` looks at more."""
 LOGITS = 1 << 27
 """So many logits are made at a time where a prompt is read by a rule."""
 
@@ -36,6 +40,8 @@ class PeerLayer(DynamicLayer):
         self.notes: Notes = {}
         self.noted: dict[Rule, Notes] = {}
         """by rules whose notes are the same for every budget; shared by the copies that answer by a rule"""
+        self.grouped: CellStore | None = None
+        """the same keys in cells, as they were asked for last"""
         self.budget = 0
         self.scale = 1.0
 
@@ -68,7 +74,7 @@ class PeerCache(DynamicCache):
     def _notes(rule: Rule, layer: Any) -> Notes:
         found = layer.noted.get(rule)
         if found is None:
-            found = rule.notes(layer.queries, layer.keys, layer.values, layer.scale, layer.budget)
+            found = rule.notes(layer.queries[:, :, -OBSERVED:], layer.keys, layer.values, layer.scale, layer.budget)
             if not rule.notes_need_budget:
                 layer.noted[rule] = found
         return found
@@ -94,7 +100,7 @@ class PeerAttention:
             return found.transpose(1, 2).contiguous(), None
         is_prompt = query.shape[2] == key.shape[2]
         if layer is not None and is_prompt:
-            layer.queries, layer.scale = query[:, :, -OBSERVED:].clone(), scale
+            layer.queries, layer.scale = query[:, :, -KEPT:].clone(), scale
         by_rule = layer is not None and self.rule is not None and (not is_prompt or self.share is not None)
         if not by_rule:
             return sdpa_attention_forward(module, query, key, value, mask, *args, **options)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +19,7 @@ from nearfield.app.peers.answering import AnswerCache, write
 from nearfield.app.peers.cache import PeerCache, PeerLayer, by_peer
 from nearfield.app.peers.rules import RULES, Rule, budget_of
 from nearfield.auto import Auto, is_exact_faster
+from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes
 from nearfield.exact import Exact
@@ -26,6 +29,10 @@ from nearfield.problem import Method
 
 # Last: without Transformers, nearfield.hf says what to install.
 from transformers.cache_utils import DynamicLayer  # isort: skip
+
+ALGORITHM = 1
+"""To be raised by whoever changes what a way answers while its name and parameters stay: how keys are grouped, which cells are
+opened, how many by default. Answers by another number are not gone on with."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,12 @@ class Way:
     prefill: Method | Mapping[int | str, Method] | None = None
     opens_cells = False
     rounds: ClassVar[tuple[int, ...]] = (16, 48)
+
+    @property
+    def digest(self) -> str:
+        """Of all that is set, so that answers of another way with the same name are known from its own."""
+        told = re.sub(r" at 0x[0-9a-f]+", "", repr(self))
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     @property
     def source(self) -> Way | None:
@@ -130,8 +143,7 @@ class CellWay(Way):
         for number, layer in enumerate(cache.layers):
             own = made.layers[number]
             if isinstance(own, CellLayer):
-                own.store.append(layer.keys, layer.values)
-                own.store.close()
+                own.store = _grouped(layer, own.store)
             else:
                 made.layers[number] = copy.copy(layer)
         return made
@@ -226,6 +238,30 @@ def cells_of_budget(share: float, tokens: int) -> Cells:
     budget = budget_of(share / 2, tokens)
     segment = 1 << max(6, int(math.log2(budget / 2)))
     return Cells(segment=segment, cell_size=32, probes=max(1, (budget - segment // 2 - 16) // 32))
+
+
+def _grouped(layer: Any, store: Any) -> Any:
+    """A store with the keys and values of a prompt's layer, in cells. Those made of them last serve again if they differ
+    in nothing but how many are opened."""
+    kept = layer.grouped
+    if kept is None or not _has_same_cells(kept, store):
+        layer.grouped = None  # Two of them may not fit on a card.
+        store.append(layer.keys, layer.values)
+        if not isinstance(store, CellStore):
+            store.close()
+            return store
+        store.close(query=layer.queries)
+        layer.grouped = store
+    # It shares memory with the one that is kept, which nobody appends to.
+    found = copy.copy(layer.grouped)
+    found.method = store.method
+    return found
+
+
+def _has_same_cells(kept: CellStore, store: Any) -> bool:
+    if not isinstance(store, CellStore) or kept.group_from != store.group_from:
+        return False
+    return replace(kept.method, probes=store.method.probes) == store.method
 
 
 def _is_exact_faster(model: Any, tokens: int) -> bool:
