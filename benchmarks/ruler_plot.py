@@ -58,7 +58,9 @@ def draw(axis: Any, title: str, ways: dict[str, dict[str, Any]]) -> None:
         if share.replace(".", "").isdigit():
             lines.setdefault(rule, []).append((float(share), row))
     axis.set_title(title, loc="left")
-    axis.set(xscale="log", xlabel="keys that a token of the answer reads", ylabel="RULER, points more than exact on the same prompts")
+    axis.set(
+        xscale="log", xlabel="keys that a token of the answer reads", ylabel="RULER, points more than exact on the same prompts"
+    )
     axis.set_ylim(1.15 * min(-2 * WANTED, *(-row["loss"] for row in ways.values() if row["loss"] is not None)), 8)
     axis.axhspan(-WANTED, WANTED, color=WASH, zorder=0, linewidth=0)
     axis.axhline(0, color=SDPA, linewidth=1)

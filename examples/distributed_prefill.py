@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.distributed import Ranks, context_parallel, unshard
+from nearfield.distributed import Ranks, context_parallel, shard, unshard
 from nearfield.synthetic import make
 
 METHODS: dict[str, nf.Method] = {"cells": nf.Cells(), "exact": nf.Exact()}
@@ -103,7 +103,9 @@ def compare(options: Any, place: str) -> None:
                 progress.update(bar, advance=1, description=what)
 
         for method in METHODS.values():  # what is loaded at a first call
-            step([x[:, :, :64] for x in whole[:3]], whole[3][:, :, :64], method, True, None)
+            few = [shard(x[:, :, : 64 * ranks.size], ranks, 2) for x in whole]
+            for mesh in (ranks, None) if is_first else (ranks,):
+                step(few[:3], few[3], method, True, mesh)
         for name, trained in kinds:
             what = f"{name}, {'training' if trained else 'forward'}"
             own = [x.clone() for x in whole]

@@ -19,8 +19,8 @@ import math
 import os
 import random
 import shutil
-import sys
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -248,7 +248,6 @@ def over_ranks(
     `given`: as `distributed.call.Asked` has them, after the method. `alone`: what only one process knows how to do.
     """
     from nearfield.distributed.call import Above, Asked, attend
-    from nearfield.distributed.dtensors import over_tensors
 
     for name, value_of in alone.items():
         if value_of:
@@ -263,7 +262,9 @@ def over_ranks(
     limit = crossover.length(query.device, query.dtype, bool(given[0])) if isinstance(method, Auto) else None
     above = Above(attention, _settled, f"{method!r} with a crossover length of {limit}")
     asked = Asked(method, *given)
-    run = over_tensors if _compat.is_dtensor(query) else attend
+    run: Any = attend
+    if _compat.is_dtensor(query):  # whoever has one has spent the seconds that importing them takes
+        from nearfield.distributed.dtensors import over_tensors as run
     output, lse = run(mesh, query, key, value, attn_mask, asked, above, packed=packed)
     return (output, lse) if asked.return_lse else output
 

@@ -29,6 +29,13 @@ def check_integer(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
 
 
+def check_generator_seed(name: str, value: object) -> None:
+    """An integer that torch.Generator takes as its seed."""
+    check_integer(name, value)
+    if not -(2**63) <= value < 2**64:  # type: ignore[operator]
+        raise ValueError(f"{name} must be from -2^63 to 2^64 - 1, got {value!r}")
+
+
 FLAGS = (bool, torch.SymBool)
 """What may say yes or no; the second is a comparison of sizes that torch.compile does not know."""
 

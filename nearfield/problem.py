@@ -119,6 +119,8 @@ class Problem:
     window: Window | None = None
     """(left, right): row i sees the keys from i + offset - left to i + offset + right, or to the last one where right is -1.
     There is always a left bound, and `is_causal` is False: the window says it all"""
+    places: Tensor | None = None
+    """`[query_length]`: where rows of a causal mask stand, in place of i + offset; None: there. Not every method reads it"""
 
     @property
     def band(self) -> Band | None:
@@ -201,10 +203,7 @@ class Problem:
         if self.window is not None:
             return self._visible_in_window
         if self.is_causal:
-            queries = self.query.shape[2]
-            visible = torch.arange(1 + self.offset, queries + 1 + self.offset, device=self.key.device)
-            if self.offset < 0 or queries + self.offset > length:
-                visible = visible.clamp_(0, length)
+            visible = self._causal_visible
             visible = (visible if self.group_size == 1 else visible.repeat(self.group_size)).expand(groups, -1)
         else:
             rows = self.group_size * self.query.shape[2]
@@ -214,6 +213,17 @@ class Problem:
         counts = self.key_padding.reshape(groups, length)
         seen = torch.cat([counts.new_zeros(groups, 1, dtype=torch.long), counts.cumsum(1)], 1)
         return seen.gather(1, visible)
+
+    @property
+    def _causal_visible(self) -> Tensor:
+        """`[query_length]`: how many keys a row of a causal mask sees, padding apart."""
+        queries, length = self.query.shape[2], self.key.shape[2]
+        if self.places is not None:
+            return (self.places + 1).clamp(0, length)
+        visible = torch.arange(1 + self.offset, queries + 1 + self.offset, device=self.key.device)
+        if self.offset < 0 or queries + self.offset > length:
+            visible = visible.clamp_(0, length)
+        return visible
 
     @property
     def _visible_in_window(self) -> Tensor:
@@ -314,8 +324,8 @@ def check(
         )
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, leading, query, key)
-    _check_range("scale", scale, query, "multiply the queries by a part of it, or pass float64 inputs")
-    _check_range("softcap", softcap, query, "a cap far above all logits is none: leave it out")
+    check_range("scale", scale, query, "multiply the queries by a part of it, or pass float64 inputs")
+    check_range("softcap", softcap, query, "a cap far above all logits is none: leave it out")
     softcap = check_softcap(softcap)
     sink = None if s_aux is None else check_sink(s_aux, query)
     query, key, value = to_autocast_dtype(query, key, value)
@@ -366,8 +376,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} is a nested tensor; pad it and hide the padding: pass query.to_padded_tensor(0.0), the same "
                 f"of key and value, and attn_mask=(positions < lengths[:, None])[:, None, None, :]{_jagged_hint(query)}"
             )
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}; pass {name}.to_dense()")
+        check_dense(name, x)
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
         if x.dim() < 2:
@@ -424,7 +433,12 @@ def to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _check_range(name: str, value: object, query: Tensor, remedy: str) -> None:
+def check_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}; pass {name}.to_dense()")
+
+
+def check_range(name: str, value: object, query: Tensor, remedy: str) -> None:
     """Raise for a number that the dtype of the arithmetic does not hold. Other numbers that are wrong are not looked at here."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     if isinstance(value, int | float) and torch.finfo(dtype).max < abs(value) < math.inf:
@@ -516,6 +530,8 @@ def isolate_non_finite(problem: Problem, raise_instead: bool) -> Problem:
     allowed: Tensor | None = None
     if problem.band is not None:
         start, stop = problem.band.ends(length, bad_key.shape[2], bad_key.device)
+        if problem.places is not None:
+            start, stop = torch.zeros_like(stop), problem._causal_visible
         so_far = torch.nn.functional.pad(bad_key.cumsum(2), (1, 0))
         spoiled = so_far[:, :, stop] > so_far[:, :, start]
     elif problem.has_general_mask:

@@ -27,6 +27,9 @@ except ImportError:  # Windows, where nobody can remove a file that is open
 
 DIGEST = "digest"
 
+UNFINISHED = ".nearfield-"
+"""How the names of all unfinished files begin."""
+
 ABOUT = "__metadata__"
 """The part of a header that is about no tensor."""
 
@@ -43,8 +46,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
-MOST_HEADER = 4 << 20
+MOST_HEADER = 2 << 20
 """Bytes. A memory takes about 1,200 for each layer of its model."""
+
+MOST_TENSORS = 1 << 14
+"""A memory has 14 for each layer of its model, an index up to 8 for each block of keys."""
 
 MOST_DIMS = 64
 
@@ -91,8 +97,11 @@ def _write(file: BinaryIO, about: dict[str, str], tensors: dict[str, Tensor]) ->
         start += x.nbytes
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > MOST_HEADER:
-        raise OSError(f"the header would have {len(encoded)} bytes, and may have {MOST_HEADER}")
+    if len(encoded) > MOST_HEADER or len(ordered) > MOST_TENSORS:
+        raise OSError(
+            f"it would have {len(ordered)} tensors and a header of {len(encoded)} bytes, and may have {MOST_TENSORS} and "
+            f"{MOST_HEADER}"
+        )
     file.write(len(encoded).to_bytes(8, "little") + encoded)
     for _, x in ordered:
         file.write(_bytes_of(x))
@@ -106,7 +115,7 @@ def _bytes_of(x: Tensor) -> memoryview:
 
 def _leftover(target: Path) -> str:
     """How the names of unfinished files for this one begin. They are short however long its own name is."""
-    return f".nearfield-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
+    return f"{UNFINISHED}{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}-"
 
 
 def _begin(target: Path) -> tuple[int, Path]:
@@ -126,8 +135,12 @@ def _begin(target: Path) -> tuple[int, Path]:
 
 
 def _remove_leftovers(target: Path) -> None:
+    remove_unfinished(target.parent, _leftover(target))
+
+
+def remove_unfinished(folder: Path, prefix: str = UNFINISHED) -> None:
     """Remove unfinished files that nobody is writing: a lock goes when the process that has it ends, however it ends."""
-    for left in target.parent.glob(f"{_leftover(target)}*.part"):
+    for left in folder.glob(f"{prefix}*.part"):
         # It may be gone by now, be locked, or belong to somebody else.
         with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDWR)
@@ -186,6 +199,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, str], dict[str, Entry], int]
     about = header.pop(ABOUT, {})
     if not isinstance(about, dict) or not all(isinstance(x, str) for x in about.values()):
         raise ValueError(f"{ABOUT} is not a list of texts")
+    if len(header) > MOST_TENSORS:
+        raise ValueError(f"{len(header)} tensors are announced, and there may be {MOST_TENSORS}")
     entries = {name: _entry(name, entry) for name, entry in header.items()}
     end = 0
     for name, (*_, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 120
+PATIENCE = 300
 """Seconds until a test that waits for its ranks fails."""
 
 
@@ -30,7 +30,7 @@ class Crew:
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         place = f"file://{Path(self.folder.name) / 'meeting'}"
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.calls = [], [], 0
         for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, size, place, timeout, there), daemon=True)
@@ -42,17 +42,20 @@ class Crew:
     def start(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> None:
         """Call `function(group, *args)` on the first ranks; it has to be one of a module."""
         ranks = len(self.pipes) if ranks is None else ranks
+        self.calls += 1
         for pipe in self.pipes[:ranks]:
-            pipe.send((function, ranks, args))
+            pipe.send((self.calls, function, ranks, args))
 
     def outcome(self, rank: int) -> tuple[bool, Any]:
         """Whether the call succeeded on this rank, and its result, or what was raised, as text."""
-        if not self.pipes[rank].poll(PATIENCE):
-            return False, f"rank {rank} has not answered for {PATIENCE} s"
-        try:
-            return self.pipes[rank].recv()
-        except EOFError:
-            return False, f"rank {rank} is gone"
+        while self.pipes[rank].poll(PATIENCE):
+            try:
+                call, is_right, found = self.pipes[rank].recv()
+            except EOFError:
+                return False, f"rank {rank} is gone"
+            if call == self.calls:  # and no late answer to an earlier one
+                return is_right, found
+        return False, f"rank {rank} has not answered for {PATIENCE} s"
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
         """`function(group, *args)` on the first ranks: the result of each."""
@@ -88,11 +91,11 @@ def _serve(rank: int, size: int, place: str, timeout: float, pipe: Connection) -
     groups = {ranks: dist.new_group(range(ranks), timeout=timedelta(seconds=timeout)) for ranks in range(1, size + 1)}
     while True:
         try:
-            function, ranks, args = pipe.recv()
+            call, function, ranks, args = pipe.recv()
         except EOFError:
             return
         torch.manual_seed(0)
         try:
-            pipe.send((True, function(groups[ranks], *args)))
+            pipe.send((call, True, function(groups[ranks], *args)))
         except BaseException:  # also an interrupt: whoever started the test is told, and the next one can run
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((call, False, traceback.format_exc()))

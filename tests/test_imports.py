@@ -20,7 +20,7 @@ PACKAGE = Path(nearfield.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("app",),
     ("",),  # the package itself: the public names
-    ("nn", "hf", "varlen"),
+    ("nn", "hf", "varlen", "vllm"),
     ("attention", "plans"),
     ("auto", "paper"),
     ("distributed", "knn", "pilot", "windows"),
@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 MOST_LAYERS = 9
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
-OPTIONAL = ("faiss", "matplotlib", "transformers", "triton", "numba", "scipy")
+OPTIONAL = ("faiss", "matplotlib", "transformers", "triton", "numba", "scipy", "vllm")
 
 
 def module_name(path: Path) -> str:

@@ -242,7 +242,7 @@ def test_crafted_headers(tmp_path: Path, header: Any, message: str) -> None:
     assert time.process_time() - began < 1.0
 
 
-@pytest.mark.parametrize("length", [0, 2**64 - 1, 2**40, 5 << 20])
+@pytest.mark.parametrize("length", [0, 2**64 - 1, 2**40, 5 << 20, 3 << 20])
 def test_headers_of_impossible_lengths(tmp_path: Path, length: int) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
@@ -250,3 +250,22 @@ def test_headers_of_impossible_lengths(tmp_path: Path, length: int) -> None:
         file.truncate(6 << 20)
     with pytest.raises(ValueError, match=rf"a header of {length} bytes is not possible in a file of"):
         read_tensors("thing", path, "somebody")
+
+
+def test_more_tensors_than_a_file_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is looked at. Empty ones take no bytes, so the file is small however many there are."""
+    path = tmp_path / "file"
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    encoded = json.dumps(dict.fromkeys(map(str, range(20_000)), empty)).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "_entry", lambda *_: pytest.fail("an entry was looked at"))
+        for call in (read_tensors, read_about):
+            with pytest.raises(ValueError, match="20000 tensors are announced, and there may be 16384; somebody makes"):
+                call("thing", path, "somebody")
+    monkeypatch.setattr(tensor_file, "MOST_TENSORS", 3)
+    few = {str(number): torch.empty(0) for number in range(3)}
+    write(path, few)
+    with pytest.raises(OSError, match=r"it would have 4 tensors and a header of [0-9]* bytes, and may have 3 and"):
+        write(path, few | {"3": torch.empty(0)})
+    assert_same(read(path), few)

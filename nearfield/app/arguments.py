@@ -136,17 +136,12 @@ def check_file(option: str, path: Path) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Raises unless files can be written to a folder, which need not be there yet. Nothing stays behind."""
-    missing: list[Path] = []
     try:
-        missing += [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        # Nothing is made: of two commands that start together, one would remove what the other has found.
+        nearest = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise ValueError(f"{option} must be a folder that can be written, got {path} ({error.strerror})") from error
-    finally:
-        for folder in missing:
-            if folder.is_dir():
-                folder.rmdir()
 
 
 def check_model(name: str) -> None:

@@ -86,8 +86,24 @@ def attend(
         problem = _checked(query, key, value, attn_mask, asked)
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = error
-    rows, keys = _agreed(ranks, query, key, value, attn_mask, asked, above, problem, wrong, layouts, packed)
-    assert problem is not None
+    with ranks.together("attention"):
+        found = _agreed(ranks, query, key, value, attn_mask, asked, above, problem, wrong, layouts, packed)
+        if found is not None:
+            assert problem is not None
+            return _attend(ranks, problem, *found, asked, above, packed)
+    assert wrong is not None
+    raise wrong
+
+
+def _attend(
+    ranks: Ranks,
+    problem: Problem,
+    rows: Layout,
+    keys: Layout,
+    asked: Asked,
+    above: Above,
+    packed: tuple[Sequence[int], Sequence[int]] | None,
+) -> tuple[Tensor, Tensor | None]:
     whole = _whole(problem, rows.length, keys.length)
     window = bands.check_window(asked.window_size)
     is_causal, offset = asked.is_causal, asked.offset or 0
@@ -143,8 +159,8 @@ def _agreed(
     wrong: Exception | None,
     layouts: tuple[Layout, Layout] | None,
     packed: tuple[Sequence[int], Sequence[int]] | None,
-) -> tuple[Layout, Layout]:
-    """Where rows and keys are, once all ranks have said that they make the same call. Raises `wrong` if all ranks have it."""
+) -> tuple[Layout, Layout] | None:
+    """Where rows and keys are, once all ranks have said that they make the same call. None: on all ranks, the same is `wrong`."""
     counts = [0, 0] if problem is None else [problem.query.shape[2], problem.key.shape[2]]
     context = context_of(ranks)
     fits: object = None
@@ -154,6 +170,9 @@ def _agreed(
         wanted = [layout.on(ranks.rank) for layout in layouts]
         fits = [layout.length for layout in layouts] if counts == wanted else f"{counts} tokens in place of {wanted}"
     tensors = {"query": query, "key": key, "value": value}
+    if problem is not None:  # as they go over: autocast may have cast them
+        tensors = {"query": problem.query, "key": problem.key, "value": problem.value}
+    leaves = [*tensors.values(), asked.s_aux]
     described: dict[str, Any] = {name: _described(x, 2) for name, x in tensors.items()}
     found = ranks.agree(
         "attention",
@@ -163,13 +182,14 @@ def _agreed(
         s_aux=_described(asked.s_aux, 0),
         arguments=_plain(str(replace(asked, s_aux=None))),
         method=_plain(above.told),
+        triton=problem is not None and backends.prefers_triton(asked.backend, problem.query.device),
         packed=packed and [list(edges) for edges in packed],
         tokens=fits,
-        gradients=[isinstance(x, Tensor) and x.requires_grad for x in tensors.values()] if torch.is_grad_enabled() else None,
+        gradients=[isinstance(x, Tensor) and x.requires_grad for x in leaves] if torch.is_grad_enabled() else None,
         error=None if wrong is None else f"{type(wrong).__name__}: {wrong}",
     )
     if wrong is not None:
-        raise wrong
+        return None
     if layouts is None:
         names = "the queries", "the keys"
         rows, keys = (layout_for(ranks, [row[i] for row in found], name) for i, name in enumerate(names))

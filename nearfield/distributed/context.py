@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,7 +67,7 @@ def context_parallel(
     Args:
         mesh: a `DeviceMesh` of one dimension, such as `mesh["cp"]`, a process group, or `Ranks`.
         buffers: tensors with the whole sequence, alike on all ranks: tokens, labels, positions. They are changed in place, and
-            get back what they held at the end. No parameters, and no views.
+            get back what they held at the end. No parameters. They are contiguous, and none has memory of another.
         buffer_seq_dims: along which dimension of each buffer the sequence lies.
         no_restore_buffers: those that need not be restored.
         check: compare what ranks are called with, so that ranks that disagree raise a `RankError` that says in what. False saves
@@ -85,6 +86,7 @@ def context_parallel(
     left = list(no_restore_buffers or ())
     if not all(any(x is buffer for buffer in given) for x in left):
         raise ValueError("no_restore_buffers must be some of buffers")
+    _check_apart(given)
     ranks = mesh if isinstance(mesh, Ranks) else Ranks(mesh, check=check)
     lengths = {x.shape[dim] for x, dim in zip(given, dims, strict=True)}
     if len(lengths) > 1:
@@ -108,6 +110,17 @@ def context_parallel(
             for x, before in zip(given, whole, strict=True):
                 if before is not None:
                     x.resize_(before.shape).copy_(before)
+
+
+def _check_apart(buffers: Sequence[Tensor]) -> None:
+    """A share is written to where its buffer begins: to nothing that belongs to others."""
+    for number, x in enumerate(buffers):
+        if not x.is_contiguous():
+            raise ValueError(f"buffers must be contiguous, got buffer {number} with strides {x.stride()}; pass .contiguous()")
+    ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes, number) for number, x in enumerate(buffers) if x.numel())
+    for (_, stop, number), (start, _, other) in pairwise(ranges):
+        if start < stop:
+            raise ValueError(f"buffers {number} and {other} have memory in common, and both are written to; pass .clone() of one")
 
 
 def shard(x: Tensor, mesh: Any, dim: int) -> Tensor:
@@ -136,10 +149,11 @@ def unshard(x: Tensor, mesh: Any, dim: int) -> Tensor:
     ranks = ranks_of(mesh)
     dim = dim % x.dim()
     shape = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    facts: dict[str, Any] = {"shape": shape, "dtype": str(x.dtype), "dim": dim, "gradient": x.requires_grad}
-    counts = [row[0] for row in ranks.agree("unshard", [x.shape[dim]], **facts)]
-    layout = layout_for(ranks, counts)
-    return _Unshard.apply(x, ranks, layout, dim)
+    has_gradient = x.requires_grad and torch.is_grad_enabled()
+    facts: dict[str, Any] = {"shape": shape, "dtype": str(x.dtype), "dim": dim, "gradient": has_gradient}
+    with ranks.together("unshard"):
+        counts = [row[0] for row in ranks.agree("unshard", [x.shape[dim]], **facts)]
+        return _Unshard.apply(x, ranks, layout_for(ranks, counts), dim)
 
 
 def layout_for(ranks: Ranks, counts: list[int], name: str = "the sequence") -> ZigZag:
@@ -161,5 +175,6 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.ranks.start_sum("gradients of whole sequences", ctx.layout.dealt(grad, ctx.dim)).wait()
+        with ctx.ranks.together("a backward pass"):
+            found = ctx.ranks.start_sum("gradients of whole sequences", ctx.layout.dealt(grad, ctx.dim)).wait()
         return found.narrow(ctx.dim, 0, ctx.layout.on(ctx.ranks.rank)), None, None, None

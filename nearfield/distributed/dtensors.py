@@ -82,6 +82,13 @@ def _placements(query: DTensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
             "DTensors must be [batch, heads, length, dim], sharded by Shard(0), Shard(1) or Shard(2), or replicated; got "
             f"{query.dim()} dimensions and {query.placements}; redistribute them"
         )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    parts = math.prod(query.device_mesh.size(i) for i, x in enumerate(query.placements) if isinstance(x, Shard) and x.dim == 1)
+    if heads != kv_heads and (heads % parts or kv_heads % parts):
+        raise ValueError(
+            f"{heads} query heads that share {kv_heads} heads of keys cannot be sharded over {parts} ranks: keys would be on "
+            "other ranks than their queries; replicate them"
+        )
     found = [i for i, x in enumerate(query.placements) if isinstance(x, Shard) and x.dim == 2]
     if len(found) > 1:
         raise ValueError(f"sequences must be sharded along one dimension of the mesh, got {query.placements}")

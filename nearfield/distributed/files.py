@@ -26,9 +26,9 @@ from nearfield.cells.sizes import CacheSizes
 from nearfield.distributed.deal import Deal, Segment
 from nearfield.distributed.group import CommonError, Ranks
 from nearfield.distributed.share import Share
-from nearfield.tensor_file import DIGEST, check_digest, check_format, read_about, read_tensors, write_tensors
+from nearfield.tensor_file import DIGEST, check_digest, check_format, read_about, read_tensors, remove_unfinished, write_tensors
 
-FORMAT, VERSION = "nearfield-shards", "1"
+FORMAT, VERSION = "nearfield-shards", "2"
 INDEX, SUFFIX = "index.shards", ".shard"
 
 UNEQUAL = 1.25
@@ -44,13 +44,22 @@ class Layer(NamedTuple):
     segments: tuple[Segment, ...]
     length: int
     closed_segments: int
+    by_queries: bool
     settled: int
     key_padding: Tensor | None
 
     @staticmethod
     def of(share: Share) -> Layer:
         deal = share.deal
-        return Layer(deal.sizes, deal.segments, deal.length, share.closed_segments, share.settled, share.key_padding)
+        return Layer(
+            deal.sizes,
+            deal.segments,
+            deal.length,
+            share.closed_segments,
+            share.by_queries,
+            share.settled,
+            share.key_padding,
+        )
 
     def deal(self, ranks: int, segments: Sequence[Segment] | None = None) -> Deal:
         found = self.segments if segments is None else tuple(segments)
@@ -68,7 +77,9 @@ class Layer(NamedTuple):
             mine = padding[:, deal.positions(rank, slice(0, self.length), padding.device)]
             found = found.but(own=own.but(key_padding=mine), key_padding=padding, counted=padding.sum(1).tolist())
         cells = sum(self.sizes.cells(*segment[:2]) for segment in deal.segments[:closed_segments])
-        return found.but(closed_segments=closed_segments, cells=cells, settled=self.settled)
+        # Where all cells are made anew, what those in the files were grouped by says nothing of them.
+        by_queries = self.by_queries or not closed_segments
+        return found.but(closed_segments=closed_segments, cells=cells, by_queries=by_queries, settled=self.settled)
 
 
 def save_shares(folder: Path, ranks: Ranks, shares: list[Share], about: dict[str, str]) -> None:
@@ -89,11 +100,20 @@ def save_shares(folder: Path, ranks: Ranks, shares: list[Share], about: dict[str
 
         def write_index() -> str:
             _sync(folder)
+            for rank in range(ranks.size):
+                if not (shard := folder / f"{name}-{rank}{SUFFIX}").is_file():
+                    raise ValueError(
+                        f"{shard}, which {ranks.name(rank)} has written, is not there; the ranks need a folder in common"
+                    )
             layers = list(map(Layer.of, shares))
             tensors = {f"layers.{i}.key_padding": x.key_padding for i, x in enumerate(layers) if x.key_padding is not None}
+            # They are many, and most layers have the same ones.
+            numbers: dict[tuple[Segment, ...], int] = {}
+            told = [_told(layer) | {"segments": numbers.setdefault(layer.segments, len(numbers))} for layer in layers]
+            tensors |= {f"segments.{i}": torch.tensor(x, dtype=torch.int64).view(-1, 3) for x, i in numbers.items()}
             facts = {
                 "digests": json.dumps(digests),
-                "layers": json.dumps([_told(layer) for layer in layers]),
+                "layers": json.dumps(told),
                 "about": json.dumps(about),
             }
             write_tensors("index", folder / INDEX, _header(name, ranks=ranks.size) | facts, tensors)
@@ -125,24 +145,30 @@ def load_shares(
     On as many ranks, all is as it was, bit by bit. On others, whole segments move with their cells, so that the ranks have about
     as many keys each; where there are too few segments for that, keys are dealt out anew, and grouped again.
     """
-    found: list[tuple[dict[str, str], list[Share]]] = []
+    about: dict[str, str] = {}
+    layers: list[Layer] = []
+    files: list[dict[str, Tensor]] = []
+    shares: list[Share] = []
 
     def read() -> str:
-        index, layers = _read_index(folder)
-        count, about = int(index["ranks"]), json.loads(index["about"])
+        index, found = _read_index(folder)
+        about.update(json.loads(index["about"]))
+        layers.extend(found)
         # Every file is read whole by one rank; the others read what they need of it.
-        files = [_read_shard(folder, index, number, number % ranks.size == ranks.rank) for number in range(count)]
-        shares = []
+        for number in range(int(index["ranks"])):
+            files.append(_read_shard(folder, index, number, number % ranks.size == ranks.rank))
+        return ""
+
+    def restore() -> str:
         for number, (layer, partition) in enumerate(zip(layers, partitions(about), strict=True)):
             parts = [{x: file[f"layers.{number}.{x}"] for x in TENSORS} for file in files]
-            source = _Source(layer, layer.deal(count), parts)
+            source = _Source(layer, layer.deal(len(files)), parts)
             shares.append(_restored(source, ranks, _Kept(partition, torch.device(device or "cpu"), offload)))
-        found.append((about, shares))
         return ""
 
     with ranks.together("load"):
         _all_succeed(ranks, "load", read)
-        about, shares = found[0]
+        _all_succeed(ranks, "load", restore)  # once it is known that no file is damaged
         ranks.agree("load", moving={"layers": [share.facts for share in shares]}, about=about)
     return about, shares
 
@@ -151,12 +177,13 @@ def _all_succeed(ranks: Ranks, what: str, act: Callable[[], str]) -> list[str]:
     """What this gives on each rank. Raises an error on all of them if it fails on one."""
     try:
         said, failure = json.dumps([act(), None]), None
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        said, failure = json.dumps(["", f"{error}"]), error
+    except Exception as error:  # whatever it is, the others wait for an answer
+        told = f"{error}" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        said, failure = json.dumps(["", told]), error
     found = [json.loads(text) for text in ranks.texts(what, said)]
-    for rank, (_, told) in enumerate(found):
-        if told is not None:
-            raise CommonError(f"{what} has failed on {ranks.name(rank)}: {told}") from failure
+    for rank, (_, reason) in enumerate(found):
+        if reason is not None:
+            raise CommonError(f"{what} has failed on {ranks.name(rank)}: {reason}") from failure
     return [given for given, _ in found]
 
 
@@ -170,7 +197,7 @@ def _maker(folder: Path) -> str:
 
 def _told(layer: Layer) -> dict[str, Any]:
     facts = layer._asdict() | {"sizes": dataclasses.asdict(layer.sizes)}
-    del facts["key_padding"]
+    del facts["key_padding"], facts["segments"]
     return facts
 
 
@@ -187,6 +214,7 @@ def _sync(folder: Path) -> None:
 def _remove_others(folder: Path, name: str) -> None:
     """Remove the files of other saves, also of those that were never finished."""
     _sync(folder)
+    remove_unfinished(folder)
     for file in folder.glob(f"*{SUFFIX}"):
         if not file.name.startswith(f"{name}-"):
             with contextlib.suppress(OSError):
@@ -200,7 +228,8 @@ def _read_index(folder: Path) -> tuple[dict[str, str], list[Layer]]:
     check_digest("index", path, about, tensors)
     layers = []
     for number, told in enumerate(json.loads(about["layers"])):
-        sizes, segments = CacheSizes(**told["sizes"]), tuple(Segment(*segment) for segment in told["segments"])
+        sizes = CacheSizes(**told["sizes"])
+        segments = tuple(Segment(*segment) for segment in tensors[f"segments.{told['segments']}"].tolist())
         padding = tensors.get(f"layers.{number}.key_padding")
         layers.append(Layer(**{**told, "sizes": sizes, "segments": segments}, key_padding=padding))
     return about, layers
@@ -335,7 +364,7 @@ def _moved(source: _Source, owners: list[int], rank: int, kept: _Kept) -> CacheS
         place += count
     tensors = {name: torch.cat(found, 2) for name, found in parts.items()}
     tensors |= {"sinks": sinks, "cross": cross, "pooled": pooled, SIZES: like[SIZES]}
-    tensors[BY_QUERIES] = torch.stack([part[BY_QUERIES].all() for part in source.parts]).all()[None]
+    tensors[BY_QUERIES] = torch.tensor([layer.by_queries])
     tensors = {name: x.to(kept.device) for name, x in tensors.items()}
     return state_of(tensors, bounds, cell_bounds, layer.sizes, kept.partition, offload=kept.offload)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,24 +37,6 @@ class CommonError(ValueError):
     """What all ranks have failed in together, and know it: they can go on."""
 
 
-class Said(NamedTuple):
-    """What a rank tells the others of a call."""
-
-    kind: str
-    moving: Mapping[str, Any] | None
-    text: bytes
-
-
-class Late(NamedTuple):
-    """Headers that were not compared yet."""
-
-    header: Tensor
-    """of all ranks, on the CPU once it has arrived"""
-    arrival: Any
-    """an event of the device; None: it is there"""
-    said: Said
-
-
 class Pending:
     """A tensor that is on its way."""
 
@@ -76,14 +59,22 @@ class Ranks:
     """
 
     def __init__(self, mesh: Any, check: bool = True) -> None:
-        self.group = _group_of(mesh)
+        self._group = weakref.ref(_group_of(mesh))
         self.check = check
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.sent: Counter[str] = Counter()
         """bytes that this rank has sent, by what they were; a gathered tensor goes once to each other rank"""
         self._calls = 0
-        self._agreed: set[str] = set()
-        self._late: Late | None = None
+        self._agreed = 0
+        """how many calls there were when the ranks last agreed"""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, as long as torch.distributed has it."""
+        found = self._group()
+        if found is None:
+            raise RuntimeError("the process group of these ranks was destroyed; make Ranks of another one")
+        return found
 
     @staticmethod
     def of(mesh: Any, check: bool = True) -> Ranks:
@@ -99,12 +90,13 @@ class Ranks:
 
     def start_gather(self, what: str, x: Tensor) -> Pending:
         """The tensors of all ranks, of one shape, as `[size, ...]`."""
+        # The names since torch 2.13; older ones know the others. A torch without torch.distributed knows none.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         found = x.new_empty((self.size, *x.shape))
         self.sent[what] += x.nbytes * (self.size - 1)
         with self.guarded(what):
-            return Pending(
-                self, what, found, _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
-            )
+            work = all_gather(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
+            return Pending(self, what, found, work)
 
     def gather(self, what: str, x: Tensor) -> Tensor:
         """`start_gather`, at once."""
@@ -112,10 +104,11 @@ class Ranks:
 
     def start_sum(self, what: str, x: Tensor) -> Pending:
         """The sum over all ranks of what each has for this one, of `x` `[size, ...]`."""
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         found = x.new_empty(x.shape[1:])
         self.sent[what] += found.nbytes * (self.size - 1)
         with self.guarded(what):
-            work = _reduce_scatter(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
+            work = reduce_scatter(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
             return Pending(self, what, found, work)
 
     def start_exchange(self, what: str, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Pending]:
@@ -149,6 +142,11 @@ class Ranks:
             yield
         except (RankError, CommonError):
             raise
+        except (TypeError, ValueError) as error:
+            # Ranks that have agreed, and exchanged nothing since, refuse the same.
+            if self._calls > max(calls, self._agreed):
+                _LEFT[self.group] = f"{what} ({type(error).__name__})"
+            raise
         except BaseException as error:
             if self._calls > calls:
                 _LEFT[self.group] = f"{what} ({type(error).__name__})"
@@ -159,42 +157,22 @@ class Ranks:
     ) -> list[list[int]]:
         """Raise on every rank unless all make the same call with the same `facts`; returns the `numbers` of all ranks.
 
-        What goes over first has the same size whatever the ranks do, so that ranks that disagree find out. `moving`: facts that
-        are others in every call, such as a length. Where the header has to come from a GPU, only the first call with the same
-        other facts waits for it, and calls with numbers; of the rest, each is compared when the next one is made. Without
-        `check`, nothing is compared, and nothing is sent but numbers.
+        What goes over first has the same size whatever the ranks do, so that ranks that disagree find out, before any of them
+        exchanges something else: all wait for it, also where it has to come from a GPU. `moving`: facts that are others in every
+        call, such as a length. Without `check`, nothing is compared, and nothing is sent but numbers.
         """
         if not self.check and not numbers:
             return [[]] * self.size
-        kind = json.dumps({"call": call, **facts}, default=str, sort_keys=True) if self.check else ""
-        text = json.dumps([kind, moving], default=str) if moving and self.check else kind
-        said = Said(kind, moving, text.encode())
-        digest = int.from_bytes(hashlib.sha256(said.text).digest()[:7], "big")
-        header = torch.tensor([digest, len(said.text), *numbers], dtype=torch.int64)
+        text = json.dumps({"call": call, **facts, **(moving or {})}, default=str, sort_keys=True) if self.check else ""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        header = torch.tensor([digest, len(text), *numbers], dtype=torch.int64)
         header = torch.cat([header, header.new_zeros(HEADER - len(header))])
-        if self._late is not None:
-            late, self._late = self._late, None
-            if late.arrival is not None:
-                late.arrival.synchronize()
-            self._compare(late.header.tolist(), late.said)
-        found = self.gather("checks", header.to(self._place))
-        if self._is_far and kind in self._agreed and not numbers:
-            self._late = _on_its_way(found, said)
-            return [[]] * self.size
-        rows: list[list[int]] = found.tolist()
-        self._compare(rows, said)
-        self._agreed.add(kind)
+        with self.together(call):
+            rows: list[list[int]] = self.gather("checks", header.to(self._place)).tolist()
+            if any(row[:2] != rows[0][:2] for row in rows):
+                self._tell_differences(text or "{}")
+            self._agreed = self._calls
         return [row[2 : 2 + len(numbers)] for row in rows]
-
-    def _compare(self, rows: list[list[int]], said: Said) -> None:
-        if any(row[:2] != rows[0][:2] for row in rows):
-            facts = json.loads(said.kind or "{}") | dict(said.moving or {})
-            self._tell_differences(json.dumps(facts, default=str))
-
-    @property
-    def _is_far(self) -> bool:
-        """Whether the host would have to wait for a device to read what ranks exchange."""
-        return self._place.type == "cuda"
 
     @property
     def _place(self) -> torch.device:
@@ -243,23 +221,15 @@ class Ranks:
             store.set(keys[self.rank], "seen")
         except RuntimeError:
             return [0]  # Who keeps the store is gone.
+        # However many are silent: twice as long in all, as some see a failure later than others.
+        deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
         for rank, key in enumerate(keys):
+            left = max(min(deadline - time.monotonic(), PATIENCE.total_seconds()), 0.1)
             try:
-                store.wait([key], PATIENCE)
+                store.wait([key], timedelta(seconds=left))
             except RuntimeError:
                 silent.append(rank)
         return silent
-
-
-def _on_its_way(header: Tensor, said: Said) -> Late:
-    """To the CPU, which does not wait for it."""
-    if not header.is_cuda:
-        return Late(header, None, said)
-    copied = torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
-    copied.copy_(header, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record()
-    return Late(copied, arrival, said)
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:
@@ -275,8 +245,3 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
             'sharded, such as mesh["cp"]'
         )
     return mesh.get_group()
-
-
-# The names since torch 2.13; older ones know the others.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -49,6 +49,7 @@ class Passes:
             if lse is not None and found.lse is not None:
                 lse[:, heads] = found.lse
             kept += found.kept if trained else ()
+            del part  # before keys and values of the next heads are put in order
         return output, lse, [*begun.kept, *kept]
 
     def backward(
@@ -69,8 +70,8 @@ class Passes:
         sink_grad = None if sink is None else torch.zeros_like(sink)
         each = len(kept) // max(1, len(self._groups(key, value)))
         on_their_way: list[tuple[slice, Pending, Pending]] = []
-        for number, (part, heads) in enumerate(self._parts(query, key, value, sink, begun)):
-            own = tuple(kept[number * each : (number + 1) * each])
+        for part, heads in self._parts(query, key, value, sink, begun):  # `enumerate` would hold on to a part
+            own, kept = tuple(kept[:each]), kept[each:]
             of_heads = None if lse is None else lse[:, heads]
             of_lse = None if lse_grad is None else lse_grad[:, heads]
             grads = self.way.backward(part, output[:, heads], of_heads, own, grad[:, heads], of_lse)
@@ -78,6 +79,7 @@ class Passes:
             if sink_grad is not None and grads.sink is not None:
                 sink_grad[heads] = grads.sink
             on_their_way.append((part.heads, *self._start_sums(grads)))
+            del part, grads
             if len(on_their_way) > 1:
                 self._land(on_their_way.pop(0), key_grad, value_grad)
         for sums in on_their_way:
@@ -108,21 +110,21 @@ class Passes:
         The next group is on its way while one is attended to.
         """
         groups, members = self._groups(key, value), query.shape[1] // max(1, key.shape[1])
-        coming = self._start(key, value, groups[0]) if groups else None
+        coming = self._start(key, value, groups[0]) if groups else []
         for number, heads in enumerate(groups):
-            assert coming is not None
-            here = [self.keys.joined(pending.wait(), 2) for pending in coming]
-            coming = self._start(key, value, groups[number + 1]) if number + 1 < len(groups) else None
+            # What has come is let go of once it is in order, and what is in order by whoever attends to it: two groups at a time.
+            here = [self.keys.joined(coming.pop(0).wait(), 2) for _ in range(2)]
+            coming = self._start(key, value, groups[number + 1]) if number + 1 < len(groups) else []
             own = slice(heads.start * members, heads.stop * members)
             padding = self.padding
             if padding is not None and padding.shape[1] > 1:
                 padding = padding[:, heads]
             of_heads = None if sink is None else sink[own]
-            yield Part(query[:, own], here[0], here[1], of_heads, padding, heads, begun.of(heads)), own
+            yield Part(query[:, own], here.pop(0), here.pop(0), of_heads, padding, heads, begun.of(heads)), own
 
-    def _start(self, key: Tensor, value: Tensor, heads: slice) -> tuple[Pending, Pending]:
+    def _start(self, key: Tensor, value: Tensor, heads: slice) -> list[Pending]:
         keys = self.ranks.start_gather("keys", self.keys.padded(key[:, heads], 2))
-        return keys, self.ranks.start_gather("values", self.keys.padded(value[:, heads], 2))
+        return [keys, self.ranks.start_gather("values", self.keys.padded(value[:, heads], 2))]
 
 
 def run(passes: Passes, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -155,5 +157,5 @@ class _Sharded(torch.autograd.Function):
         query, key, value, sink, output, lse, *kept = ctx.saved_tensors
         # Other ranks wait for this one, also where nothing depends on its rows.
         grad = torch.zeros_like(output) if grad is None else grad
-        with full_precision(query):
+        with full_precision(query), ctx.passes.ranks.together("a backward pass"):
             return *ctx.passes.backward((query, key, value, sink), output, lse, kept, grad, lse_grad), None

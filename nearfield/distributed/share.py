@@ -10,7 +10,7 @@ from torch import Tensor
 from nearfield.cells.cache.attention import RECENT
 from nearfield.cells.cache.buffers import Buffer
 from nearfield.cells.cache.guard import Guard
-from nearfield.cells.cache.segments import CacheTables, FlatTables
+from nearfield.cells.cache.segments import CacheTables, FlatTables, can_stretch
 from nearfield.cells.cache.state import CacheState, Keep, Saved
 from nearfield.cells.cache.stretch import query_sizes
 from nearfield.distributed.deal import Deal
@@ -45,6 +45,8 @@ class Share:
         self.own, self.deal, self.rank = own, deal, rank
         self.closed_segments = self.cells = 0
         """how many are closed on all ranks, and in how many cells they are"""
+        self.by_queries = True
+        """that of `CacheTables`, of the cells of all ranks; those of `own` say the same"""
         self.key_padding: Tensor | None = None
         self.settled = 0
         self.guard: Guard | None = None
@@ -69,6 +71,7 @@ class Share:
             "length": self.length,
             "closed": self.closed,
             "segments": self.deal.digest,
+            "by_queries": self.by_queries,
             "entries": self.selected,
             "padding": self.counted,
         }
@@ -183,14 +186,15 @@ class Share:
         """With the next segment closed, which ends at key `end`: the rank that has it groups its keys into cells."""
         segment = self.deal.segments[self.closed_segments]
         cells, own = self.deal.sizes.cells(segment.start, end), self.own
+        by_queries = self.by_queries and own.query_sizes is not None and can_stretch(own.partition)
         if segment.owner == self.rank:
             before: int | Tensor = segment.start
             if self.key_padding is not None:
                 before = self.key_padding[:, : segment.start].sum(1)
             place = own.closed + end - segment.start
             own = own.but(settled=max(own.settled, place)).close_next(place, keep, cells=cells, before=before)
-        closed = self.but(own=own, closed_segments=self.closed_segments + 1, cells=self.cells + cells, covariance=None)
-        return closed.but(settled=max(self.settled, end))
+        closed = self.but(closed_segments=self.closed_segments + 1, cells=self.cells + cells, covariance=None)
+        return closed.but(own=_marked(own, by_queries), by_queries=by_queries, settled=max(self.settled, end))
 
     def crop(self, length: int, most_closed: int, keep: Keep) -> Share:
         """With the first `length` keys. Segments that end after key `most_closed` are opened again."""
@@ -200,7 +204,9 @@ class Share:
         changes: dict[str, Any] = {}
         if kept < self.closed_segments:
             cells = sum(self.deal.sizes.cells(*segment[:2]) for segment in self.deal.segments[:kept])
-            changes = {"closed_segments": kept, "cells": cells, "covariance": None}
+            by_queries = self.by_queries or not kept
+            changes = {"closed_segments": kept, "cells": cells, "covariance": None, "by_queries": by_queries}
+            own = _marked(own, by_queries)
         padding = None if self.key_padding is None else self.key_padding[:, :length]
         deal = self.deal.cropped(length)
         return self.but(own=own, deal=deal, settled=min(self.settled, length), key_padding=padding, **changes)
@@ -220,3 +226,8 @@ class Share:
         positions = self.deal.positions(self.rank, seen, device)
         places = slice(place, place + len(positions))
         return OpenEnd(places, self.own.hidden_mask(places, first, rows, group, positions), positions, 0)
+
+
+def _marked(own: CacheState, by_queries: bool) -> CacheState:
+    """What a rank has, with its cells scored as those of all ranks are: they are compared."""
+    return own if own.tables.by_queries == by_queries else own.but(tables=own.tables.but(by_queries=by_queries))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield.hf.cache import CellCache
+from nearfield.checks import MOST, check_positive
+from nearfield.hf.cache import CellCache, CellLayer
 from nearfield.hf.model_step import last_logits, stepping
 from nearfield.hf.register import is_registered
 
@@ -45,8 +46,9 @@ def generate(
             So it is with a batch that is padded on the left, unless a `cache` is given, or the options ask for beams or several
             results. Rules of Transformers that count tokens (`max_length`, n-grams that are not to be repeated) see the padded
             batch; use `max_new_tokens`.
-        cache: what to use; None: `CellCache(config=model.config)`. For a list of prompts, a cache made by `CellCache.batch` whose
-            requests have read all of their prompts but the last token; None: they are read here.
+        cache: what to use; None: `CellCache(config=model.config)`. If it has tokens already, prompts begin with them and have at
+            least one more. For a list of prompts, a cache made by `CellCache.batch` whose requests have read all of their
+            prompts but the last token; None: they are read here.
         graph: whether a step of the whole model, from token to logits, is captured in a CUDA graph and replayed, so that a step
             takes as long as its kernels do. It is captured again when a segment is closed. None: where it can be, and there are
             no beams. True: an error says why where it cannot be.
@@ -76,15 +78,26 @@ def generate(
         raise TypeError(f"compile must be True or False, got {compile!r}")
     if compile and graph is False:
         raise ValueError("compile=True is for steps in a CUDA graph; leave out graph=False, or compile")
+    if "past_key_values" in options:
+        raise ValueError("past_key_values is what this function chooses; pass a CellCache as cache=..., or leave it out")
+    if _option(model, options, "use_cache") is False:
+        raise ValueError("use_cache=False, but this function decodes with a cache; leave it out, or call model.generate")
+    check_positive("prefill_chunk_size", _option(model, options, "prefill_chunk_size"), optional=True, most=MOST)
     steps = Steps(True if compile else graph, compile)
     if isinstance(prompts, Tensor):
-        if prompts.dim() not in (1, 2) or prompts.is_floating_point():
+        if prompts.dim() not in (1, 2) or not prompts.numel() or not _are_numbers(prompts):
             raise ValueError(
                 f"prompts must be token ids [length] or [batch, length], got {prompts.dtype} of shape {tuple(prompts.shape)}"
             )
-        ids = prompts[None] if prompts.dim() == 1 else prompts
-        found = _continue_batch(model, ids.to(model.device), cache, steps, options)
-        return found[0] if prompts.dim() == 1 and isinstance(found, Tensor) and len(found) == 1 else found
+        if prompts.dim() == 2:
+            return _continue_batch(model, prompts.to(model.device), cache, steps, options)
+        mask = options.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 1:
+            options["attention_mask"] = mask[None]
+        found = _continue_batch(model, prompts[None].to(model.device), cache, steps, options)
+        return found[0] if isinstance(found, Tensor) and len(found) == 1 else found
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be token ids, or a list of them, got {type(prompts).__name__}")
     return _continue_requests(model, [_as_ids(x, i, model.device) for i, x in enumerate(prompts)], cache, steps, options)
 
 
@@ -103,8 +116,23 @@ def _continue_batch(model: Any, ids: Tensor, cache: CellCache | None, steps: Ste
         starts = _starts(mask)
         if starts is not None:
             caches = _read_prompts(model, [row[start:] for row, start in zip(ids, starts, strict=True)], options)
-            return _run(model, ids, CellCache.batch(caches), steps, options)
-    return _run(model, ids, CellCache(config=model.config) if cache is None else _checked(cache), steps, options)
+            return _run(model, ids, CellCache.batch(caches, padding=min(starts)), steps, options)
+    if cache is not None:
+        _check_is_longer(ids.shape[1], _checked(cache))
+    return _run(model, ids, CellCache(config=model.config) if cache is None else cache, steps, options)
+
+
+def _check_is_longer(length: int, cache: CellCache) -> None:
+    """Raise unless a prompt has tokens that the cache has not. Transformers would append all of it to what it has."""
+    cache.check_alike()
+    held = cache.get_seq_length()
+    if length <= held:
+        can_crop = length > 1 and all(isinstance(layer, CellLayer) for layer in cache.layers)
+        back = f"cache.crop({length - 1})" if can_crop else "cache.reset()"
+        raise ValueError(
+            f"cache has {held} tokens already, so prompts must begin with them and have more, got prompts of {length}; pass all "
+            f"tokens so far and new ones after them, go back with {back}, or pass a new cache"
+        )
 
 
 def _run(model: Any, ids: Tensor, cache: CellCache, steps: Steps, options: dict[str, Any]) -> Any:
@@ -151,7 +179,7 @@ def _read_prompts(model: Any, prompts: list[Tensor], options: dict[str, Any]) ->
 def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | None, steps: Steps, options: dict[str, Any]) -> Any:
     if not prompts:
         raise ValueError("there are no prompts; pass token ids, or a list of them")
-    for name in ("attention_mask", "position_ids", "past_key_values", "inputs_embeds"):
+    for name in ("attention_mask", "position_ids", "inputs_embeds"):
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for a list of prompts, which need none; leave it out, or pass prompts as one tensor")
     for name in ("num_beams", "num_return_sequences"):
@@ -163,9 +191,9 @@ def _continue_requests(model: Any, prompts: list[Tensor], cache: CellCache | Non
     if _checked(cache).lengths != expected:
         raise ValueError(
             f"the cache must hold all tokens of each prompt but the last, {expected}, got {cache.lengths}; make it with "
-            "CellCache.batch"
+            "CellCache.batch, of caches that have read no more, or leave it out"
         )
-    longest = max(map(len, prompts))
+    longest = cache.get_seq_length() + 1  # with the padding that it was made with
     # Padding is in no cache; Transformers wants a rectangle. Its penalties for repeated tokens count all of it, so they get none
     # that a prompt does not have.
     ids = torch.stack([torch.cat([x[:1].expand(longest - len(x)), x]) for x in prompts])
@@ -189,10 +217,14 @@ def _as_ids(prompt: Any, number: int, device: torch.device) -> Tensor:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0, 0)
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.dim() != 1 or not len(ids) or not _are_numbers(ids):
         what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(prompt, Tensor) else repr(prompt)[:80]
         raise ValueError(f"prompt {number} must be at least one token id, [length], got {what}; tokenize texts first")
     return ids.to(device=device, dtype=torch.long)
+
+
+def _are_numbers(ids: Tensor) -> bool:
+    return not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
 
 
 def _checked(cache: Any) -> CellCache:

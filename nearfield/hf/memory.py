@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from nearfield import _compat
+from nearfield.cells.cache.saved import moved, state_of, tensors_of
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore, check_method
 from nearfield.cells.method import Cells
 from nearfield.crossover import dtype_name
 from nearfield.hf.cache import CellCache, CellLayer, DynamicCache
-from nearfield.hf.memory_file import MOMENTS, Contents, Reading, check_model, fingerprint, read_memory, write_memory
+from nearfield.hf.memory_file import Contents, Reading, check_model, fingerprint, read_memory, write_memory
 from nearfield.hf.register import is_registered
 from nearfield.problem import to_autocast_dtype
 
@@ -112,7 +113,7 @@ class Memory:
         reading = plan_reading(model.config.get_text_config(), text.shape[1], method.sinks, positions, chunk)
         _read_text(model, text.to(model.device), cache, reading, progress)
         states = [store.state for store in _stores(cache) if store.state]
-        bounds, layers = torch.tensor(states[0].bounds), [_layer_tensors(state) for state in states]
+        bounds, layers = torch.tensor(states[0].bounds), [tensors_of(state) for state in states]
         return Memory(Contents(text, method, reading, fingerprint(model), dtype_name(model.dtype), bounds, layers), model)
 
     def __repr__(self) -> str:
@@ -127,14 +128,13 @@ class Memory:
         for tensors in self._contents.layers:
             layer = CellLayer(self.method, audit)
             layer.store = CellStore(self.method, audit=audit, group_from=0)
-            moved = {name: x.to(device) for name, x in tensors.items()}
-            layer.store.state = _restored(moved, self._contents.bounds, layer.store)
+            layer.store.state = _restored(moved(tensors, device), self._contents.bounds, layer.store)
             cache.layers.append(layer)
         return cache
 
     def to(self, device: torch.device | str) -> Memory:
         """The same memory on another device, so that not every question has to move it there."""
-        layers = [{name: x.to(device) for name, x in tensors.items()} for tensors in self._contents.layers]
+        layers = [moved(tensors, device) for tensors in self._contents.layers]
         return Memory(dataclasses.replace(self._contents, layers=layers), self._model and self._model())
 
     def ask(self, model: Any, tokenizer: Any, question: str, max_new_tokens: int = 64, **options: Any) -> str:
@@ -291,30 +291,7 @@ def _read_chunk(model: Any, tokens: Tensor, own: slice, cache: CellCache, readin
         store.append(key[:, :, shared:], value[:, :, shared:])
 
 
-def _layer_tensors(state: CacheState) -> dict[str, Tensor]:
-    """The tensors of a layer under their names in a file, from a cache that is not used any more."""
-    found = {"keys": state.keys.filled, "values": state.values.filled, "order": state.order.filled, "sinks": state.sinks}
-    # On a GPU some moments are in bfloat16. A file is for all devices, and tables convert what they take.
-    moments = {name: getattr(state.tables, attribute).filled for name, attribute in MOMENTS.items()}
-    found |= {name: x.to(state.tables.cross.dtype) if x.is_floating_point() else x for name, x in moments.items()}
-    found |= {"cross": state.tables.cross, "pooled": state.tables.pooled}
-    return {name: x.contiguous() for name, x in found.items()}
-
-
 def _restored(tensors: dict[str, Tensor], bounds: Tensor, store: CellStore) -> CacheState:
     """The state of a store that has read the text. Keys and values of closed segments stay where they are."""
-    keys, values = tensors["keys"], tensors["values"]
-    closed = tensors["order"].shape[2]
-    state = CacheState(keys, values, store.sizes, store.method.partition, memory_length=closed)
     cells = [0, *accumulate(store.sizes.cells(*ends) for ends in pairwise(bounds.tolist()))]
-    moments = {attribute: getattr(state.tables, attribute).append(tensors[name]) for name, attribute in MOMENTS.items()}
-    return state.but(
-        keys=state.keys.append(keys[:, :, closed:]),
-        values=state.values.append(values[:, :, closed:]),
-        order=state.order.append(tensors["order"]),
-        tables=state.tables.but(**moments, cross=tensors["cross"].clone(), pooled=tensors["pooled"].clone()),
-        sinks=tensors["sinks"].clone(),
-        bounds=bounds.tolist(),
-        cell_bounds=cells,
-        settled=keys.shape[2],
-    )
+    return state_of(tensors, bounds.tolist(), cells, store.sizes, store.method.partition, in_place=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.saved import BY_QUERIES, SIZES, TENSORS, grouped_by_keys
 from nearfield.cells.cache.store import check_method
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes
@@ -22,22 +23,11 @@ from nearfield.crossover import dtype_name
 from nearfield.hf.config import describe, parse_method
 from nearfield.tensor_file import check_digest, check_format, read_about, read_tensors, write_tensors
 
-FORMAT, VERSION = "nearfield-memory", "3"
+FORMAT, VERSION = "nearfield-memory", "4"
+BEFORE = "3"
+"""The version before, whose files do not say how large queries are."""
 
 TOKENS, BOUNDS = "tokens", "bounds"
-
-MOMENTS = {
-    "start": "start",
-    "size": "size",
-    "void": "log_exists",
-    "centroid": "centroid",
-    "variance": "variance",
-    "value": "value",
-}
-"""Moments of cells: the names of their tensors in a file, and of the attributes of `CacheTables`."""
-
-TENSORS = ("keys", "values", "order", "sinks", *MOMENTS, "cross", "pooled")
-"""Names of the tensors of a layer."""
 
 POSITIONS = ("running", "restart")
 
@@ -128,7 +118,7 @@ def read_memory(path: Path, model: Any, verify: bool) -> Contents:
     check_model(f"memory {path}", about["fingerprint"], about["dtype"], model)
     if verify:
         check_digest("memory", path, about, tensors)
-    by_layer = _checked_tensors(path, tensors, layers, method)
+    by_layer = _checked_tensors(path, tensors, layers, method, about["version"] != BEFORE)
     return Contents(tensors[TOKENS], method, reading, about["fingerprint"], about["dtype"], tensors[BOUNDS], by_layer)
 
 
@@ -170,7 +160,8 @@ def _maker(path: Path) -> str:
 
 
 def _checked_header(path: Path, about: dict[str, str]) -> tuple[Cells, Reading, int]:
-    check_format("memory", path, about, (FORMAT, VERSION), "let the model read the text again, with Memory.read")
+    version = BEFORE if about.get("version") == BEFORE else VERSION
+    check_format("memory", path, about, (FORMAT, version), "let the model read the text again, with Memory.read")
     try:
         method = parse_method("method", json.loads(about["method"]))
         check_method(method)
@@ -182,12 +173,15 @@ def _checked_header(path: Path, about: dict[str, str]) -> tuple[Cells, Reading, 
     return method, reading, layers
 
 
-def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method: Cells) -> list[dict[str, Tensor]]:
+def _checked_tensors(
+    path: Any, tensors: dict[str, Tensor], layers: int, method: Cells, has_sizes: bool
+) -> list[dict[str, Tensor]]:
+    names = [name for name in TENSORS if has_sizes or name not in (SIZES, BY_QUERIES)]
     # No more names are made than there are tensors, however many layers the header speaks of.
-    named = (f"layers.{number}.{name}" for number in range(layers) for name in TENSORS)
+    named = (f"layers.{number}.{name}" for number in range(layers) for name in names)
     wrong = list(islice((name for name in chain((TOKENS, BOUNDS), named) if name not in tensors), 3))
-    if not wrong and len(tensors) > 2 + layers * len(TENSORS):
-        of_layers = {f"layers.{number}.{name}" for number in range(layers) for name in TENSORS}
+    if not wrong and len(tensors) > 2 + layers * len(names):
+        of_layers = {f"layers.{number}.{name}" for number in range(layers) for name in names}
         wrong = sorted(set(tensors) - {TOKENS, BOUNDS} - of_layers)[:3]
     if wrong:
         raise ValueError(f"memory {path} has the wrong tensors; {wrong} are missing or unknown")
@@ -200,7 +194,9 @@ def _checked_tensors(path: Any, tensors: dict[str, Tensor], layers: int, method:
         raise ValueError(f"memory {path} is damaged: bounds")
     found = []
     for number in range(layers):
-        layer = {name: tensors[f"layers.{number}.{name}"] for name in TENSORS}
+        layer = {name: tensors[f"layers.{number}.{name}"] for name in names}
+        if not has_sizes and layer["keys"].dim() == 4:
+            layer |= grouped_by_keys(layer["keys"])
         damaged = _damaged(layer, length, bounds, sizes)
         if damaged:
             raise ValueError(f"memory {path} is damaged: layer {number}, {damaged}")
@@ -236,6 +232,8 @@ def _damaged(layer: dict[str, Tensor], length: int, bounds: Tensor, sizes: Cache
         "value": ((1, heads, cells, value_dim), compute),
         "cross": ((1, heads, value_dim, dim), compute),
         "pooled": ((1, heads), compute),
+        SIZES: ((1, heads, dim if layer[SIZES].numel() else 0), compute),
+        BY_QUERIES: ((1,), torch.bool),
     }
     for name, (shape, dtype) in expected.items():
         if layer[name].shape != shape or layer[name].dtype != dtype:

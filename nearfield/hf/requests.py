@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.steps import StepError
+from nearfield.cells.cache.steps import StepError, checked_entries
 from nearfield.cells.cache.store import CellStore
 from nearfield.knn.store import IndexStore
 
@@ -19,14 +19,14 @@ Store = CellStore | IndexStore
 class RequestStores:
     """The stores of one layer, one for each request, with the interface of one store for a batch.
 
-    To the model it looks like a batch that is padded on the left: `length` is that of the longest request. What is stored, read
-    and computed is each request's own, and its result is the one it gets alone.
+    To the model it looks like a batch that is padded on the left: `length` is that of the longest request, and of `padding`
+    before it. What is stored, read and computed is each request's own, and its result is the one it gets alone.
     """
 
-    def __init__(self, stores: Sequence[Store]) -> None:
+    def __init__(self, stores: Sequence[Store], padding: int = 0) -> None:
         if len(set(map(id, stores))) < len(stores):
             raise ValueError("every request needs a cache of its own, got one of them twice; copy.deepcopy(cache) makes another")
-        self.stores = list(stores)
+        self.stores, self.padding = list(stores), padding
         self._checked = False
         """whether a mask was compared with the requests; those of later steps only grow"""
 
@@ -36,7 +36,7 @@ class RequestStores:
 
     @property
     def length(self) -> int:
-        return max(self.lengths, default=0)
+        return max(self.lengths, default=0) + self.padding
 
     @property
     def method(self) -> Any:
@@ -58,7 +58,7 @@ class RequestStores:
 
     @property
     def summary(self) -> str:
-        return f"{len(self.stores)} requests of {min(self.lengths, default=0)} to {self.length} keys"
+        return f"{len(self.stores)} requests of {min(self.lengths, default=0)} to {max(self.lengths, default=0)} keys"
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -116,7 +116,7 @@ class RequestStores:
     def on_trial(self) -> RequestStores:
         """A copy that shares memory with this one, for a step that is not meant."""
         copies = [store.unguarded() if isinstance(store, CellStore) else copy.copy(store) for store in self.stores]
-        found = RequestStores(copies)
+        found = RequestStores(copies, self.padding)
         found._checked = True
         return found
 
@@ -141,7 +141,10 @@ class RequestStores:
 
     def select(self, entries: Tensor) -> None:
         """Keep these requests, in this order."""
-        chosen = [int(entry) for entry in entries]
+        kept = checked_entries(entries, len(self.stores), torch.device("cpu"))
+        if kept is None:
+            return
+        chosen = kept.tolist()
         if len(set(chosen)) < len(chosen):
             raise ValueError(
                 f"requests of different lengths cannot be repeated, got entries {chosen}: beams and several results per prompt "

@@ -31,10 +31,9 @@ def serve_sharded(call: LayerCall, mask: LazyMask | Tensor | None, mesh: Any, po
     pattern, padding = mask.pattern, mask.key_padding
     if len(pattern.others) or mask.shift != 0:
         raise ValueError(f"over ranks layers have causal masks, windows and padding alone, and no tokens before; got {mask}")
-    if positions is not None and padding is None:
-        if look:
-            _check_positions(positions, context)
-    elif pattern.sequence_of is not None:
+    if look:
+        _check_tokens(positions, padding is not None, context)
+    if pattern.sequence_of is not None and (positions is None or padding is not None):
         raise ValueError("over ranks packed sequences cannot be told from tokens that lie elsewhere; pass one sequence")
     is_causal = pattern.after == 0
     window = (pattern.before, 0 if is_causal else pattern.after)
@@ -58,15 +57,30 @@ def serve_sharded(call: LayerCall, mask: LazyMask | Tensor | None, mesh: Any, po
     )
 
 
-def _check_positions(positions: Tensor, context: Context) -> None:
-    """Raise on all ranks where a model would turn its tokens by other positions than they have. It waits for a GPU."""
-    if positions.dim() > 2:
-        return
-    wanted = context.layout.places(context.ranks.rank, positions.device)
-    are_own = positions.shape[-1] == len(wanted) and torch.equal(positions, wanted.expand_as(positions))
+def _check_tokens(positions: Tensor | None, is_padded: bool, context: Context) -> None:
+    """Raise on all ranks where a model would give its tokens other positions than they have. It waits for a GPU."""
+    if 0 in context.layout.counts:
+        raise ValueError(
+            f"a model needs a token on every rank, and {context.layout.length} tokens are shared out as {context.layout.counts}; "
+            "call it on fewer ranks"
+        )
+    wanted = context.layout.places(context.ranks.rank, None if positions is None else positions.device)
+    are_own = _are_own(positions, is_padded, wanted)
     context.ranks.agree("a layer of a model", position_ids="of its tokens" if are_own else "of other tokens")
     if not are_own:
         raise ValueError(
-            "position_ids are not those of this rank's tokens; pass torch.arange(length)[None] to the model and make it one of "
-            "the buffers of context_parallel. Over ranks there are no packed sequences"
+            "position_ids are not those of this rank's tokens, or the model does not hand them on; pass torch.arange(length)"
+            "[None] to the model and make it one of the buffers of context_parallel. Over ranks there are no packed sequences"
         )
+
+
+def _are_own(positions: Tensor | None, is_padded: bool, wanted: Tensor) -> bool:
+    counted = torch.arange(len(wanted), device=wanted.device)  # what a model makes up that was given none
+    if positions is None:
+        return torch.equal(wanted, counted)
+    if positions.shape[-1] != len(wanted):
+        return False
+    if is_padded or positions.dim() > 2:
+        # Behind padding and in images tokens have other positions than places.
+        return torch.equal(wanted, counted) or not torch.equal(positions, counted.expand_as(positions))
+    return torch.equal(positions, wanted.expand_as(positions))

@@ -98,10 +98,13 @@ def serve_stored(call: LayerCall, mask: LazyMask | Tensor | None, is_causal: boo
     is_plain = padding is None and _is_causal_prompt(mask, call.rows, is_causal)
     if is_plain and isinstance(store, CellStore) and store.wants_cells(call.rows):
         found = prompt.causally(keep_cells=True)
-        store.close(found.prepared)
+        store.close(found.prepared, call.query)
         return found.output
     output = serve(prompt, mask, is_causal)
-    store.close()
+    if isinstance(store, CellStore):
+        store.close(query=call.query)
+    else:
+        store.close()
     return output
 
 

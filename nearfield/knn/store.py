@@ -20,8 +20,9 @@ from nearfield.cells.cache.steps import (
     checked_entries,
     checked_padding,
     exact_rows,
+    scale_or_default,
 )
-from nearfield.checks import check_generator, check_positive
+from nearfield.checks import MOST, check_generator, check_positive
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.entries import Entry
 from nearfield.knn.index.base import BuiltIndex, Index, default_k
@@ -196,7 +197,7 @@ class IndexStore:
 
     def reserve(self, keys: int) -> None:
         """Make room for this many more keys, so that appending them moves nothing."""
-        check_positive("keys", keys, least=0)
+        check_positive("keys", keys, least=0, most=MOST)
         state = self._settle(self._require_state())
         self._state = replace(state, entries=tuple(x and x.reserve(keys) for x in state.entries))
 
@@ -246,6 +247,7 @@ class IndexStore:
 
     def repeat(self, times: int) -> None:
         """Repeat every batch entry, with its copies next to each other."""
+        check_positive("times", times, most=MOST)
         if self._state is not None:
             self.select(torch.arange(len(self._state.key), device=self._state.key.device).repeat_interleave(times))
 
@@ -278,9 +280,9 @@ class IndexStore:
     def attend(self, query: Tensor, scale: float | None = None) -> Tensor:
         """Attention of queries `[batch, heads, rows, dim]`, those of the latest `rows` keys. Each sees the keys up to its own."""
         state = self._require_state()
-        check_query(query, state.key, state.length)
+        check_query(query, state.key, state.length, scale)
         rows, first = query.shape[2], state.length - query.shape[2]
-        scale = query.shape[3] ** -0.5 if scale is None else scale
+        scale = scale_or_default(query, scale)
         output = query.new_zeros((*query.shape[:3], state.value.shape[3]))
         with torch.autocast(query.device.type, enabled=False), full_precision(query):
             for start in range(0, rows, MOST_ROWS):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearfield.checks import MOST, check_fraction, check_index, check_not_negative, check_positive
+from nearfield.checks import check_fraction, check_index, check_not_negative, check_positive
 from nearfield.kernels import backends
 from nearfield.knn.index.base import BuiltIndex, Index, row_table
 from nearfield.knn.index.exact import ExactIndex
@@ -22,6 +22,9 @@ from nearfield.problem import Call, Gradient, Problem, Rows
 from nearfield.results import Outcome
 from nearfield.sampling import Dropout, pair_dropout
 from nearfield.windows import Blocks, in_blocks
+
+MOST_DRAWS = 1 << 24
+"""Of a row, which has all of them in memory at a time. As many have an error of about 2^-12, which exact attention beats."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class LazyGumbel:
             index that bounds the keys it leaves out (`ExactIndex`, `KMeansIndex`). With any other, unless `slack` is given,
             `info["certified"]` is False: draws are then exact only for rows whose true top k was found.
         estimator: `"median"` of means, or the plain `"mean"` (unbiased, and better unless values are heavy-tailed).
-        draws: overrides the number of draws per row.
+        draws: overrides the number of draws per row. At most 2^24, also where eps and delta decide.
         certify: False uses the paper's cutoff, which trusts the index to have found the true top k (rows that are drawn from
             their full softmax need none).
         always_lazy: draw lazily also where that costs more. Otherwise a row whose draws together would cost more than its full
@@ -84,7 +87,7 @@ class LazyGumbel:
         check_fraction("eps", self.eps)
         check_fraction("delta", self.delta)
         check_positive("k", self.k, optional=True)
-        check_positive("draws", self.draws, optional=True, most=MOST)
+        check_positive("draws", self.draws, optional=True, most=MOST_DRAWS)
         check_index("index", self.index)
         check_not_negative("slack", self.slack, optional=True)
         if self.estimator not in ("median", "mean"):
@@ -121,13 +124,19 @@ class LazyGumbel:
 
     def _sizes(self, rows: Rows) -> tuple[int, int]:
         """How many groups, and how many draws in each."""
-        if self.estimator == "mean":
-            asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="mean")
-            return 1, self.draws or asked.draws or 1
-        asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem="median-of-means", form="tight")
-        groups = asked.groups or 1
+        is_mean = self.estimator == "mean"
+        theorem, form = ("mean", "corrected") if is_mean else ("median-of-means", "tight")
+        asked = budget(rows.count, self.eps, self.delta, d=rows.values.shape[-1], theorem=theorem, form=form)
+        groups, size = asked.groups or 1, asked.group_size or 1
         if self.draws is None:
-            return groups, asked.group_size or 1
+            if groups * size > MOST_DRAWS:
+                raise ValueError(
+                    f"eps={self.eps!r} and delta={self.delta!r} ask for {groups * size:,} draws of each row, and there can be "
+                    f"{MOST_DRAWS:,}; raise eps, give draws, or use Exact()"
+                )
+            return groups, size
+        if is_mean:
+            return 1, self.draws
         groups = min(groups, self.draws)
         groups -= 1 - groups % 2  # odd, so that the median is one of the means
         return groups, self.draws // groups

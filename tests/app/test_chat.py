@@ -127,6 +127,18 @@ def test_stop_strings_and_seeds(talker: Engine) -> None:
     assert say(talker, sampling=Sampling(10, temperature=2.0, top_p=1e-6, seed=3)) == whole
 
 
+@pytest.mark.parametrize("temperature", [1e-25, 1e-38, 1e-40, 1e-45, 1e-320])
+def test_temperatures_at_which_logits_overflow_are_zero(temperature: float, talker: Engine) -> None:
+    assert say(talker, sampling=Sampling(10, temperature=temperature, seed=1)) == say(talker)
+
+
+@pytest.mark.parametrize("temperature", [1e-19, 1e-30])
+def test_large_logits_overflow_at_no_temperature(temperature: float) -> None:
+    sure = engine()
+    sure.model.lm_head.weight.data *= 1e12
+    assert say(sure, sampling=Sampling(10, temperature=temperature, seed=1)) == say(sure)
+
+
 def test_what_does_not_fit_is_refused(talker: Engine) -> None:
     with pytest.raises(TooLong, match=f"room for {talker.room} with the answer"):
         say(talker, Message("user", words(talker.room)))

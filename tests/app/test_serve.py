@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +20,11 @@ pytest.importorskip("starlette")
 from chats import engine, words
 from test_cli_memory import invoke
 
-from nearfield.app.chat.engine import Answer, Engine, Message, Sampling
+from nearfield.app.chat.engine import Answer, AttentionError, Engine, Message, Sampling
 from nearfield.app.serve.asgi import HEADERS, make_app
 from nearfield.app.serve.body import Refused, parse
 from nearfield.app.serve.turns import Limits
+from nearfield.hf.cache import CellCache
 
 ASKED = [{"role": "user", "content": "w5 w6 w7"}]
 LIMITS = Limits(waiting=2, seconds=60.0, tokens=8, most_tokens=12, body=20_000)
@@ -193,6 +196,25 @@ async def present(app: Any) -> int:
     return count
 
 
+class Lost(Slow):
+    """Its model gives no numbers."""
+
+    def answer(self, *_: Any) -> Answer:
+        return Answer("word", "stop", 3, 1, 0.1, None, AttentionError(2, float("nan"), float("nan")), [])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_that_are_no_numbers_are_null(stream: bool) -> None:
+    async def test(app: Any) -> None:
+        reply = await Client(app).ask(stream=stream)
+        assert reply.status == 200
+        assert b"NaN" not in reply.body
+        details = reply.events[-1]["nearfield"] if stream else reply.json["nearfield"]
+        assert details["attention_error"] == {"steps": 2, "mean": None, "worst": None}
+
+    with_app(Lost(), test)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_stops_the_model_and_gives_its_place_away(stream: bool) -> None:
     slow = Slow()
@@ -220,6 +242,66 @@ def test_a_client_that_leaves_stops_the_model_and_gives_its_place_away(stream: b
         assert (slow.most, slow.stopped) == (1, 1)
 
     with_app(slow, test)
+
+
+def test_the_cache_of_a_client_that_leaves_is_gone_at_once(talker: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the garbage collector, which may come by much later."""
+    caches = weakref.WeakSet[CellCache]()
+    begin = CellCache.__init__
+
+    def counted(cache: CellCache, *given: Any, **options: Any) -> None:
+        caches.add(cache)
+        begin(cache, *given, **options)
+
+    monkeypatch.setattr(CellCache, "__init__", counted)
+
+    async def test(app: Any) -> None:
+        client = Client(app)
+        asking = asyncio.create_task(client.ask(stream=True))
+        await client.heard.wait()
+        assert len(caches) == 1
+        client.leave.set()
+        await asking
+        while await present(app):
+            await asyncio.sleep(0.005)
+        assert len(caches) == 0
+
+    gc.collect()
+    gc.disable()
+    try:
+        with_app(talker, test, Limits(waiting=2, seconds=60.0, tokens=500, most_tokens=500))
+    finally:
+        gc.enable()
+
+
+def test_a_body_that_does_not_come() -> None:
+    slow = Slow()
+    slow.may_end.set()
+
+    async def test(app: Any) -> None:
+        reply, parts = Reply(), [b"{", b'"messages": ']
+
+        async def receive() -> Any:
+            if not parts:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": parts.pop(0), "more_body": True}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                reply.status = message["status"]
+                reply.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                reply.body += message["body"]
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
+        await asyncio.wait_for(app(scope, receive, send), 10)
+        assert (reply.status, reply.headers["connection"]) == (408, "close")
+        assert reply.json["error"]["message"] == "the body did not come within 0.1 seconds"
+        assert await present(app) == 0
+        assert (await Client(app).ask()).status == 200
+
+    with_app(slow, test, Limits(arrival=0.1))
 
 
 def test_too_many_requests_and_too_much_time() -> None:
@@ -315,6 +397,11 @@ def test_a_model_that_fails_is_said_and_the_next_request_is_answered(talker: Eng
         ({"temperature": 2.5}, 400, "temperature must be a number from 0 to 2, got 2.5"),
         ({"temperature": True}, 400, "temperature must be a number"),
         ({"temperature": float("nan")}, 400, "temperature must be a number"),
+        ({"temperature": 10**400}, 400, "temperature must be a number from 0 to 2"),
+        ({"temperature": float("inf")}, 400, "temperature must be a number from 0 to 2"),
+        ({"top_p": -(10**400)}, 400, "top_p must be a number from 0 to 1"),
+        ({"\ud800": 1}, 400, "there is no option '\\ud800'"),
+        ({"model": "\ud800"}, 404, "there is no model '\\ud800' here"),
         ({"top_p": 0}, 400, "top_p must be above 0"),
         ({"max_tokens": 0}, 400, "max_tokens must be a whole number of at least 1, got 0"),
         ({"max_completion_tokens": 1.5}, 400, "max_completion_tokens must be a whole number"),
@@ -343,6 +430,18 @@ def test_bad_requests_get_a_reason(change: dict[str, Any], status: int, said: st
         assert one.status == status
         assert said in one.json["error"]["message"]
         assert one.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_any_temperature_in_the_range_gets_an_answer(stream: bool, talker: Engine) -> None:
+    async def test(app: Any) -> None:
+        for temperature in (1e-38, 1e-40, 1e-45, 1e-320, 2.0):
+            reply = await Client(app).ask(temperature=temperature, seed=1, stream=stream)
+            assert reply.status == 200
+            choices = reply.events[-1]["choices"] if stream else reply.json["choices"]
+            assert choices[0]["finish_reason"] == "length"
+
+    with_app(talker, test)
 
 
 def test_bodies_that_are_no_request(talker: Engine) -> None:

@@ -17,7 +17,8 @@ from nearfield.distributed import ShardedStore
 from nearfield.distributed.deal import Deal
 
 Step = tuple[Any, ...]
-"""("append", keys), ("attend", rows), ("crop", length), ("select", entries), ("repeat", times), ("mark", pads), ("close",)"""
+"""("append", keys), ("attend", rows), ("crop", length), ("select", entries), ("repeat", times), ("mark", pads), ("close",),
+("close", rows): with the queries of the latest keys"""
 
 SMALL: dict[str, Any] = {"segment": 16, "cell_size": 4, "sinks": 5, "window": 4}
 ALL = 10**6
@@ -70,7 +71,7 @@ def carry_out(store: Any, steps: list[Step], source: Source, batch: int) -> list
             pads = arguments[0]
             store.mark(padding_of(pads, store.length))
         else:
-            store.close()
+            store.close(query=source.queries(batch, arguments[0]) if arguments else None)
     return found
 
 
@@ -109,7 +110,10 @@ class Alone:
                 self.state = self.state.close_next(segment.stop, self._keep)
         return self.state
 
-    def close(self) -> None:
+    def close(self, query: Tensor | None = None) -> None:
+        assert self.state is not None
+        if query is not None:
+            self.state = self.state.seen_by(query)
         self._close_before(self.length)
 
     def attend(self, query: Tensor) -> Tensor:

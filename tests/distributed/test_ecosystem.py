@@ -173,6 +173,8 @@ def by_dtensor(group: Any) -> float:
         for ours, one in pairs:
             assert isinstance(ours, DTensor)
             found.append(float((ours.full_tensor() - one).abs().max()))
+    with pytest.raises(ValueError, match="6 query heads that share 3 heads of keys cannot be sharded over 2 ranks"):
+        nf.attention(*(distribute_tensor(draw(1, n, 8, 8), mesh, [Shard(1)]) for n in (6, 3, 3)), enable_gqa=True)
     return max(found)
 
 
@@ -209,12 +211,13 @@ def transformed(group: Any, family: str, padded: bool, length: int) -> list[floa
         (own * kept).square().sum().backward()
         found = summed([x.grad for x in network.parameters() if x.grad is not None], group)
         whole = unshard(own.detach(), group, 1)
-        try:
-            network(tokens, use_cache=False)
-            said = "nothing"
-        except (RuntimeError, ValueError) as error:
-            said = str(error)
-    assert "position_ids" in said
+        for options in ({}, {"attention_mask": mask}):
+            with pytest.raises((RuntimeError, ValueError), match="position_ids"):
+                network(tokens, use_cache=False, **options)
+    few, places = tokens[:, :1].clone(), positions[:, :1].clone()
+    with context_parallel(group, buffers=[few, places], buffer_seq_dims=[1, 1]), pytest.raises((ValueError, IndexError)) as told:
+        network(few, position_ids=places, use_cache=False)
+    assert torch.distributed.get_rank(group) or "a model needs a token on every rank" in str(told.value)
     return [float(((whole - logits) * kept).abs().max()), apart(found, wanted)]
 
 
@@ -226,6 +229,29 @@ def test_models_of_transformers(ranks: Crew, family: str, padded: bool, length: 
     for found in ranks.run(transformed, family, padded, length, ranks=2):
         # Gemma has norms in float32.
         assert max(found) < (1e-4 if family == "gemma2" else 1e-9), found
+
+
+def not_handed_on(group: Any) -> str:
+    """BERT makes up positions of its own, and tells its layers of none."""
+    from hf_models import model as random_model
+
+    from nearfield import hf
+
+    hf.register("nearfield-ranks", nf.Exact(), mesh=group)
+    network = random_model("bert").eval()
+    network.set_attn_implementation("nearfield-ranks")
+    tokens = torch.ones(1, 12, dtype=torch.long)
+    with context_parallel(group, buffers=[tokens], buffer_seq_dims=[1]):
+        try:
+            network(tokens)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_model_that_hands_on_no_positions(ranks: Crew) -> None:
+    pytest.importorskip("transformers")
+    assert all("the model does not hand them on" in said for said in ranks.run(not_handed_on, ranks=2))
 
 
 def without_context(group: Any) -> str:

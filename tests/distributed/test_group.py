@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import runpy
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from crew import Crew, crew
 from torch import Tensor
 
 from nearfield.distributed import Ranks
+from nearfield.distributed.context import ranks_of
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +73,58 @@ def test_without_a_check_nothing_is_compared(ranks: Crew) -> None:
     assert ranks.run(agreed, {1: [1, 2, 9]}, False, ranks=3) == [[[[5, 0], [5, 1], [5, 2]]] * 2] * 3
 
 
-def agreed_late(group: Any) -> list[str]:
-    """What ranks are told where nobody waits for a comparison; rank 1 is off in the third call."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "_is_far", True)
-        ranks, told = Ranks(group), []
-        for call in range(6):
-            try:
-                ranks.agree("attention", (), {"length": call + (ranks.rank == 1 and call == 2)}, query=[1, 2])
-                told.append("")
-            except RuntimeError as error:
-                told.append(str(error))
+def agreed_again(group: Any) -> list[str]:
+    """What ranks are told in call after call; rank 1 is off in the third one."""
+    ranks, told = Ranks(group), []
+    for call in range(4):
+        try:
+            ranks.agree("attention", (), {"length": call + (ranks.rank == 1 and call == 2)}, query=[1, 2])
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
     return told
 
 
-def test_where_the_host_would_wait_a_call_is_compared_when_the_next_one_is_made(ranks: Crew) -> None:
-    for told in ranks.run(agreed_late, ranks=3):
-        assert "rank 1 has length 3, but rank 0 2" in told[3]
-        assert [*told[:3], *told[4:]] == [""] * 5
+def test_ranks_go_on_after_a_call_in_which_one_was_off(ranks: Crew) -> None:
+    for told in ranks.run(agreed_again, ranks=3):
+        assert "rank 1 has length 3, but rank 0 2" in told[2]
+        assert [*told[:2], told[3]] == [""] * 3
+
+
+def refuses(group: Any) -> list[list[int]]:
+    """Ranks that have agreed raise the same, and call again."""
+    ranks = Ranks(group)
+    with pytest.raises(ValueError, match="alike"), ranks.together("attention"):  # noqa: PT012
+        ranks.agree("attention")
+        raise ValueError("alike")
+    return ranks.agree("attention")
+
+
+def test_what_all_refuse_alike_is_not_left_half_way(ranks: Crew) -> None:
+    assert ranks.run(refuses, ranks=2) == [[[], []]] * 2
+
+
+def forgotten(group: Any) -> bool:
+    """Whether ranks let go of a group that torch has destroyed."""
+    made = dist.new_group(list(range(dist.get_world_size(group))))
+    seen = weakref.ref(made)
+    ranks = ranks_of(made)
+    dist.destroy_process_group(made)
+    del made
+    gc.collect()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        ranks.gather("rows", torch.zeros(1))
+    return seen() is None
+
+
+def test_a_group_that_was_destroyed_is_not_kept(ranks: Crew) -> None:
+    assert all(ranks.run(forgotten))
+
+
+def test_without_the_collectives_of_torch_the_module_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor"):
+        monkeypatch.delattr(dist, name, raising=False)
+    assert runpy.run_module("nearfield.distributed.group")["Ranks"] is not Ranks
 
 
 def fails(group: Any, how: str) -> str:

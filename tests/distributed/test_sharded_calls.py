@@ -16,8 +16,9 @@ from quick_interpreter import make_quick
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.distributed import Ranks, context_parallel, passes, shard
+from nearfield.distributed import Ranks, context_parallel, passes, shard, unshard
 from nearfield.distributed.context import ranks_of
+from nearfield.distributed.flash import Flash
 from nearfield.distributed.layout import Layout
 
 CELLS = nf.Cells(cell_size=4, probes=3, segment=16, sinks=2)
@@ -61,8 +62,12 @@ def differs(group: Any, how: str) -> str:
             k, v = k[:, :, 1:], v[:, :, 1:]
         if how == "gradients":
             q.requires_grad_()
+    if how == "sinks":
+        options |= {"method": nf.Exact(), "s_aux": torch.zeros(2, requires_grad=torch.distributed.get_rank(group) == 1)}
+    is_cast = how == "autocast" and torch.distributed.get_rank(group) == 1
     try:
-        nf.attention(q, k, v, mesh=group, **options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            nf.attention(q, k, v, mesh=group, **options)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -75,7 +80,9 @@ SAID = {
     "causal": "is_causal=False",
     "mask": "rank 1 has mask ['torch.bool', 'cpu', [1, 1, 1, -1]], but rank 0 None",
     "wrong": "query and value must have the same dtype",
-    "gradients": "rank 1 has gradients [True, False, False], but rank 0 [False, False, False]",
+    "gradients": "rank 1 has gradients [True, False, False, False], but rank 0 [False, False, False, False]",
+    "sinks": "rank 1 has gradients [False, False, False, True], but rank 0 [False, False, False, False]",
+    "autocast": "rank 1 has key ['torch.bfloat16'",
 }
 
 
@@ -124,13 +131,15 @@ class Interrupted(nf.Method):
 def interrupted(group: Any, how: str) -> str:
     passes.GROUP_BYTES = 1
     started = time.monotonic()
-    try:
-        nf.attention(*rows(group, heads=4), method=Interrupted(how), mesh=group)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error} ({time.monotonic() - started < 15})"
-    except KeyboardInterrupt:
-        return "interrupted"
-    return "nothing"
+    said = ""
+    for _ in range(2 if torch.distributed.get_rank() == 1 else 1):
+        try:
+            nf.attention(*rows(group, heads=4), method=Interrupted(how), mesh=group)
+        except RuntimeError as error:
+            said += f"{type(error).__name__}: {error} ({time.monotonic() - started < 15})"
+        except KeyboardInterrupt:
+            said += "interrupted, and then "
+    return said
 
 
 @pytest.mark.parametrize("how", ["is interrupted", pytest.param("dies", marks=pytest.mark.slow)])
@@ -141,6 +150,37 @@ def test_the_others_are_told_of_a_rank_that(impatient: Crew, how: str) -> None:
         assert found.startswith("RankError"), found
         assert "rank 1 did not answer" in found
         assert found.endswith("(True)")
+    if how == "is interrupted":
+        told = impatient.outcome(1)[1]
+        assert "interrupted, and then RankError: rank 1 has left attention (KeyboardInterrupt) half-way" in told
+        impatient.start(interrupted_later, ranks=2)  # in another group
+        assert "rank 1 did not answer" in impatient.outcome(0)[1]
+        told = impatient.outcome(1)[1]
+        assert "interrupted, and then rank 1 has left a backward pass (KeyboardInterrupt) half-way" in told
+
+
+def interrupted_later(group: Any) -> str:
+    """Rank 1 is interrupted in the backward pass, and calls again."""
+    passes.GROUP_BYTES = 1
+    said = ""
+    output = nf.attention(*(x.requires_grad_() for x in rows(group, heads=4)), method=nf.Exact(), mesh=group)
+    if torch.distributed.get_rank() == 1:
+
+        def interrupt(*arguments: Any) -> Any:
+            raise KeyboardInterrupt
+
+        Flash.backward = interrupt  # type: ignore[method-assign]
+    try:
+        output.sum().backward()
+    except KeyboardInterrupt:
+        said = "interrupted, and then "
+    except RuntimeError as error:
+        return str(error)
+    try:
+        unshard(output.detach(), group, 2)
+    except RuntimeError as error:
+        said += str(error)
+    return said
 
 
 class Watched(nf.Method):
@@ -207,6 +247,42 @@ def test_bytes_that_are_sent(ranks: Crew) -> None:
         assert {name: x for name, x in found.items() if name != "checks"} == exchanged | more
 
 
+def most_gathered(group: Any) -> float:
+    """How much of gathered keys and values there is at most, in units of those of a head."""
+    passes.GROUP_BYTES = 1
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+    start, joined = Ranks.start_gather, Layout.joined
+
+    def note(x: Tensor) -> None:
+        nonlocal most
+        alive.append(weakref.ref(x))
+        most = max(most, sum(y.nbytes for y in (ref() for ref in alive) if y is not None))
+
+    def note_start(self: Ranks, what: str, x: Tensor) -> Any:
+        pending = start(self, what, x)
+        if what in ("keys", "values"):
+            note(pending._result)
+        return pending
+
+    def note_joined(self: Layout, parts: Any, dim: int) -> Tensor:
+        found = joined(self, parts, dim)
+        note(found)
+        return found
+
+    inputs = [x.requires_grad_() for x in rows(group, heads=6)]
+    Ranks.start_gather, Layout.joined = note_start, note_joined  # type: ignore[assignment, method-assign]
+    try:
+        nf.attention(*inputs, method=nf.Exact(), mesh=group).sum().backward()
+    finally:
+        Ranks.start_gather, Layout.joined = start, joined  # type: ignore[method-assign]
+    return most / (2 * 60 * 8 * 4)
+
+
+def test_keys_and_values_of_two_groups_of_heads_at_a_time(ranks: Crew) -> None:
+    assert ranks.run(most_gathered, ranks=2) == [2.0, 2.0]
+
+
 def kept(group: Any, name: str, length: int) -> tuple[int, int, int]:
     """Bytes that the graph keeps, those of the inputs, and how many gathered tensors are still there."""
     passes.GROUP_BYTES = 1
@@ -265,17 +341,26 @@ def refused(group: Any) -> list[str]:
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))
-    try:
-        with context_parallel(group, buffers=[whole], buffer_seq_dims=[2, 1]):
-            pass
-    except ValueError as error:
-        said.append(str(error))
+    alike = torch.zeros(1, 61)
+    contexts: list[tuple[list[Tensor], list[int]]] = [
+        ([whole], [2, 1]),
+        ([*torch.zeros(1, 60, 48).chunk(3, -1)], [1, 1, 1]),
+        ([alike[:, :-1], alike[:, 1:]], [1, 1]),
+        ([alike, alike], [1, 1]),
+    ]
+    for buffers, dims in contexts:
+        try:
+            with context_parallel(group, buffers=buffers, buffer_seq_dims=dims):
+                said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
 def test_what_is_refused(ranks: Crew) -> None:
     wanted = ["dropout_p=0.1", "gradient=RandomWalk", "LazyGumbel", "TopK(k=8, tail=8", "Cells(", "window_size=(8, 0)"]
     wanted += ["key-padding masks", "NaN or inf in query", "buffer_seq_dims"]
+    wanted += ["buffers must be contiguous, got buffer 0", *["buffers 0 and 1 have memory in common"] * 2]
     for said in ranks.run(refused, ranks=2):
         assert len(said) == len(wanted)
         for found, part in zip(said, wanted, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -176,12 +177,19 @@ def saves(group: Any, folder: Path, point: str, killed: int) -> list[Any]:
     for _ in range(30):
         step(store, source)
 
+    write = tensor_file._write
+
     def die(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def die_half_way(file: Any, *arguments: Any) -> None:
+        write(file, *arguments)
+        file.flush()
+        die()
+
     if ranks.rank == killed:
         if point == "writing":
-            tensor_file._bytes_of = die  # type: ignore[assignment]
+            tensor_file._write = die_half_way  # type: ignore[assignment]
         elif point == "before the index":
             files._sync = die  # type: ignore[assignment]
         elif point == "after the index":
@@ -193,10 +201,13 @@ def saves(group: Any, folder: Path, point: str, killed: int) -> list[Any]:
     return ["nothing was raised"]
 
 
-def loads(group: Any, folder: Path) -> Any:
+def loads(group: Any, folder: Path, anew: bool = False) -> Any:
+    """`anew`: whole segments do not move to another number of ranks, however equal their shares would be."""
     ranks = Ranks(group)
     try:
-        about, shares = files.load_shares(folder, ranks, lambda about: [FEW.partition])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "UNEQUAL", 0.0 if anew else files.UNEQUAL)
+            about, shares = files.load_shares(folder, ranks, lambda about: [FEW.partition])
     except ValueError as error:
         return str(error)
     store = ShardedStore(FEW, ranks)
@@ -219,6 +230,7 @@ def test_a_rank_that_is_killed_while_it_saves(
     for rank in {0, 1, 2} - {killed}:
         told = made.outcome(rank)[1]
         assert "did not answer" in told[0] or point == "after the index"
+    assert len([*folder.glob(".*.part")]) == (point == "writing")
     found = ranks.run(loads, folder, ranks=3)
     if point == "after the index":
         assert found[0][:2] == ("2", 180)
@@ -271,6 +283,12 @@ def spoil(folder: Path, how: str, other: Path) -> None:
         content = bytearray(shards[1].read_bytes())
         content[-100] ^= 1
         shards[1].write_bytes(bytes(content))
+    elif how == "order damaged":  # keys would go to places that are not there
+        content = bytearray(shards[1].read_bytes())
+        header = int.from_bytes(content[:8], "little")
+        start = 8 + header + json.loads(content[8 : 8 + header])["layers.0.order"]["data_offsets"][0]
+        content[start : start + 4] = (2**28).to_bytes(4, "little")
+        shards[1].write_bytes(bytes(content))
     elif how == "cut short":
         shards[0].write_bytes(shards[0].read_bytes()[:-8])
     elif how == "mixed up":
@@ -304,6 +322,7 @@ def saves_once(group: Any, folder: Path) -> None:
         ("missing", "is not a file"),
         ("no index", "is not a file"),
         ("damaged", "does not match its digest"),
+        ("order damaged", "does not match its digest"),
         ("cut short", "cannot be read"),
         ("mixed up", "is of another save"),
         ("exchanged", "is of another save"),
@@ -317,7 +336,7 @@ def test_files_that_are_not_what_was_saved(
     folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
     spoil(folder, how, saved[1])
-    for found in ranks.run(loads, folder, ranks=size):
+    for found in ranks.run(loads, folder, how == "order damaged", ranks=size):
         assert found.startswith("load has failed on rank ")
         assert told in found
     assert ranks.run(loads, saved[0], ranks=size)[0][:2] == ("1", 150)  # and the ranks go on
@@ -330,8 +349,17 @@ def test_a_folder_that_cannot_be_written(ranks: Crew, tmp_path: Path) -> None:
         assert found.startswith("save has failed on rank 0: ")
 
 
-def cannot_save(group: Any, folder: Path) -> str:
+def test_folders_that_ranks_do_not_have_in_common(ranks: Crew, tmp_path: Path) -> None:
+    for found in ranks.run(cannot_save, tmp_path, True, ranks=2):
+        assert found.startswith("save has failed on rank 0: ")
+        assert "which rank 1 has written, is not there; the ranks need a folder in common" in found
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def cannot_save(group: Any, folder: Path, apart: bool = False) -> str:
     store, source = with_keys(group)
+    if apart:
+        folder = folder / str(store.ranks.rank)
     try:
         files.save_shares(folder, store.ranks, [store.share], {})  # type: ignore[list-item]
     except ValueError as error:

@@ -24,6 +24,7 @@ from sharded_cases import (
 from torch import Tensor
 
 import nearfield as nf
+from nearfield import tensor_file
 from nearfield.cells.cache import attention
 from nearfield.cells.cache.store import CellStore
 from nearfield.distributed import Ranks, ShardedStore, decode, files
@@ -39,6 +40,9 @@ IN_CHUNKS: list[Step] = [step for rows in (37, 1, 30, 9, 1, 71) for step in (("a
 PADDED: list[Step] = [("append", 60), ("mark", [0, 23]), *GENERATION[1:]]
 REORDERED: list[Step] = [*GENERATION, ("repeat", 2), ("append", 1), ("attend", 1), ("select", [3, 0]), *GENERATION[2:8]]
 CROPPED: list[Step] = [*GENERATION, ("crop", 101), *GENERATION[2:], ("crop", 3), ("append", 40), ("attend", 40)]
+# The first segment is grouped without queries, those after it with them, until nothing is left of it.
+MIXED: list[Step] = [("append", 24), ("close",), ("append", 40), ("close", 40), *GENERATION[2:42]]
+QUERIED: list[Step] = [*MIXED, ("crop", 25), *GENERATION[2:42], ("crop", 3), ("append", 60), ("close", 60), *GENERATION[2:42]]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def check(crew: Crew, cases: list[Any], size: int, expected: list[list[Tensor]],
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), 2, 3, pytest.param(4, marks=SLOW)])
 def test_ranks_are_one_process_with_the_same_cells(ranks: Crew, size: int) -> None:
-    steps = (GENERATION, IN_CHUNKS, PADDED, REORDERED, CROPPED)
+    steps = (GENERATION, IN_CHUNKS, PADDED, REORDERED, CROPPED, QUERIED)
     cases = [(FEW, {}, own, form, 2) for own in steps for form in (GROUPED, PLAIN)]
     found = check(ranks, cases, size, [alone(size, case) for case in cases])
     held = [result[0][1] for result in found]
@@ -297,19 +301,52 @@ def loaded(group: Any, folder: Path, steps: list[Step], batch: int, method: nf.C
     return carry_out(store, steps, Source(*GROUPED, seed=1), batch)
 
 
-def sums_before_and_after(group: Any, folder: Path) -> tuple[Tensor, Tensor]:
-    saved(group, folder, [*GENERATION, ("crop", 101)], FEW)
-    store = ShardedStore(FEW, group)
-    carry_out(store, [*GENERATION, ("crop", 101)], Source(*GROUPED), 2)
-    assert store.share is not None
-    _, (share,) = files.load_shares(folder, store.ranks, lambda about: [FEW.partition])
-    return store.share.own.tables.cross, share.own.tables.cross
+def summed_up(share: Share) -> tuple[Tensor, bool, bool]:
+    return share.own.tables.cross, share.by_queries, share.own.tables.by_queries
+
+
+def sums_before_and_after(group: Any, folder: Path, cases: list[list[Step]]) -> list[Any]:
+    found = []
+    for steps in cases:
+        saved(group, folder, steps, FEW)
+        store = ShardedStore(FEW, group)
+        carry_out(store, steps, Source(*GROUPED), 2)
+        assert store.share is not None
+        _, (share,) = files.load_shares(folder, store.ranks, lambda about: [FEW.partition])
+        found.append((summed_up(store.share), summed_up(share)))
+    return found
 
 
 def test_what_was_added_up_is_loaded_as_it_was(ranks: Crew, tmp_path: Path) -> None:
-    """What is left of a sum after a crop has been rounded more often than a new sum of the same."""
-    for before, after in ranks.run(sums_before_and_after, tmp_path, ranks=2):
-        assert torch.equal(before, after)
+    """What is left of a sum after a crop has been rounded more often than a new sum of the same. Whether all cells were grouped
+    as queries are large is known alike on all ranks."""
+    cases: list[list[Step]] = [[*GENERATION, ("crop", 101)], MIXED, [("append", 5)], QUERIED]
+    for found in ranks.run(sums_before_and_after, tmp_path, cases, ranks=2):
+        for (before, *flags), (after, *loaded_flags) in found:
+            assert torch.equal(before, after)
+            assert flags == loaded_flags
+        assert [flags for (_, *flags), _ in found] == [[False] * 2, [False] * 2, [True] * 2, [True] * 2]
+
+
+def many_segments(group: Any, folder: Path) -> list[Any]:
+    """Two layers that are alike, and another one, in files whose headers have room for few things."""
+    shares, source = [], Source(1, 1, 2, 2, F64)
+    for keys in (8000, 7000):
+        store = ShardedStore(FEW, group)
+        store.append(*source.keys(1, keys))
+        assert store.share is not None
+        shares.append(store.share)
+    shares = [shares[0], *shares]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "MOST_HEADER", 1 << 13)
+        files.save_shares(folder, store.ranks, shares, {})
+        _, found = files.load_shares(folder, store.ranks, lambda about: [FEW.partition] * 3)
+    return [[share.facts for share in own] for own in (shares, found)]
+
+
+def test_there_may_be_many_segments(ranks: Crew, tmp_path: Path) -> None:
+    for before, after in ranks.run(many_segments, tmp_path, ranks=2):
+        assert before == after
 
 
 @pytest.mark.parametrize("segment", [16, 70], ids=["moved", "dealt anew"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
+import weakref
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +26,7 @@ import nearfield
 from nearfield import hf
 from nearfield.cells.cache import adopted
 from nearfield.cells.cache import store as cache_store
+from nearfield.cells.cache.stretch import query_sizes
 
 NAME = "nearfield-cached"
 FAMILIES = ("llama", "gemma3", "gpt2")
@@ -118,6 +121,28 @@ def test_a_prompt_is_grouped_once(nets: dict[str, tuple[Any, Any]], regroup: boo
     cache.reset()
     assert torch.equal(generated(ours, cache, given), theirs)
     assert (cache.layers[0].store.state.bounds[:2] == [0, 64]) is not regroup
+
+
+def test_a_prompt_says_how_large_its_queries_are(nets: dict[str, tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = nets["llama"]
+    seen = {}
+    close = cache_store.CellStore.close
+
+    def noted(self: Any, prepared: Any = None, query: Tensor | None = None) -> None:
+        close(self, prepared, query)
+        seen[id(self)] = query
+
+    monkeypatch.setattr(cache_store.CellStore, "close", noted)
+    cache = hf.CellCache(FEW, config=ours.config)
+    with torch.no_grad():
+        ours(**prompts(), past_key_values=cache)
+    assert len(seen) == len(cache.layers)
+    for layer in cache.layers:
+        query, state = seen[id(layer.store)], layer.store.state
+        assert query is not None
+        assert query.shape[2] == LENGTH
+        assert torch.equal(state.query_sizes, query_sizes(query, state.heads, state.key_padding))
+        assert state.closed > 0
 
 
 def test_assistant(nets: dict[str, tuple[Any, Any]]) -> None:
@@ -343,3 +368,20 @@ def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
         hf.CellCache()
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = hf.Nothing
+
+
+@torch.no_grad()
+def test_memory_is_free_as_soon_as_nobody_has_the_cache(nets: dict[str, tuple[Any, Any]]) -> None:
+    """Not when the garbage collector comes by: a cache that held itself would stay on a card until then."""
+    net = nets["llama"][1]
+    gc.collect()
+    gc.disable()
+    try:
+        for config in (None, net.config):
+            cache = hf.CellCache(nearfield.Cells(segment=8, cell_size=4, probes=2), config=config)
+            net(tokens(1, 30), past_key_values=cache)
+            left = weakref.ref(cache), weakref.ref(cache.layers[1].store)  # type: ignore[union-attr]
+            del cache
+            assert [x() for x in left] == [None, None]
+    finally:
+        gc.enable()

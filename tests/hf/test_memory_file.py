@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 import nearfield
 from nearfield import hf
+from nearfield.tensor_file import DIGEST, digest_of
 
 # Fixtures.
 nets, saved, text = memories.nets, memories.saved, memories.text
@@ -65,14 +66,14 @@ def test_flipped_bytes(flips: int, text: Tensor, tmp_path: Path) -> None:
 
 
 def test_names_in_a_file_never_change(saved: Path) -> None:
-    """So that this version reads the files of version 0.1, and the other way round."""
+    """So that later versions read what this one has written."""
     with safe_open(str(saved), framework="pt") as file:
         names, about = set(file.keys()), file.metadata()
-    moments = {"start", "size", "void", "centroid", "variance", "value", "cross", "pooled"}
+    moments = {"start", "size", "void", "centroid", "variance", "value", "cross", "pooled", "query_sizes", "by_queries"}
     layer = {"keys", "values", "order", "sinks"} | moments
     assert names == {"tokens", "bounds"} | {f"layers.{i}.{name}" for i in range(2) for name in layer}
     assert set(about) == {"format", "version", "fingerprint", "dtype", "method", "reading", "layers", "digest"}
-    assert (about["format"], about["version"], about["layers"]) == ("nearfield-memory", "3", "2")
+    assert (about["format"], about["version"], about["layers"]) == ("nearfield-memory", "4", "2")
     assert json.loads(about["reading"]) == {"positions": "running", "chunk": LENGTH, "gap": 0, "sharpness": 1.0}
     method = {"method": "Cells", "cell_size": 4, "probes": 2, "samples": 0, "sinks": 3, "segment": 8, "window": 0}
     # Without a number, version 0.1 makes 5 iterations, as caches do here.
@@ -225,7 +226,7 @@ def test_crafted_files(nets: tuple[Any, Any], saved: Path, name: str, change: An
     ("change", "message"),
     [
         ({"format": "other"}, "must be a file of format"),
-        ({"version": "2"}, "version '3', got .*, version '2'"),
+        ({"version": "2"}, "version '4', got .*, version '2'"),
         ({"method": "{"}, "invalid header"),
         ({"method": json.dumps({"method": "Exact"})}, r"attends by Cells\(...\), got Exact\(\)"),
         ({"method": json.dumps({"method": "Cells", "size": 3})}, "Cells takes cell_size, .*; got 'size'"),
@@ -248,6 +249,23 @@ def test_crafted_headers(nets: tuple[Any, Any], saved: Path, change: dict[str, s
         about, tensors = file.metadata(), {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     save_file(tensors, str(saved), {**about, **change})
     with pytest.raises(ValueError, match=rf"memory\.safetensors.*{message}"):
+        hf.Memory.load(saved, nets[1], verify=False)
+
+
+def test_files_of_the_version_before_are_read(nets: tuple[Any, Any], saved: Path) -> None:
+    """They do not say how large queries are, and may say nothing else that this version does not know."""
+    new = hf.Memory.load(saved, nets[1])
+    with safe_open(str(saved), framework="pt") as file:
+        about, tensors = file.metadata(), {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    old = {name: x for name, x in tensors.items() if not name.endswith(("query_sizes", "by_queries"))}
+    assert len(tensors) - len(old) == 4
+    header = {name: x for name, x in about.items() if name != DIGEST} | {"version": "3"}
+    save_file(old, str(saved), header | {DIGEST: digest_of(header, old)})
+    found = hf.Memory.load(saved, nets[1])
+    assert all(torch.equal(x, y) for x, y in zip(everything(found), everything(new), strict=True))
+    assert torch.equal(*(answer(nets[1], x.tokens, x.cache()) for x in (found, new)))  # of few keys, grouped as keys are large
+    save_file(tensors, str(saved), {**about, "version": "3"})
+    with pytest.raises(ValueError, match=r"wrong tensors; \['layers\.0\.by_queries"):
         hf.Memory.load(saved, nets[1], verify=False)
 
 

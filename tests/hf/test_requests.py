@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -26,6 +27,8 @@ from nearfield.hf.requests import RequestStores
 NAME = "nearfield-requests"
 FEW = nearfield.Cells(probes=2, segment=8, cell_size=4, sinks=3, window=4)
 LENGTHS = (31, 5, 1, 18)
+NO_CACHE = transformers.GenerationConfig(use_cache=False, max_new_tokens=3)
+NO_CHUNKS = transformers.GenerationConfig(prefill_chunk_size=2.5, max_new_tokens=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,6 +102,81 @@ def test_a_batch_padded_on_the_left_is_a_list_of_requests(net: Any) -> None:
     gaps = mask.clone()
     gaps[0, 3] = 0
     assert hf.generate(net, ids, attention_mask=gaps, **options).shape == (4, 37)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_padding_before_the_longest_request(family: str) -> None:
+    """As where batches are padded to a length that is given."""
+    made = model(family, torch.float64)
+    made.set_attn_implementation(NAME)
+    lengths, new, padding = (20, 31, 9), 8, 5
+    own = [x[:length] for x, length in zip(prompts((31, 31, 31)), lengths, strict=True)]
+    ids, mask = torch.full((3, 31 + padding), 7), torch.zeros(3, 31 + padding, dtype=torch.long)
+    for row, ones, prompt in zip(ids, mask, own, strict=True):
+        row[-len(prompt) :], ones[-len(prompt) :] = prompt, 1
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
+    found = hf.generate(made, ids, attention_mask=mask, **options)
+    assert torch.equal(found[:, :-new], ids)
+    for row, prompt in zip(found, own, strict=True):
+        assert torch.equal(row[-len(prompt) - new :], hf.generate(made, [prompt], **options)[0])
+    cache = hf.CellCache.batch([read(made, x) for x in own], padding=padding)
+    assert (cache.lengths, cache.get_seq_length()) == ([length - 1 for length in lengths], 30 + padding)
+    assert torch.equal(cache.attention_mask(), mask)
+    again = hf.generate(made, own, cache=copy.deepcopy(cache), **options)
+    assert all(torch.equal(x, alone(made, prompt, new)) for x, prompt in zip(again, own, strict=True))
+    # A batch of one, in which all that stands before its only request is padding.
+    assert torch.equal(hf.generate(made, ids[:1], attention_mask=mask[:1], **options)[0], found[0])
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    assert cache.get_seq_length() == 19 + padding
+    if family == "llama":
+        cache.replace(0, read(made, own[1]))
+        assert cache.get_seq_length() == 30 + padding
+        left = torch.stack([ids[1], ids[0]])
+        again = made.generate(left, attention_mask=mask[[1, 0]], past_key_values=cache, **options)
+        for row, prompt in zip(again, (own[1], own[0]), strict=True):
+            assert torch.equal(row[-len(prompt) - new :], alone(made, prompt, new))
+        assert "2 requests of 27 to 38 keys" in repr(cache.layers[0])
+
+
+def test_a_cache_that_has_the_prompt_already_is_refused(net: Any) -> None:
+    """Transformers would append the prompt to itself."""
+    ids, options = prompts()[0], {"max_new_tokens": 6, "do_sample": False}
+    cache = read(net, ids)
+    once = hf.generate(net, ids, cache=cache, **options)
+    assert cache.get_seq_length() == 36
+    for again in (ids, ids[None], once[:36]):
+        length = again.shape[-1]
+        with pytest.raises(
+            ValueError, match=rf"cache has 36 tokens already.*of {length}; .*cache\.crop\({length - 1}\), or pass"
+        ):
+            hf.generate(net, again, cache=cache, **options)
+    with pytest.raises(ValueError, match=r"go back with cache\.reset\(\), or pass a new cache"):
+        hf.generate(net, ids[:1], cache=cache, **options)
+    with pytest.raises(
+        ValueError, match=r"but the last, \[30\], got \[36\]; .*of caches that have read no more, or leave it out"
+    ):
+        hf.generate(net, [ids], cache=cache, **options)
+    assert cache.get_seq_length() == 36
+    # What it says helps: a chat goes on, and a prompt is continued again.
+    whole = read(net, ids, nearfield.Cells(probes=99, segment=8, cell_size=4))
+    more = hf.generate(net, hf.generate(net, ids, cache=whole, **options), cache=whole, **options)
+    assert torch.equal(
+        more, hf.generate(net, ids, max_new_tokens=12, do_sample=False, cache=read(net, ids, whole.methods["default"]))
+    )
+    whole.crop(30)
+    assert torch.equal(hf.generate(net, ids, cache=whole, **options), more[:37])
+    whole.reset()
+    hf.generate(net, ids, cache=whole, **options)
+    assert whole.get_seq_length() == 36
+
+
+def test_a_cache_that_has_a_window_and_the_prompt_is_refused() -> None:
+    made = model("gemma3", torch.float64)
+    made.set_attn_implementation(NAME)
+    cache = hf.CellCache(config=made.config)
+    hf.generate(made, prompts()[0], cache=cache, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match=r"cache has 32 tokens already.*cache\.reset\(\)"):
+        hf.generate(made, prompts()[0], cache=cache, max_new_tokens=2, do_sample=False)
 
 
 def test_a_request_ends_at_its_own_end(net: Any) -> None:
@@ -208,6 +286,64 @@ def test_settings_of_the_model_count_where_those_given_are_silent(net: Any, monk
         assert torch.equal(own, alone)
 
 
+def test_a_request_that_was_interrupted_is_not_taken(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers have different lengths, which are not seen any more among longer requests."""
+    update = hf.CellCache.update
+
+    def stops(cache: Any, key: Tensor, value: Tensor, layer: int, *rest: Any, **options: Any) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return update(cache, key, value, layer, *rest, **options)
+
+    whole, broken = read(net, prompts()[0]), read(net, prompts()[1])
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(hf.CellCache, "update", stops)
+        with pytest.raises(KeyboardInterrupt):
+            net(input_ids=tokens(1, 1), past_key_values=broken)
+    both = hf.CellCache.batch([whole, read(net, prompts()[2])])
+    for use in (lambda: hf.CellCache.batch([whole, broken]), lambda: both.replace(1, broken)):
+        with pytest.raises(RuntimeError, match=r"have 4 to 5 tokens: .*call crop\(4\) to go on"):
+            use()
+    assert both.lengths == [30, 0]
+    broken.crop(4)
+    both.replace(1, broken)
+    found = hf.generate(net, [prompts()[0], prompts()[1]], cache=both, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found[1], alone(net, prompts()[1], 5))
+    torn = read(net, prompts()[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(CellStore, "select", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            torn.reorder_cache(torch.tensor([0]))
+    with pytest.raises(RuntimeError, match="reorder_cache was interrupted"):
+        hf.CellCache.batch([whole, torn])
+
+
+def test_requests_are_chosen_by_number_or_by_a_mask(net: Any) -> None:
+    cache = hf.CellCache.batch([read(net, x) for x in prompts()])
+    for wrong in (torch.tensor([4]), torch.tensor([0, -1])):
+        with pytest.raises(ValueError, match="entries must be from 0 to 3, got"):
+            cache.batch_select_indices(wrong)
+    assert cache.lengths == [30, 4, 0, 17]
+    cache.batch_select_indices(torch.tensor([True, False, False, True]))
+    assert cache.lengths == [30, 17]
+    cache.batch_select_indices(torch.tensor([True, True]))
+    assert cache.lengths == [30, 17]
+    cache.batch_select_indices(torch.tensor([1]))
+    assert cache.lengths == [17]
+
+
+def test_a_mask_of_a_single_prompt(net: Any) -> None:
+    """As the prompt, it may come without a dimension for the batch."""
+    ids, mask = prompts()[0], torch.ones(31, dtype=torch.long)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = hf.generate(net, ids, **options)
+    assert torch.equal(hf.generate(net, ids, attention_mask=mask, **options), expected)
+    mask[:13] = 0
+    hidden = hf.generate(net, ids[None], attention_mask=mask[None], **options)[0]
+    assert torch.equal(hf.generate(net, ids, attention_mask=mask, **options), hidden)
+    assert torch.equal(hidden[13:], hf.generate(net, ids[13:], **options))
+
+
 def test_bad_requests(net: Any) -> None:
     cache = hf.CellCache.batch([read(net, x) for x in prompts((9, 12))])
     plain = model("llama")
@@ -217,9 +353,20 @@ def test_bad_requests(net: Any) -> None:
         ("prompt 1 must be at least one token", lambda: hf.generate(net, [[1], []])),
         ("tokenize texts first", lambda: hf.generate(net, ["hello"])),
         ("token ids", lambda: hf.generate(net, torch.randn(3))),
+        ("token ids", lambda: hf.generate(net, torch.ones(1, 3, dtype=torch.bool))),
+        (r"got torch.int64 of shape \(1, 0\)", lambda: hf.generate(net, torch.ones(1, 0).long())),
+        ("pass a CellCache as cache=", lambda: hf.generate(net, prompts()[0], past_key_values=cache)),
+        ("decodes with a cache; leave it out", lambda: hf.generate(net, prompts()[0], use_cache=False)),
+        ("decodes with a cache", lambda: hf.generate(net, prompts(), generation_config=NO_CACHE)),
         ("attention_mask is not for a list", lambda: hf.generate(net, prompts(), attention_mask=torch.ones(1))),
         (r"but the last, \[30, 4, 0, 17\], got \[8, 11\]", lambda: hf.generate(net, prompts(), cache=cache)),
         ("holds 2 requests, but the batch has 3", lambda: net(input_ids=torch.ones(3, 1).long(), past_key_values=cache)),
+        ("padding must be", lambda: hf.CellCache.batch([read(net, prompts()[0])], padding=-1)),
+        ("padding must be at most 2147483647", lambda: hf.CellCache.batch([read(net, prompts()[0])], padding=2**70)),
+        ("prefill_chunk_size must be a positive", lambda: hf.generate(net, prompts(), prefill_chunk_size=-3)),
+        ("prefill_chunk_size must be a positive", lambda: hf.generate(net, prompts()[0], prefill_chunk_size=0)),
+        ("prefill_chunk_size must be at most 2147483647", lambda: hf.generate(net, prompts(), prefill_chunk_size=2**70)),
+        ("prefill_chunk_size must be a positive", lambda: hf.generate(net, prompts(), generation_config=NO_CHUNKS)),
         ("no caches", lambda: hf.CellCache.batch([])),
         ("requests of its own", lambda: hf.CellCache.batch([cache])),
         ("cannot be watched together", lambda: cache.watch(None)),
@@ -242,6 +389,8 @@ def test_bad_requests(net: Any) -> None:
         hf.generate(net, prompts()[0], cache="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="causal language model"):
         hf.generate(3, prompts())
+    with pytest.raises(TypeError, match="or a list of them, got int"):
+        hf.generate(net, 3)  # type: ignore[arg-type]
     assert isinstance(cache.layers[0], RequestLayer)
 
 

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from index_contract import assert_contract, build, clustered, logits, random
 
 from nearfield.chunks import row_chunks
-from nearfield.knn.index import PADDING, BuiltIndex, ConcentricLSH, FaissIndex, KMeansIndex, gathered_scores
+from nearfield.knn.index import (
+    PADDING,
+    BuiltIndex,
+    CellIndex,
+    ConcentricLSH,
+    FaissIndex,
+    KMeansIndex,
+    gathered_scores,
+    prefixes,
+)
 from nearfield.knn.index.candidates import best_of_lists
 from nearfield.knn.index.lift import lift_keys, lift_queries
 
@@ -136,6 +145,9 @@ def test_search_arguments_are_checked(kind: str) -> None:
     + [(KMeansIndex, "iterations", -1), (KMeansIndex, "seed", 0.5), (KMeansIndex, "probes", None), (KMeansIndex, "leaf", 0)]
     + [(ConcentricLSH, name, value) for name in ("rungs", "tables", "shells") for value in (0, 1.5, True)]
     + [(ConcentricLSH, name, value) for name in ("width", "enough") for value in (0, -1.0, math.inf, math.nan, "4")]
+    + [(recipe, "seed", seed) for recipe in (KMeansIndex, ConcentricLSH, CellIndex) for seed in (2**64, -(2**63) - 1, 2**70)]
+    + [(ConcentricLSH, name, value) for name in ("rungs", "hashes") for value in (1025, 10**9, 2**70)]
+    + [(ConcentricLSH, "hashes", 257), (ConcentricLSH, "width", 10**400), (ConcentricLSH, "enough", 10**400)]
     + [
         (ConcentricLSH, "flips", -1),
         (ConcentricLSH, "flips", 9),
@@ -152,6 +164,60 @@ def test_recipes_are_checked(recipe: Any, name: str, value: object) -> None:
         recipe(**{**arguments, name: value})
     assert name in str(error.value)
     assert repr(value) in str(error.value)
+
+
+def test_hashes_in_all_have_a_limit() -> None:
+    """Each of these is fine by itself."""
+    message = r"rungs \* tables \* hashes must be at most 33,554,432, got rungs=1000, tables=30000, hashes=200"
+    with pytest.raises(ValueError, match=message):
+        ConcentricLSH(rungs=1000, tables=30_000, hashes=200)
+    with pytest.raises(ValueError, match="at most 33,554,432, got rungs=1024, tables=32767, hashes=2"):
+        ConcentricLSH(rungs=1024, tables=(1 << 15) - 1, hashes=2)
+    ConcentricLSH(rungs=1024, tables=(1 << 15) - 1)
+    ConcentricLSH(rungs=512, tables=256, hashes=256)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "enough"),
+    [
+        (KMeansIndex, "cells", 40),
+        (KMeansIndex, "probes", 55),
+        (KMeansIndex, "sample", 55),
+        (KMeansIndex, "leaf", 56),
+        (ConcentricLSH, "shells", 40),
+        (ConcentricLSH, "leaf", 56),
+        (CellIndex, "cell_size", 56),
+        (CellIndex, "probes", 56),
+        (CellIndex, "segment", 56),
+    ],
+)
+@pytest.mark.parametrize("size", [10**9, 2**70, 10**400])
+def test_an_index_takes_sizes_beyond_all_keys(
+    recipe: Any, name: str, enough: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 keys, and 15 more, which are taken in by what was learned."""
+    monkeypatch.setattr(prefixes, "LEAST_REST", 4)
+    arguments = {"enough": 0.1} if recipe is ConcentricLSH else {}
+    fine, beyond = (recipe(**arguments, **{name: value}).build(random(2, 40, 8)) for value in (enough, size))
+    queries = random(2, 7, 8, seed=1)
+    for offset in (None, 3):
+        for one, other in zip(fine.search(queries, 5, offset), beyond.search(queries, 5, offset), strict=True):
+            assert torch.equal(one, other)
+    # One of them is longer than all before.
+    more = random(2, 15, 8, seed=2) * torch.linspace(0, 3, 15)[:, None]
+    fine, beyond = fine.add(more), beyond.add(more)
+    for one, other in zip(fine.search(queries, 5), beyond.search(queries, 5), strict=True):
+        assert torch.equal(one, other)
+    if name == "shells":
+        assert torch.equal(fine.codes, beyond.codes)
+
+
+def test_many_shells_leave_each_key_alone() -> None:
+    """So it was when there were as many shells as asked for, also empty ones."""
+    keys = random(1, 9, 4)
+    norms = (keys - keys.mean(1, keepdim=True)).norm(dim=-1)
+    for shells in (9, 16, 10**9):
+        assert torch.equal(ConcentricLSH(shells=shells).build(keys).limits, norms.sort().values)
 
 
 def test_faiss_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,9 @@ def test_a_newer_version(saved: Path) -> None:
         ("index", {"kind": "os", "settings": {}}, "kind 'os' is none of ExactIndex"),
         ("index", {"kind": "KMeansIndex", "settings": {"probes": -1}}, "probes must be a positive integer"),
         ("index", {"kind": "KMeansIndex", "settings": {"probe": 1}}, "unexpected keyword argument 'probe'"),
+        ("index", {"kind": "KMeansIndex", "settings": {"seed": 2**70}}, "seed must be from"),
+        ("index", {"kind": "ConcentricLSH", "settings": {"hashes": 10**9}}, "hashes must be at most 256"),
+        ("index", {"kind": "ConcentricLSH", "settings": {"rungs": 1000, "tables": 9000, "hashes": 9}}, "rungs . tables . hashes"),
         ("index", {"kind": "ExactIndex", "settings": {}}, "unknown tensors, .'base.centroids'"),
         ("index", {"kind": "ConcentricLSH", "settings": {}}, "damaged: base.directions"),
         ("index", [], "invalid header"),
@@ -181,6 +184,8 @@ def test_crafted_headers(saved: Path, name: str, change: Any, message: str) -> N
         (nf.ConcentricLSH(leaf=10), "base.order", lambda x: x * 0),
         (nf.ConcentricLSH(leaf=10), "base.codes", lambda x: x.flip(-1)),
         (nf.ConcentricLSH(leaf=10), "base.widths", None),
+        (nf.ConcentricLSH(leaf=10, shells=3), "base.limits", lambda x: torch.cat([x, x], 1)),
+        (nf.ConcentricLSH(leaf=10, shells=3), "base.limits", lambda x: x[:, :0]),
         (nf.CellIndex(segment=8, cell_size=2), "spans.1.order", lambda x: x + 25),
         (nf.CellIndex(segment=8, cell_size=2), "spans.1.starts", lambda x: x + 1),
         (nf.CellIndex(segment=8, cell_size=2), "spans.1.starts", lambda x: x[:0]),
@@ -218,6 +223,34 @@ def test_crafted_tensors(recipe: Any, name: str, change: Any, path: Path) -> Non
         ValueError, match=rf"index\.safetensors (is damaged: {name}|cannot be read by Faiss).*build the index again"
     ):
         load(path)
+
+
+@pytest.mark.parametrize("recipe", [nf.KMeansIndex(), nf.ConcentricLSH()])
+def test_blocks_larger_than_all_keys(recipe: Any, path: Path) -> None:
+    built = recipe.build(random(2, 25, 4))
+    built.save(path)
+
+    def alter(about: dict[str, str], _: dict[str, Tensor]) -> None:
+        index = json.loads(about["index"])
+        index["settings"]["leaf"] = 2**70
+        about["index"] = json.dumps(index)
+
+    rewrite(path, alter)
+    for offset in (None, 0):
+        found, expected = (x.search(random(2, 25, 4, seed=1), 2, offset) for x in (load(path), built))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_files_with_empty_shells(path: Path) -> None:
+    """As they were written where there were more shells than keys: their limits were those of the shells before them."""
+    built = nf.ConcentricLSH(shells=16).build(random(2, 9, 4))
+    built.save(path)
+    places = torch.searchsorted(torch.arange(9) * 16 // 9, torch.arange(16), right=True) - 1
+    rewrite(path, lambda _, tensors: tensors.update({"learned.base.limits": tensors["learned.base.limits"][:, places]}))
+    old, more = load(path), random(2, 3, 4, seed=1)
+    assert old.limits.shape == (2, 16)  # type: ignore[attr-defined]
+    for one, other in zip(old.add(more).search(more, 4), built.add(more).search(more, 4), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["3-2", "0-26", "x", "-1-5", "0-10.1"])

@@ -103,6 +103,10 @@ def test_more_tables_than_there_can_be() -> None:
     assert asked > MOST_TABLES
     with pytest.raises(ValueError, match=f"ask for {asked:,} tables.*raise delta"):
         nf.ConcentricLSH.from_theory(10**6, 0.5, 0.1)
+    with pytest.raises(ValueError, match="ask for 6,933 radii, and there can be 1,024; raise delta"):
+        nf.ConcentricLSH.from_theory(4, 0.5, 0.4999, delta=0.9)
+    with pytest.raises(ValueError, match="ask for 36,148,640 hashes in all, and there can be 33,554,432; raise delta"):
+        nf.ConcentricLSH.from_theory(1000, 0.3, 0.299, delta=0.1)
 
 
 @pytest.mark.parametrize(

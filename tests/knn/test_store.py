@@ -289,7 +289,7 @@ def test_padding_may_be_told_later_and_stays_as_it_is() -> None:
     store.mark(padding())
     with pytest.raises(ValueError, match="no sliding window"):
         store.mark(None)
-    with pytest.raises(ValueError, match=r"counts must be \(2, 150\)"):
+    with pytest.raises(ValueError, match=r"counts must be boolean and \[2, 150\]"):
         store.mark(padding(60))
 
 

@@ -17,6 +17,7 @@ from laws import assert_mean, seeded
 from torch import Tensor
 
 import nearfield as nf
+from nearfield.paper import gumbel
 
 pytestmark = pytest.mark.usefixtures("lazy_draws")
 
@@ -251,12 +252,25 @@ def test_draws_overrides_the_budget() -> None:
         ({"k": 2.5}, "k must"),
         ({"draws": 0}, "draws"),
         ({"draws": True}, "draws"),
+        ({"draws": 2**24 + 1}, "draws must be at most 16777216, got 16777217"),
+        ({"draws": 2**31 - 1}, "draws must be at most 16777216, got 2147483647"),
         ({"estimator": "mode"}, "estimator"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nf.LazyGumbel(**arguments)
+
+
+@pytest.mark.parametrize("estimator", ["median", "mean"])
+def test_a_promise_that_asks_for_too_many_draws(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gumbel, "MOST_DRAWS", 50)
+    q, k, v = inputs(10, (1, 1, 3, 4), (1, 1, 30, 4), (1, 1, 30, 2))
+    message = r"eps=0.1 and delta=0.2 ask for [0-9,]* draws of each row, and there can be 50; raise eps"
+    with pytest.raises(ValueError, match=message):
+        nf.attention(q, k, v, method=nf.LazyGumbel(eps=0.1, delta=0.2, estimator=estimator))
+    method = nf.LazyGumbel(eps=0.1, delta=0.2, estimator=estimator, draws=3)
+    assert nf.estimate(q, k, v, method=method, generator=seeded(0)).info["draws"] == 3
 
 
 def test_the_generator_decides_everything() -> None:

@@ -266,6 +266,20 @@ MUTANTS = (
         ("test_spreads_that_were_cut_off_have_no_gradient",),
     ),
     Mutant(
+        "cells: gradient of spreads that were cut off under a cap",
+        "cap_moments_backward",
+        "(spread_grad * slope.square()).masked_fill_(cut, 0.0)",
+        "spread_grad * slope.square()",
+        ("test_the_engine_is_the_specification",),
+    ),
+    Mutant(
+        "cells: scores and masses by spreads that are not cut off",
+        "cells.far_field:moments",
+        "spread.clamp_(max=MOST_SPREAD)",
+        "pass",
+        ("test_scores_by_hand", "test_masses_by_hand"),
+    ),
+    Mutant(
         "cells: no gradient through the tilt to the queries",
         "torch.backward:_far",
         "query_grad = tilt_grad @ seen.cross\n",
@@ -274,7 +288,7 @@ MUTANTS = (
     ),
     Mutant(
         "cells: drawn keys leave their cells whole in the gradient",
-        "_left",
+        "torch.backward:_left",
         "return 1.0 - used[:, :-1]",
         "return 1.0 - 0.0 * used[:, :-1]",
         (
@@ -424,7 +438,7 @@ MUTANTS = (
     ),
     Mutant(
         "cells: gradients of draws shared by keys of one size only",
-        "_left",
+        "torch.backward:_left",
         "share = log_factor.exp() / seen.size[place.clamp(max=len(seen) - 1)].clamp(min=1)",
         "share = log_factor.exp() / seen.size.mean()",
         ("test_cells_gradients.py",),

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "commands: the trial of a folder stays",
         "check_folder",
-        "folder.rmdir()",
-        "pass",
+        "tempfile.TemporaryFile(dir=nearest).close()",
+        "path.mkdir(parents=True, exist_ok=True)",
         ("test_what_can_be_written_stays_as_it_is",),
     ),
     Mutant("commands: a size that no memory holds", "check_memory", "if needed > there:", "if False:", (BEFORE,)),
@@ -35,6 +35,13 @@ MUTANTS = (
         "if not path.exists() and",
         "if False and",
         (BEFORE,),
+    ),
+    Mutant(
+        "commands: a damaged model is one that is not there",
+        "models:_reading",
+        'if (Path(name) / "config.json").exists():',
+        "if False:",
+        ("test_a_model_that_is_damaged_or_not_whole_is_no_model_that_is_not_there",),
     ),
     Mutant(
         "commands: no chat template",

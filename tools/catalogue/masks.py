@@ -16,7 +16,7 @@ WITH_SINKS = "test_with_padding_caps_and_sinks"
 MUTANTS = (
     Mutant(
         "offset: rows see one key fewer",
-        "Problem.visible",
+        "Problem._causal_visible",
         "torch.arange(1 + self.offset, queries + 1 + self.offset,",
         "torch.arange(self.offset, queries + self.offset,",
         (READ_ALL,),
@@ -378,7 +378,7 @@ MUTANTS = (
     ),
     Mutant(
         "softcap: one that float32 does not hold",
-        "problem:_check_range",
+        "problem:check_range",
         "torch.finfo(dtype).max < abs(value) < math.inf",
         "False",
         ("test_logits.py::test_what_is_refused",),

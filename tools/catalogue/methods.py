@@ -266,15 +266,15 @@ MUTANTS = (
     ),
     Mutant(
         "causal off by one: a row sees the next key",
-        "Problem.visible",
-        "if self.offset < 0 or queries + self.offset > length:\n                visible = visible.clamp_(0, length)",
+        "Problem._causal_visible",
+        "if self.offset < 0 or queries + self.offset > length:\n            visible = visible.clamp_(0, length)",
         "visible = (visible + 1).clamp_(0, length)",
         ("test_matches_exact_attention_within_the_promise", "test_topk.py"),
     ),
     Mutant(
         "causal off by one: a row misses its own key",
-        "Problem.visible",
-        "if self.offset < 0 or queries + self.offset > length:\n                visible = visible.clamp_(0, length)",
+        "Problem._causal_visible",
+        "if self.offset < 0 or queries + self.offset > length:\n            visible = visible.clamp_(0, length)",
         "visible = (visible - 1).clamp_(0, length)",
         ("test_matches_exact_attention_within_the_promise", "test_topk.py"),
     ),
@@ -494,6 +494,13 @@ MUTANTS = (
         "row = rows.numbers(block).flatten()[lazy.seen]",
         "row = block.start + lazy.seen % part.visible.shape[1]",
         ("test_dropout_acts_on_the_weights_and_not_on_the_draws",),
+    ),
+    Mutant(
+        "gumbel: a promise may ask for any number of draws",
+        "LazyGumbel._sizes",
+        "if groups * size > MOST_DRAWS:",
+        "if False:",
+        ("test_a_promise_that_asks_for_too_many_draws",),
     ),
     Mutant(
         "one seed reused across blocks of rows",

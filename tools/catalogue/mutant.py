@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("nearfield", "examples")
 """with code that can be broken; the name of a place in an example begins with `examples.` and its module"""
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 @dataclass(frozen=True)
 class Place:
@@ -21,7 +23,7 @@ class Place:
     stop: int
 
 
-def _is_overload(node: ast.FunctionDef | ast.ClassDef) -> bool:
+def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
     """A signature for type checkers, without a body."""
     return any(isinstance(x, ast.Name) and x.id == "overload" for x in node.decorator_list)
 
@@ -42,10 +44,10 @@ def places() -> dict[str, list[Place]]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for name in (x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)):
                     note(name, node, file)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not _is_overload(node):
+            elif isinstance(node, FUNCTIONS | ast.ClassDef) and not _is_overload(node):
                 note(node.name, node, file)
                 for inner in ast.iter_child_nodes(node) if isinstance(node, ast.ClassDef) else ():
-                    if isinstance(inner, ast.FunctionDef):
+                    if isinstance(inner, FUNCTIONS):
                         note(f"{node.name}.{inner.name}", inner, file)
     return found
 

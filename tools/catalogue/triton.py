@@ -182,6 +182,13 @@ MUTANTS = (
         (BEST,),
     ),
     Mutant(
+        "triton: routing by spreads that are not cut off",
+        "wide_cell_score",
+        "tl.minimum(wide_spread, MOST_WIDE_SPREAD) + 1e-30",
+        "wide_spread + 1e-30",
+        ("test_triton.py::test_a_block_opens_the_cells_with_most_votes",),
+    ),
+    Mutant(
         "triton: routing of few probes takes a cell again",
         "_route",
         "best = tl.where(gone, second, best)",

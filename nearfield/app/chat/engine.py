@@ -24,6 +24,9 @@ PROMPT_CHUNK = 256
 AUDITED = range(0, 64, 16)
 """Steps of an answer that are compared with exact attention over all keys, which costs more than the step itself."""
 
+COLDEST = 1e-20
+"""Temperatures below it count as 0: what is left of any logits is the likeliest token, and some divided by them are infinite."""
+
 WATCH_EVERY = {"cuda": 4}
 """Every how many steps heavy keys are counted. On a GPU that takes a slower path; elsewhere it costs next to nothing."""
 
@@ -44,7 +47,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, and when to stop. A temperature of 0 takes the likeliest token."""
+    """How to choose tokens, and when to stop. A temperature of 0, or below `COLDEST`, takes the likeliest token."""
 
     max_tokens: int = 512
     temperature: float = 0.0
@@ -206,7 +209,7 @@ class Engine:
 
     def _options(self, sampling: Sampling, prompt: int) -> Any:
         """Options of `generate`. What a model's own configuration says of penalties would count words of the documents."""
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        options: dict[str, Any] = {"do_sample": sampling.temperature >= COLDEST}
         if options["do_sample"]:
             options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return generation_config(self.model, self.tokenizer, min(sampling.max_tokens, self.room - prompt), **options)

@@ -42,6 +42,16 @@ def load_model(
     return model.to(device).eval(), load_tokenizer(name, download)
 
 
+def load_config(name: str | Path, download: bool = False) -> Any:
+    """The configuration of such a model alone; None: there is no file for it, as where a GGUF file has everything."""
+    if Path(name).exists() and not (Path(name) / "config.json").exists():
+        return None
+    with _reading(name):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(str(name), local_files_only=not download, trust_remote_code=False)
+
+
 def load_tokenizer(name: str | Path, download: bool = False) -> Any:
     """The tokenizer of such a model alone."""
     with _reading(name):
@@ -68,6 +78,8 @@ def _reading(name: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if (Path(name) / "config.json").exists():
+            raise _damaged(name, error) from error
         raise FileNotFoundError(
             f"Transformers finds no causal language model {name} on this machine ({_first_line(error)}); give the folder of one "
             "or a .gguf file, or allow a download with --download"
@@ -75,13 +87,17 @@ def _reading(name: str | Path) -> Iterator[None]:
     except Exception as error:
         if not _is_damage(error):
             raise
-        raise OSError(
-            f"the files of {name} cannot be read ({_first_line(error)}); the download is incomplete or damaged: remove the "
-            "folder and fetch the model again"
-        ) from error
+        raise _damaged(name, error) from error
     finally:
         if with_bars:
             messages.enable_progress_bar()
+
+
+def _damaged(name: str | Path, error: Exception) -> OSError:
+    return OSError(
+        f"the files of {name} cannot be read ({_first_line(error)}); the download is incomplete or damaged: remove the "
+        "folder and fetch the model again"
+    )
 
 
 def _is_damage(error: Exception) -> bool:
@@ -150,7 +166,12 @@ def token_ids(tokenizer: Any, text: Path) -> Tensor:
 
 def longest_context(model: Any) -> int | None:
     """How many positions the model knows; None if it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known_positions(model.config)
+
+
+def known_positions(config: Any) -> int | None:
+    """The same by the configuration of a model."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def layer_count(model: Any) -> int:

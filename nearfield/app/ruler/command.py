@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import nearfield
 from nearfield.app import wide_console
 from nearfield.app.arguments import check_folder, check_model
-from nearfield.app.evaluate.models import load_model, load_tokenizer, longest_context, placement
+from nearfield.app.evaluate.models import known_positions, load_config, load_model, load_tokenizer, longest_context, placement
 from nearfield.app.evaluate.report import environment, json_text
 from nearfield.app.ruler import official
 from nearfield.app.ruler.generators import Generators
@@ -23,7 +24,7 @@ from nearfield.app.ruler.prompts import Prompt, Prompts, check_template, tokeniz
 from nearfield.app.ruler.record import Record
 from nearfield.app.ruler.report import LEGEND, Results, as_json, tabulated
 from nearfield.app.ruler.run import OutOfTime, Plan, answer_all, make_prompts
-from nearfield.app.ruler.ways import WAYS, Way
+from nearfield.app.ruler.ways import ALGORITHM, WAYS, Way
 from nearfield.hf.memory_file import fingerprint
 from nearfield.user_cache import folder as user_folder
 from nearfield.user_cache import replace_bytes
@@ -66,6 +67,10 @@ def run(asked: Asked) -> None:
     check_folder("--out", asked.out)
     place = asked.prompts or user_folder() / "ruler"
     check_folder("--prompts", place)
+    with console.status(f"reading the configuration of {asked.model}"):
+        config = load_config(asked.model, asked.download)
+    if config is not None:
+        _check_lengths(asked.lengths, known_positions(config))
     if asked.only_prompts:
         _only_prompts(asked, place, console)
         return
@@ -73,10 +78,12 @@ def run(asked: Asked) -> None:
         model, tokenizer = load_model(asked.model, *placement(asked.device, asked.dtype), asked.download)
     for template in asked.templates:
         check_template(tokenizer, template)
-    _check_lengths(asked.lengths, longest_context(model))
+    _check_lengths(asked.lengths, longest_context(model))  # The configuration may be in the file with the weights.
     name = Path(asked.model).stem if asked.model.endswith(".gguf") else Path(asked.model).name
     where = environment(model)
     about = {
+        "nearfield": nearfield.__version__,
+        "algorithm": ALGORITHM,
         "model": name,
         "fingerprint": fingerprint(model),
         "dtype": where["dtype"],
@@ -86,7 +93,7 @@ def run(asked: Asked) -> None:
         "versions": official.versions(),
     }
     asked.out.mkdir(parents=True, exist_ok=True)
-    record = Record(asked.out / "answers.jsonl", about)
+    record = Record(asked.out / "answers.jsonl", about, {way.name: way.digest for way in WAYS.values()})
     if record.unreadable:
         console.print(f"{record.unreadable} damaged answers in {record.path} are written anew", highlight=False, soft_wrap=True)
     ways = [WAYS[method] for method in dict.fromkeys(["exact", *asked.methods])]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FORMAT = "nearfield-ruler 2"
+NAME = "nearfield-ruler"
+FORMAT = f"{NAME} 3"
 
 
 class Key(NamedTuple):
@@ -28,10 +30,12 @@ class Record:
 
     Args:
         path: the file. Its first line is `about`, and a file that begins otherwise is refused.
+        ways: digests of ways by their names. A file with answers by a way of one of these names and another digest is refused,
+            too: nobody could tell them from those that are to come.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path, self.about = path, {"format": FORMAT, **about}
+    def __init__(self, path: Path, about: dict[str, Any], ways: Mapping[str, str] | None = None) -> None:
+        self.path, self.about, self.ways = path, {"format": FORMAT, **about}, ways or {}
         self.answers: dict[Key, dict[str, Any]] = {}
         self.unreadable = 0
         if path.exists() and path.stat().st_size:
@@ -51,6 +55,7 @@ class Record:
                 self.answers[Key(**{name: found[name] for name in Key._fields})] = found
             except (ValueError, KeyError, TypeError):
                 self.unreadable += 1
+        self._check_ways()
         if kept < len(whole):
             self.unreadable += bool(lines)
             os.truncate(self.path, kept)
@@ -60,12 +65,27 @@ class Record:
             known = json.loads(line)
         except ValueError:
             known = {}
-        if not isinstance(known, dict) or known.get("format") != FORMAT:
+        made = known.get("format") if isinstance(known, dict) else None
+        if not isinstance(made, str) or made.rpartition(" ")[0] != NAME:
             raise ValueError(f"{self.path} is no record of answers to RULER; remove it, or name another folder with --out")
+        if made != FORMAT:
+            raise ValueError(
+                f"{self.path} has answers of another version of nearfield ({made[:40]}, not {FORMAT}), which may attend "
+                "otherwise; name another folder with --out, or remove it"
+            )
         other = [name for name in {**self.about, **known} if known.get(name) != self.about.get(name)]
         if other:
             told = ", ".join(f"{name} {str(known.get(name))[:40]}, not {str(self.about.get(name))[:40]}" for name in other)
             raise ValueError(f"{self.path} has answers of another run ({told}); name another folder with --out, or remove it")
+
+    def _check_ways(self) -> None:
+        other = {key.way for key, found in self.answers.items() if found.get("way_sha256") != self.ways.get(key.way)}
+        changed = sorted(other & set(self.ways))
+        if changed:
+            raise ValueError(
+                f"{self.path} has answers of other ways with the names {', '.join(changed)}; name another folder with --out, or "
+                "remove it"
+            )
 
     def add(self, key: Key, found: dict[str, Any]) -> None:
         """Write an answer. It is on disk when this returns."""

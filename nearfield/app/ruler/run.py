@@ -185,6 +185,7 @@ def _answer(
             "answer": found.text,
             "outputs": list(prompt.outputs),
             "prompt_sha256": _digest(prompt),
+            "way_sha256": way.digest,
             "prompt_tokens": len(tokens),
             "tokens": len(found.tokens),
             "keys_read": found.keys_read,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -55,15 +56,15 @@ def make_app(engine: Engine, name: str, limits: Limits, hosts: Sequence[str] = L
 
     def models(_: Request) -> Response:
         one = {"id": name, "object": "model", "created": 0, "owned_by": "nearfield"}
-        return JSONResponse({"object": "list", "data": [one]})
+        return Said({"object": "list", "data": [one]})
 
     def documents(_: Request) -> Response:
         listed = [] if engine.documents is None else engine.documents.listed
         data = [{"name": one.name, "tokens": one.stop - one.first} for one in listed]
-        return JSONResponse({"object": "list", "data": data, "room": engine.room})
+        return Said({"object": "list", "data": data, "room": engine.room})
 
     def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok", "requests": turns.present})
+        return Said({"status": "ok", "requests": turns.present})
 
     routes = [
         *(_page_route(path, *page) for path, page in PAGE.items()),
@@ -91,7 +92,14 @@ def _page_route(path: str, file: str, kind: str) -> Route:
 
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(Refused(error.status_code, str(error.detail), "no_such_path").content, error.status_code)
+    return Said(Refused(error.status_code, str(error.detail), "no_such_path").content, error.status_code)
+
+
+class Said(JSONResponse):
+    """JSON in ASCII, as in a stream: a request may name half a character, which has no bytes in UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
 
 
 class Guarded:
@@ -115,7 +123,7 @@ class Guarded:
         host = given if given.endswith("]") else given.rpartition(":")[0] or given
         if self._hosts and host not in self._hosts:
             refused = Refused(421, f"this server does not answer for the host {host!r}", "unknown_host")
-            await JSONResponse(refused.content, refused.status)(scope, receive, with_headers)
+            await Said(refused.content, refused.status)(scope, receive, with_headers)
             return
         await self._app(scope, receive, with_headers)
 
@@ -129,7 +137,7 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._turns.limits
         try:
-            raw = await _body(Request(scope, receive), limits.body)
+            raw = await _body(Request(scope, receive), limits)
             asked = parse(raw, self._model, limits.tokens, limits.most_tokens)
             turn = self._turns.enter(asked)
         except ClientDisconnect:
@@ -173,7 +181,7 @@ class Completions:
                 await _refusal(failed)(scope, receive, send)
             return
         if not asked.stream:
-            await JSONResponse(reply.whole(answer))(scope, receive, send)
+            await Said(reply.whole(answer))(scope, receive, send)
             return
         if not started:
             await _start_stream(send)
@@ -220,16 +228,28 @@ def _details(answer: Answer) -> dict[str, Any]:
         "citations": [asdict(one) for one in answer.citations],
         "seconds_to_first_token": answer.seconds,
         "tokens_per_second": answer.rate,
-        "attention_error": None if answer.error is None else asdict(answer.error),
+        "attention_error": None if answer.error is None else _as_json(asdict(answer.error)),
         "out_of_time": answer.finish == "cut",
     }
 
 
-async def _body(request: Request, most: int) -> bytes:
+def _as_json(numbers: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN, which is what a model that gives none has for an error."""
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
     """The body of a request that says it is JSON. A page elsewhere cannot send that without asking, and is not allowed to."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(415, f"the content type must be application/json, got {kind[:60] or 'none'!r}", "not_json")
+    try:
+        return await asyncio.wait_for(_received(request, limits.body), limits.arrival)
+    except asyncio.TimeoutError as error:
+        raise Refused(408, f"the body did not come within {limits.arrival:g} seconds", "too_slow") from error
+
+
+async def _received(request: Request, most: int) -> bytes:
     found = bytearray()
     async for part in request.stream():
         found += part
@@ -245,7 +265,9 @@ async def _left(receive: Receive) -> None:
 
 
 def _refusal(refused: Refused) -> Response:
-    return JSONResponse(refused.content, refused.status, {"retry-after": "5"} if refused.status == 429 else None)
+    # What is left of a body that was not read to its end is no request.
+    headers = {429: {"retry-after": "5"}, 408: {"connection": "close"}, 413: {"connection": "close"}}
+    return Said(refused.content, refused.status, headers.get(refused.status))
 
 
 async def _start_stream(send: Send) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +153,8 @@ def _whole(given: dict[str, Any], name: str, usual: int, least: int, most: int |
 
 def _number(given: dict[str, Any], name: str, usual: float, least: float, most: float) -> float:
     value = given.get(name, usual)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not least <= value <= most:
+    # No conversion before the limits: a whole number may be too large for it. What is no number is not within them.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise Refused(400, f"{name} must be a number from {least:g} to {most:g}, got {_short(value)}", parameter=name)
     return float(value)
 

@@ -23,6 +23,7 @@ class Limits:
         tokens: of an answer, if the request does not say.
         most_tokens: of any answer.
         body: bytes of a request.
+        arrival: seconds until all of them are there.
     """
 
     waiting: int = 8
@@ -30,6 +31,7 @@ class Limits:
     tokens: int = 512
     most_tokens: int = 4096
     body: int = 1_000_000
+    arrival: float = 30.0
 
 
 class Turns:

@@ -17,7 +17,7 @@ from nearfield.cells.sizes import CellSizes, default_cell_size, default_segment,
 from nearfield.cells.spans import Spans, closed_keys
 from nearfield.cells.torch.head import assign
 from nearfield.cells.triton.limits import unsupported
-from nearfield.checks import check_integer, check_positive
+from nearfield.checks import MOST, check_generator_seed, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
@@ -84,7 +84,7 @@ class CellIndex:
         check_positive("probes", self.probes, optional=True)
         check_positive("segment", self.segment, optional=True)
         check_positive("iterations", self.iterations, optional=True, least=0)
-        check_integer("seed", self.seed)
+        check_generator_seed("seed", self.seed)
 
     def build(self, keys: Tensor) -> BuiltCells:
         with full_precision(keys):
@@ -101,10 +101,10 @@ class CellIndex:
 
     def sizes(self, length: int, k: int, causal: bool, on_gpu: bool) -> CellSizes:
         """The sizes of a search for k of `length` keys."""
-        size = self.cell_size or default_cell_size(length, causal, on_gpu)
-        segment = (self.segment or default_segment(length, on_gpu)) if causal else 0
+        size = min(self.cell_size or default_cell_size(length, causal, on_gpu), MOST)
+        segment = min(self.segment or default_segment(length, on_gpu), MOST) if causal else 0
         over = OVER if causal or length <= SHORT else max(LEAST_OVER, OVER * (SHORT / length) ** 0.2)
-        probes = self.probes or max(LEAST_PROBES, math.ceil(over * k / size))
+        probes = min(self.probes or max(LEAST_PROBES, math.ceil(over * k / size)), MOST)
         levels = span_levels(length, segment) if causal else 1
         return CellSizes(
             group=1, segment=segment, window=0, sinks=0, cell_size=size, probes=probes, samples=0, span_levels=levels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.partition.kmeans import lloyd, means, nearest
-from nearfield.checks import check_integer, check_positive
+from nearfield.checks import check_generator_seed, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import Cutoffs, Found
@@ -63,7 +63,7 @@ class KMeansIndex:
         check_positive("iterations", self.iterations, least=0)
         check_positive("sample", self.sample, optional=True)
         check_positive("leaf", self.leaf)
-        check_integer("seed", self.seed)
+        check_generator_seed("seed", self.seed)
 
     def cells_of(self, length: int) -> int:
         """How many cells so many keys have."""
@@ -202,7 +202,8 @@ class BuiltKMeans(PrefixBuilt):
         route = torch.bmm(queries, self.centroids[entries].transpose(1, 2))
         route.masked_fill_(sizes[:, None, :] == 0, -torch.inf)
         # Where keys were removed, or are still to come, cells are many and small: open as many more.
-        least = min(math.ceil(self.recipe.probes * max(1.0, self.cells / self.recipe.cells_of(self.length))), self.cells)
+        least = min(self.recipe.probes, self.cells)
+        least = min(math.ceil(least * max(1.0, self.cells / self.recipe.cells_of(self.length))), self.cells)
 
         def size_of(cells: Tensor) -> Tensor:
             return sizes[:, None, :].expand(*cells.shape[:2], -1).gather(-1, cells)

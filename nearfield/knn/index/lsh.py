@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearfield.checks import MOST, check_integer, check_positive
+from nearfield.checks import check_generator_seed, check_positive
 from nearfield.chunks import row_chunks
 from nearfield.kernels.backends import full_precision
 from nearfield.knn.index.base import PADDING, Found
@@ -21,6 +21,14 @@ from nearfield.knn.index.prefixes import LEAF, PrefixBuilt, restored
 
 MOST_TABLES = (1 << 15) - 1
 """The number of a table is kept in 16 bits."""
+
+MOST_RUNGS = 1 << 10
+
+MOST_HASHES = 1 << 8
+"""Of a table. There would have to be 2^256 keys for as many by default."""
+
+MOST_HASHES_IN_ALL = 1 << 25
+"""rungs * tables * hashes: each has a shift, which is a number of 64 bits while it is drawn."""
 
 LOOKUPS_PER_PASS = 1 << 20
 """Bucket look-ups of one pass over some rows (8 MB for each of about ten int64 tables of them)."""
@@ -59,15 +67,15 @@ class ConcentricLSH:
     bound on the keys it misses, so `cutoffs` is None.
 
     Args:
-        rungs: radii of the ladder.
+        rungs: radii of the ladder, at most 1,024.
         tables: hash tables per radius, at most 32,767.
         width: w / r.
         enough: how many candidates end the climb, in units of max(k, sqrt(n)).
         flips: hashes perturbed per table (multi-probe).
-        shells: parts into which keys are split by norm.
+        shells: parts into which keys are split by norm; at most one for each key.
         seed: seed of the hashes and of the sample; the global generator is not used.
         leaf: keys of the smallest block of a causal search.
-        hashes: per table; None: ceil(log2(n)).
+        hashes: per table, at most 256, and 2^25 in all tables of all radii; None: ceil(log2(n)).
         nearest, farthest: first and last radius on the unit sphere; None: measured on the keys.
 
     `ConcentricLSH.from_theory` gives all of them the values that a promise asks for.
@@ -112,11 +120,18 @@ class ConcentricLSH:
         sizes = lsh_budget(n, s1, s2, delta=delta, every=every)
         assert sizes.width is not None
         near, step = radius("s1", s1), radius("s2", s2) / radius("s1", s1)
-        if sizes.tables > MOST_TABLES:
-            raise ValueError(
-                f"these promises ask for {sizes.tables:,} tables, and there can be {MOST_TABLES:,}; "
-                "raise delta, or the distance between s1 and s2"
-            )
+        in_all = sizes.rungs * sizes.tables * sizes.hashes
+        for asked, most, what in (
+            (sizes.tables, MOST_TABLES, "tables"),
+            (sizes.rungs, MOST_RUNGS, "radii"),
+            (sizes.hashes, MOST_HASHES, "hashes in a table"),
+            (in_all, MOST_HASHES_IN_ALL, "hashes in all"),
+        ):
+            if asked > most:
+                raise ValueError(
+                    f"these promises ask for {asked:,} {what}, and there can be {most:,}; "
+                    "raise delta, or the distance between s1 and s2"
+                )
         return cls(
             rungs=sizes.rungs,
             tables=sizes.tables,
@@ -132,15 +147,18 @@ class ConcentricLSH:
         )
 
     def __post_init__(self) -> None:
-        check_positive("rungs", self.rungs, most=MOST)
-        check_positive("tables", self.tables)
+        check_positive("rungs", self.rungs, most=MOST_RUNGS)
+        check_positive("tables", self.tables, most=MOST_TABLES)
         check_positive("flips", self.flips, least=0)
         check_positive("shells", self.shells)
         check_positive("leaf", self.leaf)
-        check_integer("seed", self.seed)
-        check_positive("hashes", self.hashes, optional=True)
-        if self.tables > MOST_TABLES:
-            raise ValueError(f"tables must be at most {MOST_TABLES}, got {self.tables!r}")
+        check_generator_seed("seed", self.seed)
+        check_positive("hashes", self.hashes, optional=True, most=MOST_HASHES)
+        if self.rungs * self.tables * (self.hashes or 1) > MOST_HASHES_IN_ALL:
+            raise ValueError(
+                f"rungs * tables * hashes must be at most {MOST_HASHES_IN_ALL:,}, got rungs={self.rungs!r}, "
+                f"tables={self.tables!r}, hashes={self.hashes!r}; take fewer of one of them"
+            )
         if (self.nearest is None) != (self.farthest is None):
             raise ValueError(f"give both radii or neither, got nearest={self.nearest!r}, farthest={self.farthest!r}")
         if self.nearest is not None and self.farthest is not None and not 0 < self.nearest <= self.farthest < math.inf:
@@ -149,7 +167,7 @@ class ConcentricLSH:
             raise ValueError(f"flips must be at most 8 (256 buckets per table), got {self.flips!r}")
         for name in ("width", "enough"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= torch.finfo(torch.float64).max:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
 
     def build(self, keys: Tensor) -> BuiltConcentricLSH:
@@ -195,8 +213,9 @@ class BuiltConcentricLSH(PrefixBuilt):
         self.middle = self.keys.mean(1, keepdim=True)
         centred = self.keys - self.middle
         norms = centred.norm(dim=-1)
-        shell = norms.argsort(dim=1).argsort(dim=1) * recipe.shells // length
-        longest = torch.zeros(batch, recipe.shells, dtype=dtype, device=device).scatter_reduce(1, shell, norms, "amax")
+        shells = min(recipe.shells, length)
+        shell = norms.argsort(dim=1).argsort(dim=1) * shells // length
+        longest = torch.zeros(batch, shells, dtype=dtype, device=device).scatter_reduce(1, shell, norms, "amax")
         self.limits = longest.cummax(1).values
         """`[batch, shells]`: the largest norm of each shell, ascending"""
         limit = longest.gather(1, shell)
@@ -204,7 +223,7 @@ class BuiltConcentricLSH(PrefixBuilt):
             nearest, farthest = _measured_radii(centred / _scale(limit), generator)
         else:
             nearest, farthest = (torch.full_like(norms[:, 0], x) for x in (recipe.nearest, recipe.farthest))
-        self.widths = recipe.width * _ladder(nearest, farthest, recipe.rungs)
+        self.widths = float(recipe.width) * _ladder(nearest, farthest, recipe.rungs)
         """`[rungs, batch]`"""
         for place, code in self._hashed(centred, limit):
             self.codes[place], self.order[place] = torch.sort(code, stable=True)
@@ -226,7 +245,9 @@ class BuiltConcentricLSH(PrefixBuilt):
         self.order = learned.permutation("order", shape, torch.int32)
         if length or "middle" in learned.names():
             self.middle = learned.take("middle", (batch, 1, dim), dtype)
-            self.limits = learned.take("limits", (batch, recipe.shells), dtype)
+            # One for each shell; fewer where there were fewer keys to learn from.
+            self.limits = learned.take("limits", (batch, None), dtype)
+            learned.check("limits", 0 < self.limits.shape[1] <= recipe.shells)
             self.widths = learned.take("widths", (recipe.rungs, batch), dtype)
 
     def _hashed(self, centred: Tensor, limit: Tensor) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
@@ -244,7 +265,7 @@ class BuiltConcentricLSH(PrefixBuilt):
         centred = self.keys[:, start:] - self.middle
         norms = centred.norm(dim=-1)
         # A key longer than all before goes to the last shell. It may be hard to find there, but when it is found it is scored.
-        shell = torch.searchsorted(self.limits, norms).clamp(max=self.recipe.shells - 1)
+        shell = torch.searchsorted(self.limits, norms).clamp(max=self.limits.shape[1] - 1)
         joined = torch.empty(*self.codes.shape[:-1], centred.shape[1], dtype=torch.int32, device=self.codes.device)
         for place, code in self._hashed(centred, self.limits.gather(1, shell)):
             joined[place] = code

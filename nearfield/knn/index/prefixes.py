@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nearfield.checks import MOST
 from nearfield.knn.index.base import PADDING, BuiltIndex, Cutoffs, Found, smallest_near_score
 from nearfield.knn.index.exact import BuiltExact
 from nearfield.knn.index.file import Learned
@@ -59,8 +60,9 @@ class PrefixBuilt(BuiltIndex):
 
     def __init__(self, keys: Tensor, leaf: int = LEAF) -> None:
         super().__init__(keys)
-        self._leaf = leaf
-        self.least_seen = max(self.least_seen, leaf)
+        # A block beyond all keys is none, and tensors know no numbers beyond 64 bits.
+        self._leaf = min(leaf, MOST)
+        self.least_seen = max(self.least_seen, self._leaf)
         self._blocks: dict[tuple[int, int], PrefixBuilt] = {}
         self._base: PrefixBuilt | None = None
         """what serves the first keys; None: this index, and all keys"""

@@ -608,7 +608,7 @@ def test_odd_arguments(make: Callable[[], CellStore | IndexStore]) -> None:
         (TypeError, "query must be a torch.Tensor, got list", lambda: store.attend(last.tolist())),
         (TypeError, "query must be a dense tensor", lambda: store.attend(last.to_sparse())),
         (ValueError, "query is on the device meta", lambda: store.attend(last.to("meta"))),
-        (TypeError, r"query is torch.float64 on cpu, .* pass query.to\('cpu', torch.float32\)", lambda: store.attend(last.double())),
+        (TypeError, r"query is torch.float64 .* pass query.to\('cpu', torch.float32\)", lambda: store.attend(last.double())),
     ]
     store.append(key, value)
     before, wanted = store.length, make()
@@ -634,9 +634,7 @@ def test_scales_of_any_kind(make: Callable[[], CellStore | IndexStore], scale: f
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda: CellStore(ALL), lambda: IndexStore(nearfield.TopK(999))], ids=["cells", "index"])
-def test_queries_of_half_precision_may_come_to_other_keys(
-    make: Callable[[], CellStore | IndexStore], dtype: torch.dtype
-) -> None:
+def test_queries_of_half_precision_may_come_to_other_keys(make: Callable[[], CellStore | IndexStore], dtype: torch.dtype) -> None:
     """Arithmetic is in float32 for both."""
     query, key, value = inputs()
     store = make()
@@ -648,7 +646,7 @@ def test_queries_of_half_precision_may_come_to_other_keys(
 
 @pytest.mark.parametrize("make", [lambda: CellStore(FEW), lambda: IndexStore(nearfield.TopK(4))], ids=["cells", "index"])
 def test_entries_of_any_kind(make: Callable[[], CellStore | IndexStore]) -> None:
-    query, key, value = inputs()
+    _, key, value = inputs()
     for entries in (torch.tensor([1], dtype=torch.int32), [1], [False, True], torch.tensor([1], dtype=torch.uint8)):
         store = make()
         store.append(key, value)
@@ -656,6 +654,16 @@ def test_entries_of_any_kind(make: Callable[[], CellStore | IndexStore]) -> None
         assert torch.equal(store.keys, key[1:])  # type: ignore[arg-type]
     store.select([])  # type: ignore[arg-type]
     assert store.entries == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [lambda: CellStore(FEW), lambda: IndexStore(nearfield.TopK(4))], ids=["cells", "index"])
+def test_queries_on_a_gpu_are_not_for_keys_on_a_cpu(make: Callable[[], CellStore | IndexStore]) -> None:
+    query, key, value = inputs()
+    store = make()
+    store.append(key, value)
+    with pytest.raises(TypeError, match=r"query is torch.float32 on cuda:0, but the store holds torch.float32 on cpu; pass"):
+        store.attend(query[:, :, -1:].cuda())
 
 
 def test_lengths_are_integers_before_the_first_key() -> None:

@@ -51,7 +51,8 @@ function showDetails(item, details, finish) {
   facts.push(`first token after ${details.seconds_to_first_token.toFixed(1)} s`);
   if (details.tokens_per_second) facts.push(`${details.tokens_per_second.toFixed(1)} tokens per second`);
   const error = details.attention_error;
-  if (error) facts.push(`error of attention ${percent(error.mean, 2)} on average, ${percent(error.worst, 2)} in the worst head`);
+  if (error && error.mean === null) facts.push("attention gave no numbers");
+  else if (error) facts.push(`error of attention ${percent(error.mean, 2)} on average, ${percent(error.worst, 2)} in the worst head`);
   item.append(element("p", "facts", facts.join("; ")));
 }
 

@@ -1,0 +1,16 @@
+"""vLLM's platform for CPUs, which takes the backend that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+
+class CpuPlatformWithCells(CpuPlatform):
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if selected_backend != AttentionBackendEnum.CUSTOM:
+            return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+        return str(AttentionBackendEnum.CUSTOM.get_path())

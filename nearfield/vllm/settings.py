@@ -1,0 +1,44 @@
+"""What a person may choose, with `--additional-config '{"nearfield": {...}}'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nearfield.checks import check_positive
+
+PREFILLS = ("exact", "cells")
+KEY = "nearfield"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    Args:
+        probes: cells that a row opens; None: as many as a `CellCache` does, 3.5 sqrt(n) keys, on a GPU 9 sqrt(n).
+        window: how many of the latest keys are read one by one at least.
+        exact_below: rows that see fewer keys read all of them.
+        prefill: how the rows of a prompt attend: "exact", or by "cells" as those of an answer do.
+    """
+
+    probes: int | None = None
+    window: int = 64
+    exact_below: int = 8192
+    prefill: str = "exact"
+
+    def __post_init__(self) -> None:
+        check_positive("probes", self.probes, optional=True)
+        check_positive("window", self.window)
+        check_positive("exact_below", self.exact_below, least=0)
+        if self.prefill not in PREFILLS:
+            raise ValueError(f"prefill must be one of {PREFILLS}, got {self.prefill!r}")
+
+    @staticmethod
+    def of(additional_config: Any) -> Settings:
+        """From vLLM's `additional_config`, which other plug-ins may use too."""
+        given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+        known = [field.name for field in fields(Settings)]
+        if not isinstance(given, Mapping) or not set(given) <= set(known):
+            raise ValueError(f'additional_config["{KEY}"] must have some of {known}, got {given!r}')
+        return Settings(**given)
