@@ -18,7 +18,7 @@ from nearfield.cells.cache.heavy import Watch
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore, check_resident
 from nearfield.cells.method import Cells
-from nearfield.checks import MOST, check_positive
+from nearfield.checks import MOST, check_has, check_positive
 from nearfield.distributed.group import Ranks
 from nearfield.distributed.store import ShardedStore
 from nearfield.hf.config import by_layer
@@ -297,6 +297,7 @@ class CellCache(Cache):
 
         The given caches are part of it from now on, and are not to be used by themselves.
         """
+        caches = list(caches)
         if not caches:
             raise ValueError("there are no caches to put together; pass a list of CellCache(...)")
         check_positive("padding", padding, least=0, most=MOST)
@@ -370,6 +371,8 @@ class CellCache(Cache):
             raise ValueError("only requests of a cache made by CellCache.batch([...]) can be replaced")
         if len(before) < len(self.layers):
             raise ValueError("requests of a model with sliding windows cannot be replaced; make another batch")
+        # Behind a longer request, layers of different lengths would no longer be noticed.
+        self.check_alike()
         requests = len(before[0].store.stores)
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < requests:
             raise ValueError(f"number must be that of a request, from 0 to {requests - 1}, got {number!r}")
@@ -508,6 +511,9 @@ class CellCache(Cache):
         A mapping gives layers what counts for them alone, by their number; the others are not watched.
         """
         stores = {number: layer.store for number, layer in self._cell_layers().items()}
+        for one in heavy.values() if isinstance(heavy, Mapping) else [heavy]:
+            if one is not None:
+                check_has("heavy", one, "add", "what counts, such as HeavyKeys(length), or None")
         if self._options.ranks is not None:
             raise ValueError("keys that are shared out over ranks are not watched: no rank sees what the others open")
         if any(isinstance(store, RequestStores) for store in stores.values()):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.steps import check_numbers
 from nearfield.checks import MOST, check_positive
 from nearfield.hf.cache import CellCache, CellLayer
 from nearfield.hf.model_step import last_logits, stepping
@@ -84,17 +85,18 @@ def generate(
         raise ValueError("use_cache=False, but this function decodes with a cache; leave it out, or call model.generate")
     check_positive("prefill_chunk_size", _option(model, options, "prefill_chunk_size"), optional=True, most=MOST)
     steps = Steps(True if compile else graph, compile)
-    if isinstance(prompts, Tensor):
+    if isinstance(prompts, Tensor) and not prompts.is_nested:
+        check_numbers("prompts", prompts)
         if prompts.dim() not in (1, 2) or not prompts.numel() or not _are_numbers(prompts):
             raise ValueError(
                 f"prompts must be token ids [length] or [batch, length], got {prompts.dtype} of shape {tuple(prompts.shape)}"
             )
         if prompts.dim() == 2:
-            return _continue_batch(model, prompts.to(model.device), cache, steps, options)
+            return _continue_batch(model, prompts.to(model.device, torch.long), cache, steps, options)
         mask = options.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 1:
             options["attention_mask"] = mask[None]
-        found = _continue_batch(model, prompts[None].to(model.device), cache, steps, options)
+        found = _continue_batch(model, prompts[None].to(model.device, torch.long), cache, steps, options)
         return found[0] if isinstance(found, Tensor) and len(found) == 1 else found
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be token ids, or a list of them, got {type(prompts).__name__}")
@@ -217,6 +219,7 @@ def _as_ids(prompt: Any, number: int, device: torch.device) -> Tensor:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0, 0)
+    check_numbers(f"prompt {number}", ids)
     if ids.dim() != 1 or not len(ids) or not _are_numbers(ids):
         what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(prompt, Tensor) else repr(prompt)[:80]
         raise ValueError(f"prompt {number} must be at least one token id, [length], got {what}; tokenize texts first")

@@ -17,6 +17,7 @@ from torch import Tensor
 from nearfield import _compat
 from nearfield.cells.cache.saved import moved, state_of, tensors_of
 from nearfield.cells.cache.state import CacheState
+from nearfield.cells.cache.steps import check_numbers
 from nearfield.cells.cache.store import CellStore, check_method
 from nearfield.cells.method import Cells
 from nearfield.crossover import dtype_name
@@ -183,6 +184,7 @@ def _checked_text(tokens: object) -> Tensor:
     """A copy `[1, length]` in int64, on the CPU."""
     if not isinstance(tokens, Tensor):
         raise TypeError(f"tokens must be a tensor of integers [1, length], got {type(tokens).__name__}")
+    check_numbers("tokens", tokens)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
     if tokens.dim() != 2 or len(tokens) != 1 or tokens.shape[1] == 0:

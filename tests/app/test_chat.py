@@ -15,7 +15,7 @@ from test_cli_memory import invoke
 from typer.testing import CliRunner
 
 from nearfield import hf
-from nearfield.app.chat.documents import Documents
+from nearfield.app.chat.documents import Documents, read_documents
 from nearfield.app.chat.engine import Engine, Message, Sampling, Session, TooLong, Unanswerable
 from nearfield.app.chat.words import Words
 from nearfield.app.cli import app
@@ -184,6 +184,9 @@ def test_keys_that_heads_give_much_weight_are_counted() -> None:
     assert torch.equal(heavy.counts, expected[:72])
     with pytest.raises(ValueError, match="share must be above 0"):
         HeavyKeys(4, share=0.0)
+    for wrong in (-1, 2**70):
+        with pytest.raises(ValueError, match="length must be a"):
+            HeavyKeys(wrong)
 
 
 def test_citations_name_file_line_and_words() -> None:
@@ -202,6 +205,54 @@ def test_citations_name_file_line_and_words() -> None:
     assert first.position == pytest.approx((place - documents.listed[1].first) / len(row[102:]), abs=64 / len(row[102:]))
     assert (second.document, second.looks) == ("one.txt", 3)
     assert documents.cite(torch.zeros_like(looks)) == []
+
+
+class Letters:
+    """A tokenizer with a token for each character."""
+
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, tokens: Any, **_: Any) -> str:
+        return "".join(chr(int(token)) for token in tokens)
+
+    def batch_decode(self, rows: list[list[int]]) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+def test_documents_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has another one to be cited by."""
+    (tmp_path / "inner").mkdir()
+    for place in (tmp_path / "a.txt", tmp_path / "inner/a.txt", tmp_path / "inner/b.txt"):
+        place.write_text(str(place))
+    monkeypatch.chdir(tmp_path)
+    given = [Path("inner/a.txt"), Path("a.txt"), Path("inner/b.txt")]
+    assert list(read_documents(given).values()) == [str(path.resolve()) for path in given]
+    assert list(read_documents(given)) == ["a.txt", str(tmp_path / "a.txt"), "b.txt"]
+    assert list(read_documents(given[1::-1])) == ["a.txt", "inner/a.txt"]
+    with pytest.raises(ValueError, match=r"inner/\.\./a\.txt is given twice"):
+        read_documents([*given, Path("inner/../a.txt")])
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 5])
+def test_citations_name_the_line_where_they_begin(skipped: int) -> None:
+    """In each of several documents, also where one begins with empty lines."""
+    names = [chr(ord("A") + i) for i in range(26)]
+    text = "\n" * skipped + "\n".join(9 * name for name in names)
+    documents = Documents(Letters(), {"one.txt": "1\n2\n3\n4\n5\n6\n7", "two.txt": text, "another.txt": text})
+    row = documents.tokens[0]
+    for number, owner in enumerate(documents.listed[1:], 1):
+        for name in names[8:20]:
+            looks = torch.zeros(len(row), dtype=torch.int64)
+            looks[(row == ord(name)).nonzero()[:, 0].view(2, 9)[number - 1]] = 1
+            (found,) = documents.cite(looks)
+            assert found.document == owner.name
+            begin = found.excerpt.split()[0]
+            line = skipped + names.index(begin[0]) + 1
+            # Whole: it may begin at the end of the line before.
+            assert found.line in ((line - 1, line) if len(begin) == 9 else (line,)), (name, found)
 
 
 def test_words_come_whole_and_nothing_of_a_stop_string() -> None:
@@ -306,7 +357,7 @@ def test_control_c_stops_an_answer_and_keeps_the_chat(folder: Path, monkeypatch:
         (("model", "--document", "missing.txt"), "not a text file in UTF-8"),
         (("model", "--document", "noise.txt"), "not a text file in UTF-8"),
         (("model", "--document", "empty.txt"), "is empty; give a text to read"),
-        (("model", "--document", "one.txt", "--document", "one.txt", "--document", "one.txt"), "is given twice"),
+        (("model", "--document", "one.txt", "--document", "one.txt"), "is given twice"),
         (("model", "--document", "one.txt", "--memory", "nowhere/kept"), "--no-keep keeps nothing"),
         (("model", "--document", "one.txt", "--memory", "two.txt"), "is in the way"),
         (("model", "--memory", "kept"), "has no meaning"),

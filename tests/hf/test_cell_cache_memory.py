@@ -265,6 +265,8 @@ def test_what_cannot_be_remembered(nets: tuple[Any, Any], tmp_path: Path) -> Non
         hf.Memory.read(ours, tokens(2, 5))
     with pytest.raises(TypeError, match=r"tokens must be a tensor of integers \[1, length\], got list"):
         hf.Memory.read(ours, [[1, 2]])
+    with pytest.raises(ValueError, match="tokens is on the device meta"):
+        hf.Memory.read(ours, tokens(1, 5).to("meta"))
     for wrong in (torch.float32, torch.bool):
         with pytest.raises(TypeError, match=f"tokens must be integers, got {wrong}"):
             hf.Memory.read(ours, tokens(1, 5).to(wrong))

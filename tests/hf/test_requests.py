@@ -318,6 +318,30 @@ def test_a_request_that_was_interrupted_is_not_taken(net: Any, monkeypatch: pyte
         hf.CellCache.batch([whole, torn])
 
 
+def test_no_request_is_replaced_after_an_interrupt(net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer one would hide that layers have different lengths."""
+    update = hf.CellCache.update
+
+    def stops(cache: Any, key: Tensor, value: Tensor, layer: int, *rest: Any, **options: Any) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return update(cache, key, value, layer, *rest, **options)
+
+    ids = prompts((9, 12, 20))
+    both = hf.CellCache.batch([read(net, x) for x in ids[:2]])
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(hf.CellCache, "update", stops)
+        with pytest.raises(KeyboardInterrupt):
+            net(tokens(2, 1), both.attention_mask(), torch.tensor(both.lengths)[:, None], past_key_values=both)
+    with pytest.raises(RuntimeError, match=r"have 11 to 12 tokens: .*call crop\(11\) to go on"):
+        both.replace(0, read(net, ids[2]))
+    both.crop(11)
+    both.replace(0, read(net, ids[2]))
+    found = hf.generate(net, [ids[2], ids[1]], cache=both, max_new_tokens=5, do_sample=False)
+    for own, x in zip(found, (ids[2], ids[1]), strict=True):
+        assert torch.equal(own, alone(net, x, 5))
+
+
 def test_requests_are_chosen_by_number_or_by_a_mask(net: Any) -> None:
     cache = hf.CellCache.batch([read(net, x) for x in prompts()])
     for wrong in (torch.tensor([4]), torch.tensor([0, -1])):
@@ -355,6 +379,8 @@ def test_bad_requests(net: Any) -> None:
         ("token ids", lambda: hf.generate(net, torch.randn(3))),
         ("token ids", lambda: hf.generate(net, torch.ones(1, 3, dtype=torch.bool))),
         (r"got torch.int64 of shape \(1, 0\)", lambda: hf.generate(net, torch.ones(1, 0).long())),
+        ("prompts is on the device meta", lambda: hf.generate(net, prompts()[0].to("meta"))),
+        ("prompt 1 is on the device meta", lambda: hf.generate(net, [[1], prompts()[0].to("meta")])),
         ("pass a CellCache as cache=", lambda: hf.generate(net, prompts()[0], past_key_values=cache)),
         ("decodes with a cache; leave it out", lambda: hf.generate(net, prompts()[0], use_cache=False)),
         ("decodes with a cache", lambda: hf.generate(net, prompts(), generation_config=NO_CACHE)),
@@ -385,6 +411,10 @@ def test_bad_requests(net: Any) -> None:
         cache = hf.CellCache.batch([read(net, x) for x in prompts((9, 12))])
     with pytest.raises(TypeError, match="a CellCache of its own, got int"):
         hf.CellCache.batch([3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"prompts must be a dense tensor, .* pass prompts.to_dense\(\)"):
+        hf.generate(net, prompts()[0].to_sparse())
+    with pytest.raises(TypeError, match=r"heavy must be what counts, such as HeavyKeys\(length\), or None, got 3"):
+        read(net, prompts()[0]).watch({0: 3})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="must be a CellCache or None, got str"):
         hf.generate(net, prompts()[0], cache="no")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="causal language model"):
@@ -392,6 +422,16 @@ def test_bad_requests(net: Any) -> None:
     with pytest.raises(TypeError, match="or a list of them, got int"):
         hf.generate(net, 3)  # type: ignore[arg-type]
     assert isinstance(cache.layers[0], RequestLayer)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_tokens_in_any_integers(net: Any, dtype: torch.dtype) -> None:
+    ids = prompts()[0]
+    expected = hf.generate(net, ids, max_new_tokens=3, do_sample=False)
+    for given in (ids, ids[None]):
+        found = hf.generate(net, given.to(dtype), max_new_tokens=3, do_sample=False)
+        assert found.dtype == torch.int64
+        assert torch.equal(found.view(-1), expected)
 
 
 def batch_of_two(net: Any) -> hf.CellCache:

@@ -49,6 +49,8 @@ class Document:
     name: str
     first: int
     stop: int
+    skipped: int = 0
+    """empty lines that the text begins with; the row has none of them"""
 
 
 class Documents:
@@ -60,7 +62,8 @@ class Documents:
         for name, text in texts.items():
             first = len(found)
             found += _ids(tokenizer, f"{name}\n\n{text.strip()}\n\n")
-            self.listed.append(Document(name, first, len(found)))
+            skipped = text[: len(text) - len(text.lstrip())].count("\n")
+            self.listed.append(Document(name, first, len(found), skipped))
         self.tokens = torch.tensor([found], dtype=torch.int64)
         """`[1, length]`"""
 
@@ -71,6 +74,11 @@ class Documents:
         blocks = [row[i : i + STRIDE] for i in range(0, len(row), STRIDE)]
         counts = torch.tensor([0, *(text.count("\n") for text in self.tokenizer.batch_decode(blocks))])
         return counts.cumsum(0).tolist()
+
+    def _line_ends(self, token: int) -> int:
+        """How many come before this token of the row."""
+        block = token // STRIDE
+        return self._lines[block] + str(self.tokenizer.decode(self.tokens[0, STRIDE * block : token])).count("\n")
 
     def cite(self, looks: Tensor) -> list[Citation]:
         """The passages that were looked at most, for `looks` `[length]`: how often heads looked at each token."""
@@ -94,24 +102,26 @@ class Documents:
         middle = min((first + stop) // 2, self.tokens.shape[1] - 1)
         owner = next((x for x in self.listed if x.first <= middle < x.stop), self.listed[0])
         first, stop = max(first, owner.first), min(stop, owner.stop)
-        line = self._lines[first // STRIDE] - self._lines[owner.first // STRIDE] - 1
+        # The name has a line of its own, and the empty one after it.
+        line = max(1, self._line_ends(first) - self._line_ends(owner.first) - 1) + owner.skipped
         text = " ".join(self.tokenizer.decode(self.tokens[0, first:stop], skip_special_tokens=True).split())
         excerpt = text if len(text) <= EXCERPT else text[: EXCERPT - 1].rstrip() + "…"
         position = (first - owner.first) / (owner.stop - owner.first)
-        return Citation(owner.name, max(1, line), position, looks, looks / total, excerpt)
+        return Citation(owner.name, line, position, looks, looks / total, excerpt)
 
 
 def read_documents(paths: list[Path]) -> dict[str, str]:
     """The texts of files by name. Raises ValueError, with the reason, for a file that is no text or is given twice."""
     texts: dict[str, str] = {}
+    places: set[Path] = set()
     for path in paths:
         text = read_text(path)
         if not text.strip():
             raise ValueError(f"--document {path} is empty; give a text to read")
-        name = path.name if path.name not in texts else str(path)
-        if name in texts:
+        if path.resolve() in places:
             raise ValueError(f"--document {path} is given twice")
-        texts[name] = text
+        places.add(path.resolve())
+        texts[next(name for name in (path.name, str(path), str(path.resolve())) if name not in texts)] = text
     return texts
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.state import CacheState
+from nearfield.checks import MOST, check_positive
 
 
 class Watch(Protocol):
@@ -37,6 +38,7 @@ class HeavyKeys:
     counts: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        check_positive("length", self.length, least=0, most=MOST)
         if not 0.0 < self.share <= 1.0:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
         self.counts = torch.zeros(self.length, dtype=torch.int64)

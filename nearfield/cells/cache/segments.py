@@ -203,13 +203,13 @@ def _as_queries_see(keys: Tensor, sizes: Tensor | None, heads: slice, partition:
 
 def _close_heads(keys: Tensor, values: Tensor, cell_of: Tensor, outside: Tensor, cells: int) -> ClosedSegment:
     """`close_segment` for a few heads, whose keys have these cells; -1: outside."""
-    heads, segment, _ = keys.shape
+    heads = len(keys)
     order = cell_of.argsort(dim=1, stable=True)
     # To `tabulate` all heads are one sequence, and each head is a span with cells of its own.
     first = torch.arange(heads, device=keys.device)[:, None] * cells
     table = tabulate(
-        keys.reshape(heads * segment, -1),
-        values.reshape(heads * segment, -1),
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
         torch.where(cell_of < 0, -1, cell_of + first).view(1, -1),
         list(range(0, (heads + 1) * cells, cells)),
     )

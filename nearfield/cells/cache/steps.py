@@ -132,8 +132,9 @@ def check_new(key: Tensor, value: Tensor, counts: Tensor | None) -> None:
         raise ValueError(
             f"key and value must be [batch, heads, new, dim], alike up to dim, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if not key.shape[1]:
-        raise ValueError(f"key and value must have at least one head, got {tuple(key.shape)}; they are [batch, heads, new, dim]")
+    for number, what in ((1, "head"), (3, "column")):
+        if not key.shape[number]:
+            raise ValueError(f"keys must have at least one {what}, got {tuple(key.shape)}; they are [batch, heads, new, dim]")
     if key.dtype not in DTYPES or key.dtype != value.dtype or key.device != value.device:
         raise TypeError(
             f"key and value must have one floating dtype and device, got {key.dtype} on {key.device} and {value.dtype} on "

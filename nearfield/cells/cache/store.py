@@ -388,6 +388,8 @@ class CellStore:
         state = self._require_state()
         self._check_rows(state, query, scale)
         rows, first = query.shape[2], state.length - query.shape[2]
+        if not len(query):  # all entries of the batch have been selected away
+            return query.new_empty((*query.shape[:3], state.values.storage.shape[3]))
         scale = scale_or_default(query, scale)
         if state.settled < state.length:
             state = state.but(settled=state.length)

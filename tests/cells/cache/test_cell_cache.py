@@ -575,6 +575,7 @@ def test_odd_arguments(make: Callable[[], CellStore | IndexStore]) -> None:
         (TypeError, "key must be a dense tensor", lambda: store.append(key.to_sparse(), value)),
         (ValueError, "value is on the device meta", lambda: store.append(key, value.to("meta"))),
         (ValueError, "at least one head", lambda: store.append(key[:, :0], value[:, :0])),
+        (ValueError, r"at least one column, got \(2, 2, 150, 0\)", lambda: store.append(key[..., :0], value)),
         (ValueError, "keys must be an integer of at least 0, got -1", lambda: store.reserve(-1)),
         (ValueError, "keys must be at most", lambda: store.reserve(2**70)),
         (ValueError, "times must be a positive integer, got 0", lambda: store.repeat(0)),
@@ -664,6 +665,24 @@ def test_queries_on_a_gpu_are_not_for_keys_on_a_cpu(make: Callable[[], CellStore
     store.append(key, value)
     with pytest.raises(TypeError, match=r"query is torch.float32 on cuda:0, but the store holds torch.float32 on cpu; pass"):
         store.attend(query[:, :, -1:].cuda())
+
+
+@pytest.mark.parametrize("make", [lambda: CellStore(FEW), lambda: IndexStore(nearfield.TopK(4))], ids=["cells", "index"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_batch_that_all_have_left(make: Callable[[], CellStore | IndexStore], closed: bool) -> None:
+    query, key, value = inputs()
+    store = make()
+    store.append(key, value)
+    if closed:
+        store.close()
+    store.select(torch.tensor([], dtype=torch.int64))
+    assert (store.entries, store.length) == (0, LENGTH)
+    for rows in (1, 3):
+        assert store.attend(query[:0, :, -rows:]).shape == (0, query.shape[1], rows, value.shape[3])
+    store.close()
+    store.append(key[:0], value[:0])
+    store.crop(100)
+    assert store.attend(query[:0, :, -1:]).shape[0] == 0
 
 
 def test_lengths_are_integers_before_the_first_key() -> None:
