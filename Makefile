@@ -59,7 +59,7 @@ test-kernels: $(STAMP) ## whether the kernels compile for a card with little mem
 	$(BIN)/python -m pytest -q tests/cells/triton/test_triton_compiles.py -k least_memory
 
 test-vllm: $(VLLM) ## the backend inside of vLLM, in an environment of its own (3.5 GB); wants SmolLM2: make smollm2
-	$(SINGLE) .venv-vllm/bin/python -m pytest -q -n 0 tests/vllm
+	$(SINGLE) .venv-vllm/bin/python -m pytest -q -n 0 tests/vllm_backend
 
 test-fast: $(STAMP) ## the library alone, for the inner loop, without tests of more than two seconds and with fewer random examples
 	HYPOTHESIS_PROFILE=fast $(PYTEST) -m "not slow and not long" --ignore tests/experiments --ignore tests/benchmarks --ignore tests/test_examples.py \

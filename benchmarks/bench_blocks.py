@@ -39,7 +39,10 @@ from nearfield.cells.sizes import OPENED_ON_GPU
 from nearfield.hf.cache import CellCache, CellLayer
 
 TOKENS, WRITTEN = 8192, 448
-WAYS = ("all/16/9", "all/16/64", "1024/16/9", "256/32/9", "256/16/9", "256/16/64", "256/8/9", "64/16/9", "16/16/9")
+WAYS = (
+    *("all/16/64", "1024/16/64", "512/16/64", "256/32/64", "256/16/64", "256/8/64", "64/16/64", "16/16/64"),
+    *("all/16/9", "256/16/9"),
+)
 
 
 @contextmanager

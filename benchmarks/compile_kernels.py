@@ -41,6 +41,9 @@ from nearfield.kernels import cards, exact_rows, pairs_triton
 from nearfield.knn import attend_triton
 from nearfield.knn.index.cells import CellIndex
 from nearfield.knn.index.cells_triton import KernelCells
+from nearfield.vllm import steps as page_steps
+from nearfield.vllm.attend import Reach
+from nearfield.vllm.pages import PageLayout
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
@@ -125,7 +128,7 @@ class Compiler:
                 self.seen[key] = resources(name, made)
             except Exception as error:
                 if not self.forgiving:
-                    raise RuntimeError(f"{name} {constants} {options} for {self.target}: {str(error)[:500]}") from None
+                    raise RuntimeError(f"{name} {constants} {options} for {self.target}: {str(error)[-1500:]}") from None
                 self.seen[key] = Compiled(name, 0, 0, 0, 0, False, type(error).__name__)
         self.latest.append(self.seen[key])
 
@@ -232,6 +235,19 @@ def search(dim: int, dtype: torch.dtype, quick: bool) -> None:
     attend_triton.attend_rows(some, keys[0], keys[0], ids.float(), ids, drawn, ranks[:, 0], 0.1, torch.empty_like(some))
 
 
+def pages(dim: int, dtype: torch.dtype) -> None:
+    """Pages of vLLM: keys come in, rows of answers attend by cells, rows of prompts exactly."""
+    layout, reach = PageLayout(2, 256, dim, dim), Reach(64, 512, None, True)
+    held, key = layout.empty(9, dtype), torch.randn(3, 2, dim).to(dtype)
+    page_steps.write(held, layout, key, key, torch.arange(3))
+    numbers = torch.arange(3, dtype=torch.int32)
+    rows = page_steps.StepRows(numbers, numbers, numbers, torch.zeros(3, 8, dtype=torch.int32), 2048)
+    query, probes_of = torch.randn(3, 8, dim).to(dtype), page_steps.probes_table(reach, layout, 2048, torch.device("cpu"))
+    page_steps.decode(query, held, layout, rows, reach, probes_of, 0.1, torch.empty_like(query))
+    prompts = page_steps.Prompts(torch.arange(2, dtype=torch.int32), torch.ones(1, dtype=torch.int8), (3,))
+    page_steps.read_exactly(query, held, layout, rows, prompts, 0.1, torch.empty_like(query))
+
+
 def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) -> list[Compiled]:
     """Every kernel, in all its versions, for cards of class `name`; if `quick`, a mask for rows and none for blocks, and
     nothing for rows that are computed again."""
@@ -244,6 +260,7 @@ def compile_all(name: str, dim: int, dtype: torch.dtype, quick: bool = False) ->
         chunk(dim, dtype)
         chosen_keys(dim, dtype)
         search(dim, dtype, quick)
+        pages(dim, dtype)
     return list(compiler.seen.values())
 
 

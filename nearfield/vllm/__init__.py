@@ -2,7 +2,9 @@
 
 pages       where the cells of a block lie, behind its keys and values
 blocks      a block that has become full is grouped into cells
-attend      rows attend to the pages of their request
+attend      rows attend to the pages of their request, in PyTorch
+kernels     both for cards, in Triton
+steps       how pages and a step go into the kernels
 settings    what a person may choose
 backend     vLLM's interface; the only part that imports vLLM
 

@@ -17,13 +17,16 @@ from torch import Tensor
 from nearfield.attention import attention
 from nearfield.cells.cache.attention import RECENT, best_shares, from_rows, opened_places, scaled_queries, score_cells, to_rows
 from nearfield.cells.cache.segments import FlatTables
-from nearfield.cells.far_field import MOST_SPREAD, best_columns
+from nearfield.cells.far_field import best_columns
 from nearfield.cells.sizes import default_cache_probes
 from nearfield.chunks import BLOCK_BYTES
 from nearfield.exact import Exact
 from nearfield.kernels.backends import full_precision
 from nearfield.vllm.pages import PageLayout
 
+MOST_SCORED_SPREAD = 64.0
+"""Spreads are cut off here in scores, as in a cache whose keys are grouped as queries are large: cells of one block are so small
+that a large spread means what it says, and heads that look for a single key lose it where 9 is the most (docs/vllm.md)."""
 READ_ONCE = 2
 """All keys are read together where rows would read so many times as many one by one."""
 
@@ -200,7 +203,7 @@ def _tables(pages: Tensor, layout: PageLayout, blocks: Tensor) -> tuple[FlatTabl
         value=value.flatten(1, 2).to(compute),
         log_size=counts.log()[:, None],
         covariance=counts.new_zeros(()),
-        most_spread=MOST_SPREAD,
+        most_spread=MOST_SCORED_SPREAD,
     )
     return flat, (order.long() + first).flatten(1)
 

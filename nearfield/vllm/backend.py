@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, ClassVar
+from itertools import compress, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from nearfield.kernels.cards import LEAST_CAPABILITY
 from nearfield.vllm import SUPPORTED, check_version
 
 check_version()
@@ -16,6 +17,7 @@ check_version()
 from vllm.config import get_current_vllm_config  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -25,10 +27,13 @@ from vllm.v1.attention.backend import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
-from nearfield.vllm.attend import Reach, attend  # noqa: E402
+from nearfield.vllm.attend import attend  # noqa: E402
 from nearfield.vllm.blocks import full_blocks, write_cells, write_keys  # noqa: E402
-from nearfield.vllm.pages import PageLayout  # noqa: E402
+from nearfield.vllm.pages import MOST_KEYS, PageLayout  # noqa: E402
 from nearfield.vllm.settings import Settings  # noqa: E402
+
+if TYPE_CHECKING:
+    from nearfield.vllm.steps import Prompts, StepRows
 
 
 class CellsBackend(AttentionBackend):
@@ -55,6 +60,15 @@ class CellsBackend(AttentionBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The largest blocks there can be: cells are made inside of one."""
+        return MOST_KEYS
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability >= LEAST_CAPABILITY)
+
+    @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
 
@@ -77,42 +91,103 @@ class CellsBackend(AttentionBackend):
 
 @dataclass
 class CellsMetadata(AttentionMetadata):
-    """What a step is asked for. All layers share it."""
+    """What a step is asked for. All layers share it. On a CPU each request is served by itself, on a GPU rows are."""
 
     tokens: int
     starts: list[int]
     """of the rows of each request, and the end of the last one's"""
-    lengths: list[int]
-    """keys of each request, those of this step included"""
-    reads_prompt: list[bool]
+    is_exact: list[bool]
+    """whether a request is at its prompt, and prompts are read exactly"""
     block_table: Tensor
     """`[requests, most blocks]`"""
+    lengths: list[int]
+    """on a CPU: keys of each request, those of this step included"""
+    rows: StepRows | None = None
+    """on a GPU: those that attend by cells, where they are long enough"""
+    prompts: Prompts | None = None
+    """on a GPU: those that are read exactly"""
+    probes_of: Tensor | None = None
 
 
 class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refused = {
             "speculative decoding": vllm_config.speculative_config is not None,
             "a KV connector": vllm_config.kv_transfer_config is not None,
             "decode context parallelism": vllm_config.parallel_config.decode_context_parallel_size > 1,
-            "a GPU: its kernels are still to come": device.type != "cpu",
+            f"the device {device}": device.type not in ("cpu", "cuda"),
         }
         for what, is_there in refused.items():
             if is_there:
                 raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {what}; choose another backend")
+        self.settings = Settings.of(vllm_config.additional_config)
+        if device.type == "cuda":
+            self._prepare_card(kv_cache_spec, vllm_config, device)
+
+    def _prepare_card(self, spec: Any, vllm_config: Any, device: torch.device) -> None:
+        from nearfield.vllm.steps import StepBuffers, probes_table, unsupported
+
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        reach, most = self.settings.reach(on_gpu=True), model.max_model_len
+        layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
+        group = model.get_num_attention_heads(parallel) // max(1, model.get_num_kv_heads(parallel))
+        reason = unsupported(reach, layout, group, most)
+        if reason is not None:
+            raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {reason}")
+        self.buffers = StepBuffers(vllm_config.scheduler_config.max_num_batched_tokens, device)
+        self.probes_of = probes_table(reach, layout, most, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CellsMetadata:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: count + 1].tolist()
-        if common.is_prefilling is None:
-            reads_prompt = [stop - start > 1 for start, stop in pairwise(starts)]
+        if self.settings.prefill != "exact":
+            is_exact = [False] * count
+        elif common.is_prefilling is None:
+            is_exact = [stop - start > 1 for start, stop in pairwise(starts)]
         else:
-            reads_prompt = common.is_prefilling[:count].tolist()
-        lengths = common.seq_lens[:count].tolist()
-        return CellsMetadata(common.num_actual_tokens, starts, lengths, reads_prompt, common.block_table_tensor)
+            is_exact = common.is_prefilling[:count].tolist()
+        on_card = self.device.type == "cuda"
+        lengths = [] if on_card else common.seq_lens[:count].tolist()
+        made = CellsMetadata(common.num_actual_tokens, starts, is_exact, common.block_table_tensor, lengths)
+        if on_card:
+            self._ask_card(made, common)
+        return made
+
+    def _ask_card(self, made: CellsMetadata, common: CommonAttentionMetadata) -> None:
+        """Says what rows there are without waiting for the card, in buffers that a captured graph reads again."""
+        from nearfield.vllm.steps import Prompts, StepRows
+
+        count = common.num_reqs
+        query_start = common.query_start_loc[: count + 1]
+        self.buffers.fill(query_start, common.seq_lens[:count], made.tokens)
+        numbers = self.buffers.numbers
+        tokens = numbers[: made.tokens]
+        if any(made.is_exact):
+            spans = list(pairwise(made.starts))
+            others = [
+                row for (start, stop), exact in zip(spans, made.is_exact, strict=True) if not exact for row in range(start, stop)
+            ]
+            tokens = _sent(others, torch.int32, self.device)
+            counts = tuple(stop - start for start, stop in compress(spans, made.is_exact))
+            made.prompts = Prompts(query_start, _sent([int(x) for x in made.is_exact], torch.int8, self.device), counts)
+        made.rows = StepRows(tokens, self.buffers.request_of, self.buffers.length_of, made.block_table, common.max_seq_len)
+        made.probes_of = self.probes_of
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CellsMetadata:
+        made = self.build(0, common_attn_metadata)
+        if made.rows is not None:  # Kernels warm up on pages that hold nothing yet.
+            made.rows.length_of.fill_(1)
+        return made
+
+
+def _sent(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a card; nobody waits until they are there."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class CellsImpl(AttentionImpl[CellsMetadata]):
@@ -145,8 +220,8 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
                 raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {what}; choose another backend")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        self.settings = settings = Settings.of(get_current_vllm_config().additional_config)
-        self.reach = Reach(settings.window, settings.exact_below, settings.probes)
+        self.settings = Settings.of(get_current_vllm_config().additional_config)
+        self.reach = self.settings.reach()
         self.exactly = replace(self.reach, exact_below=1 << 62)
 
     def _layout(self, kv_cache: Tensor) -> PageLayout:
@@ -155,7 +230,13 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         slots = slot_mapping[: len(key)]
-        write_keys(kv_cache, key[: len(slots)], value[: len(slots)], slots)
+        key, value = key[: len(slots)], value[: len(slots)]
+        if kv_cache.is_cuda:
+            from nearfield.vllm.steps import write
+
+            write(kv_cache, self._layout(kv_cache), key, value, slots)
+            return
+        write_keys(kv_cache, key, value, slots)
         write_cells(kv_cache, self._layout(kv_cache), full_blocks(slots, kv_cache.shape[2]))
 
     def forward(
@@ -173,12 +254,27 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         if attn_metadata is None:  # vLLM looks how much memory a step takes.
             return output.fill_(0)
         layout, size = self._layout(kv_cache), kv_cache.shape[2]
+        if attn_metadata.rows is not None:
+            self._forward_on_card(query, kv_cache, layout, attn_metadata, attn_metadata.rows, output)
+            return output
         for request, (start, stop) in enumerate(pairwise(attn_metadata.starts)):
             if stop > start:
                 length = attn_metadata.lengths[request]
                 blocks = attn_metadata.block_table[request, : -(-length // size)].long()
-                is_exact = attn_metadata.reads_prompt[request] and self.settings.prefill == "exact"
-                reach = self.exactly if is_exact else self.reach
+                reach = self.exactly if attn_metadata.is_exact[request] else self.reach
                 found = attend(query[start:stop], kv_cache, layout, blocks, length, reach, self.scale)
                 output[start:stop] = found.reshape(output[start:stop].shape)
         return output
+
+    def _forward_on_card(
+        self, query: Tensor, pages: Tensor, layout: PageLayout, asked: CellsMetadata, rows: StepRows, output: Tensor
+    ) -> None:
+        from nearfield.vllm.steps import decode, read_exactly
+
+        query = query.view(len(query), self.num_heads, self.head_size)
+        into = output.view(len(output), self.num_heads, layout.value_dim)
+        reach = replace(self.reach, on_gpu=True)
+        assert asked.probes_of is not None
+        if asked.prompts is not None:
+            read_exactly(query, pages, layout, rows, asked.prompts, self.scale, into)
+        decode(query, pages, layout, rows, reach, asked.probes_of, self.scale, into)

@@ -7,8 +7,17 @@ from typing import Any
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from nearfield.vllm.pages import MOST_KEYS
+
 
 class CpuPlatformWithCells(CpuPlatform):
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        super().check_and_update_config(vllm_config)
+        cache = vllm_config.cache_config
+        if vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM and not cache.user_specified_block_size:
+            cache.block_size = MOST_KEYS
+
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         if selected_backend != AttentionBackendEnum.CUSTOM:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nearfield.checks import check_positive
+from nearfield.vllm.attend import Reach
 
 PREFILLS = ("exact", "cells")
 KEY = "nearfield"
@@ -33,6 +34,10 @@ class Settings:
         check_positive("exact_below", self.exact_below, least=0)
         if self.prefill not in PREFILLS:
             raise ValueError(f"prefill must be one of {PREFILLS}, got {self.prefill!r}")
+
+    def reach(self, on_gpu: bool = False) -> Reach:
+        """What rows read key by key."""
+        return Reach(self.window, self.exact_below, self.probes, on_gpu)
 
     @staticmethod
     def of(additional_config: Any) -> Settings:

@@ -66,10 +66,10 @@ class Request:
             masses = torch.zeros_like(shares)
             for i, query in enumerate(queries):
                 for c, (members, centroid, variance, _) in enumerate(cells):
-                    spread = min(float((query.square() * variance).sum()), 9.0)
+                    spread = float((query.square() * variance).sum())
                     first = float(query @ centroid)
-                    shares[i, c] = first + 3 * math.sqrt(spread)
-                    masses[i, c] = first + 2 * math.log1p(spread / 4) + math.log(len(members))
+                    shares[i, c] = first + 3 * math.sqrt(min(spread, 64.0))
+                    masses[i, c] = first + 2 * math.log1p(min(spread, 9.0) / 4) + math.log(len(members))
                 seen = [key for key in read if key < 32 or key > position - 64]
                 normaliser = torch.cat([masses[i], keys[seen] @ query]).logsumexp(0)
                 shares[i] -= normaliser

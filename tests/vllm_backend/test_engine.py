@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from nearfield.vllm import installed
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "smollm2-135m"
@@ -19,7 +20,7 @@ FEW = {**ALL, "probes": 6}
 CHUNKS = {"max_num_batched_tokens": 96}
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+    pytest.mark.skipif(installed() is None, reason="vLLM is not installed: make test-vllm"),
     pytest.mark.skipif(not MODEL.exists(), reason=f"there is no model in {MODEL}: make smollm2"),
 ]
 

@@ -86,8 +86,10 @@ def test_a_version_without_such_a_registry_is_left_alone(monkeypatch: pytest.Mon
 
 
 def test_vllm_finds_the_entry_points() -> None:
-    found = {(one.group, one.name): one.value for one in entry_points() if one.group.startswith("vllm.")}
-    assert found["vllm.general_plugins", "nearfield"] == "nearfield.vllm:register"
-    assert found["vllm.platform_plugins", "nearfield_cpu"] == "nearfield.vllm:platform"
+    for group, name, value in (
+        ("vllm.general_plugins", "nearfield", "nearfield.vllm:register"),
+        ("vllm.platform_plugins", "nearfield_cpu", "nearfield.vllm:platform"),
+    ):
+        assert [one.value for one in entry_points(group=group) if one.name == name] == [value]
     for value in ("nearfield.vllm:register", "nearfield.vllm:platform"):
         assert callable(getattr(plugin, value.split(":")[1]))

@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: shared: the same positions again in the next tile",
-        "_attend",
+        "triton.attend:_attend",
         "tl.minimum(start + BN, listed_whole - BN)",
         "tl.minimum(start, listed_whole - BN)",
         (f"{PARITY}[shared-large-cells]",),
@@ -491,7 +491,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: shared: rows attend at their places",
-        "_attend",
+        "triton.attend:_attend",
         "position_at(order, place, there, ORDERED)",
         "place",
         (f"{PARITY}[shared]",),
@@ -505,7 +505,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: shared: all members of a group in the order of the first",
-        "_attend",
+        "triton.attend:_attend",
         "order += entry * (tl.num_programs(0) // per_member) * positions + member * positions",
         "order += entry * (tl.num_programs(0) // per_member) * positions",
         (f"{PARITY}[shared-groups]",),
@@ -533,14 +533,14 @@ MUTANTS = (
     ),
     Mutant(
         "triton: shared: keys beyond the end of a list counted",
-        "_attend",
+        "triton.attend:_attend",
         'qk = tl.where(real[None, :], tl.dot(query, tl.trans(key), input_precision=IP), -float("inf"))',
         "qk = tl.dot(query, tl.trans(key), input_precision=IP)",
         (f"{PARITY}[shared]",),
     ),
     Mutant(
         "triton: shared: own segments begin one key late",
-        "_attend",
+        "triton.attend:_attend",
         "begin = closed * segment",
         "begin = closed * segment + 1",
         (f"{PARITY}[shared-causal]",),
@@ -554,7 +554,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: shared: values of far cells not tilted",
-        "_attend",
+        "triton.attend:_attend",
         "acc += (far_l * scale)[:, None] * tilt",
         "acc += 0.0 * tilt",
         (f"{PARITY}[shared]",),

@@ -38,7 +38,8 @@ TOGETHER = {"_best_cells", "_vote", "_left_closed", "_list_keys", "_attend"}
 BACKWARD = {"_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_far_dcross", "_moments_dkv", "_local_dkv", "_near_dkv"}
 STEP = {"score_cells", "choose_and_read_open_end", "find_slots", "read_cells", "merge_parts"}
 CHOSEN_KEYS = {"_pair_scores", "_pair_sums", "_pair_scatter"}
-ALL = FORWARD | TOGETHER | BACKWARD | STEP | CHOSEN_KEYS | {"_exact_rows", "_level_sums", "_halve", "_merge_two"}
+PAGES = {"write_pages", "group_blocks", "score_pages", "choose_pages", "read_pages", "merge_pages", "read_prompts"}
+ALL = FORWARD | TOGETHER | BACKWARD | STEP | CHOSEN_KEYS | PAGES | {"_exact_rows", "_level_sums", "_halve", "_merge_two"}
 
 
 def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:

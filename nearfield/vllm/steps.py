@@ -1,0 +1,383 @@
+"""A step on a GPU: how pages, and what a step is asked for, go into the kernels of `kernels`. The host waits for nothing."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearfield.cells.partition.kmeans import sample_of
+from nearfield.cells.triton.limits import MOST_COMPARED, MOST_GROUP
+from nearfield.cells.triton.tuning import decode_tiles
+from nearfield.kernels.launch import cdiv, next_power_of_2, padded, precision
+from nearfield.vllm.attend import Reach
+from nearfield.vllm.blocks import GROUPED
+from nearfield.vllm.kernels import choose_pages, group_blocks, merge_pages, read_pages, read_prompts, score_pages, write_pages
+from nearfield.vllm.pages import PageLayout
+
+STEPS, GRAIN = 8, 16
+"""As in `cells.cache.decode`: how closely scores are told apart, and how many consecutive cells are chosen from together."""
+PROGRAMS = 2048
+"""With more programs than about this, each reads more tiles: what programs have found has to be merged."""
+MOST_TILES = 32
+"""of keys or cells that one program reads"""
+GROUPED_AT_A_TIME = 64
+"""Keys of a block, of as many columns at most; fewer if they have more."""
+ROWS_OF_PROMPTS, KEYS_OF_PROMPTS = 64, 64
+"""Queries, and keys of up to 256 bytes, of a tile where a prompt is read exactly; less of both if they have more."""
+COMPARED_PER_WARP = 2048
+
+
+class StepRows(NamedTuple):
+    """What a step is asked for, on the card: rows (tokens) that attend by cells, or by themselves."""
+
+    tokens: Tensor
+    """int32 `[rows]`: which tokens of the step these are"""
+    request_of: Tensor
+    """int32 `[tokens]`: the request of each token of the step"""
+    length_of: Tensor
+    """int32 `[tokens]`: how many keys each sees; 0: it is none, and gets zeros"""
+    block_table: Tensor
+    """int32 `[requests, blocks]`"""
+    most: int
+    """no row sees more keys than this"""
+
+
+class Prompts(NamedTuple):
+    """Requests whose rows are read exactly, in tiles."""
+
+    query_start: Tensor
+    """int32 `[requests + 1]`: where the rows of each request begin"""
+    is_read: Tensor
+    """int8 `[requests]`: whether they are read here"""
+    rows: tuple[int, ...]
+    """how many rows those have that are"""
+
+
+class StepBuffers:
+    """What is known of the tokens of a step, where a captured graph finds it again."""
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        """For steps of at most so many tokens."""
+        self.numbers = torch.arange(tokens, dtype=torch.int32, device=device)
+        self.request_of, self.length_of = torch.zeros(2, tokens, dtype=torch.int32, device=device)
+
+    def fill(self, query_start: Tensor, seq_lens: Tensor, tokens: int) -> None:
+        """Which request each of the first `tokens` belongs to, and how many keys it sees; all others see none.
+
+        `query_start` `[requests + 1]`: where the tokens of each request begin; `seq_lens` `[requests]`: its keys after this step.
+        """
+        request = torch.searchsorted(query_start, self.numbers, right=True).sub_(1).clamp_(0, len(seq_lens) - 1)
+        length = seq_lens[request] - (query_start[request + 1] - 1 - self.numbers)
+        self.request_of.copy_(request)
+        self.length_of.copy_(length.masked_fill_(self.numbers >= tokens, 0))
+
+
+@functools.lru_cache(maxsize=64)
+def first_keys(layout: PageLayout, device: torch.device) -> Tensor:
+    """The keys at which k-means starts in a block, as in torch."""
+    picked = sample_of(layout.size, layout.cells, layout.size, torch.Generator("cpu").manual_seed(GROUPED.seed))
+    return picked[: layout.cells].to(device, torch.int32)
+
+
+def probes_table(reach: Reach, layout: PageLayout, most: int, device: torch.device) -> Tensor:
+    """How many cells a row opens, by its first near block, int32, where rows see at most so many keys."""
+    blocks = reach.first_near(most - 1, layout.size) if most else 1
+    opened = [0] + [reach.opened((near - 1) * layout.cells, (near - 1) * layout.size) for near in range(1, blocks + 1)]
+    return torch.tensor(opened, dtype=torch.int32, device=device)
+
+
+def unsupported(reach: Reach, layout: PageLayout, group: int, most: int) -> str | None:
+    """What the kernels cannot serve of requests of at most so many keys, in words for an error; None: they serve it all."""
+    if group > MOST_GROUP:
+        return f"more than {MOST_GROUP} query heads per head of keys"
+    blocks = reach.first_near(max(0, most - 1), layout.size) - 1
+    cells = blocks * layout.cells
+    compared = next_power_of_2(group) * max(_candidates(cells, reach.opened(cells, blocks * layout.size)), cdiv(cells, GRAIN))
+    if compared > MOST_COMPARED:
+        return f"{cells} cells for {group} query heads per head of keys; allow shorter requests, or fewer probes"
+    return None
+
+
+def _candidates(cells: int, probes: int) -> int:
+    """How many cells are compared to find the best ones."""
+    return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
+
+
+def _page_strides(pages: Tensor) -> dict[str, int]:
+    page, head, row, _ = pages.stride()
+    return {"page_stride": page, "head_stride": head, "page_row": row}
+
+
+def _part_strides(layout: PageLayout, centroid: Tensor) -> dict[str, int]:
+    """Between pages, and between heads in a page, in numbers of two bytes."""
+    return {"part_page": centroid.stride(0), "part_head": layout.bytes_per_head // 2}
+
+
+def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """`write_keys`, and `write_cells` of all blocks that become full. Keys and values `[tokens, heads, dim]`."""
+    tokens, heads, dim = key.shape
+    value_dim = value.shape[2]
+    if not tokens:
+        return
+    summary = layout.summaries(pages)
+    blocks = {"BD": padded(dim), "BV": padded(value_dim)}
+    wide = max(1, max(blocks.values()) // GROUPED_AT_A_TIME)
+    write_pages[(tokens, heads)](
+        keys=key,
+        values=value,
+        slots=slots,
+        pages=pages,
+        dim=dim,
+        value_dim=value_dim,
+        key_row=key.stride(0),
+        value_row=value.stride(0),
+        **_page_strides(pages),
+        SIZE=layout.size,
+        **blocks,
+        num_warps=1,
+    )
+    group_blocks[(tokens, heads)](
+        slots=slots,
+        first_keys=first_keys(layout, pages.device),
+        pages=pages,
+        centroid=summary.centroid,
+        variance=summary.variance,
+        value=summary.value,
+        stop=summary.stop,
+        order=summary.order,
+        dim=dim,
+        value_dim=value_dim,
+        **_page_strides(pages),
+        **_part_strides(layout, summary.centroid),
+        ITERATIONS=GROUPED.iterations,
+        SIZE=layout.size,
+        CELLS=layout.cells,
+        BM=max(16, min(GROUPED_AT_A_TIME // wide, next_power_of_2(layout.size))),
+        BC=max(16, next_power_of_2(layout.cells)),
+        **blocks,
+        IP=precision(torch.float32),
+        num_warps=4,
+    )
+
+
+def decode(
+    query: Tensor,
+    pages: Tensor,
+    layout: PageLayout,
+    rows: StepRows,
+    reach: Reach,
+    probes_of: Tensor,
+    scale: float,
+    output: Tensor,
+) -> None:
+    """Some rows of `query` `[tokens, query heads, dim]` attend, each by itself, as `attend` says. Writes `output`.
+
+    `probes_of`: a `probes_table` of no fewer keys than `rows.most`.
+    """
+    count, query_heads, dim = len(rows.tokens), query.shape[1], layout.dim
+    if not count:
+        return
+    heads, size, value_dim = layout.heads, layout.size, layout.value_dim
+    group, entries = query_heads // heads, count * heads
+    members = next_power_of_2(group)
+    tiles = decode_tiles(max(dim, value_dim), query.dtype, query.device)
+    most = max(1, min(rows.most, rows.block_table.shape[1] * size))
+    blocks = reach.first_near(most - 1, size)
+    cells, hidden = (blocks - 1) * layout.cells, (blocks - 1) * size
+    scored = max(GRAIN, tiles.cells)
+    cell_tiles, probes = cdiv(cells, scored), reach.opened(cells, hidden)
+    padded_cells = scored * cell_tiles
+
+    # Rows that see less may read more one by one: all that they see, below the length from which cells are used.
+    most_near = min(most, max(reach.window + 2 * size, reach.exact_below - 1))
+    near_per = _tiles_per_program(entries, cdiv(most_near, tiles.open_end), tiles.open_end_tiles)
+    near_parts = cdiv(most_near, tiles.open_end * near_per)
+    far_per = _tiles_per_program(entries, cdiv(cells, tiles.far), 1)
+    far_parts = cdiv(cells, tiles.far * far_per)
+    readers = cdiv(probes * size, tiles.opened * layout.cells)
+    part_count = near_parts + far_parts + readers
+
+    device = query.device
+    parts = torch.empty(count * query_heads, part_count, value_dim, dtype=torch.float32, device=device)
+    part_lse = torch.empty(count * query_heads, part_count, dtype=torch.float32, device=device)
+    scores, log2_masses = torch.empty(2, entries, max(1, padded_cells), members, dtype=torch.float32, device=device)
+    cell_lse = torch.empty(count * query_heads, max(1, cell_tiles), dtype=torch.float32, device=device)
+    recent_lse = torch.empty(count * query_heads, near_parts, dtype=torch.float32, device=device)
+    grain_best = torch.empty(count * query_heads, max(1, padded_cells // GRAIN), dtype=torch.float32, device=device)
+    grain_list, opened_page, opened_first, opened_stop = torch.empty(4, entries, max(1, probes), dtype=torch.int32, device=device)
+
+    summary = layout.summaries(pages)
+    asked = {"block_table": rows.block_table, "tokens": rows.tokens, "request_of": rows.request_of, "length_of": rows.length_of}
+    sizes = {"heads": heads, "group": group, "dim": dim, "value_dim": value_dim, "query_row": query.stride(0)}
+    strides = {**_page_strides(pages), **_part_strides(layout, summary.centroid), "table_row": rows.block_table.stride(0)}
+    bounds = {"window": reach.window, "exact_below": min(reach.exact_below, 1 << 30)}
+    wide = {"BR": max(16, members), "BD": padded(dim), "BV": padded(value_dim)}
+    input_precision = precision(query.dtype)
+    score_pages[(entries, cell_tiles + near_parts)](
+        queries=query,
+        pages=pages,
+        centroid=summary.centroid,
+        variance=summary.variance,
+        stop=summary.stop,
+        **asked,
+        parts=parts,
+        part_lse=part_lse,
+        scores=scores,
+        log2_masses=log2_masses,
+        cell_lse=cell_lse,
+        recent_lse=recent_lse,
+        grain_best=grain_best,
+        **sizes,
+        **strides,
+        **bounds,
+        padded_cells=padded_cells,
+        cell_tiles=cell_tiles,
+        near_parts=near_parts,
+        part_count=part_count,
+        scale=scale,
+        PER=near_per,
+        SIZE=size,
+        CELLS=layout.cells,
+        BK=tiles.open_end,
+        BC=scored,
+        BG=members,
+        GRAIN=GRAIN,
+        **wide,
+        IP=input_precision,
+        num_warps=tiles.warps,
+    )
+    if cells:
+        candidates = _candidates(padded_cells, probes)
+        choose_pages[(entries,)](
+            scores=scores,
+            log2_masses=log2_masses,
+            cell_lse=cell_lse,
+            recent_lse=recent_lse,
+            grain_best=grain_best,
+            stop=summary.stop,
+            **asked,
+            probes_of=probes_of,
+            grain_list=grain_list,
+            opened_page=opened_page,
+            opened_first=opened_first,
+            opened_stop=opened_stop,
+            heads=heads,
+            group=group,
+            **_part_strides(layout, summary.centroid),
+            table_row=rows.block_table.stride(0),
+            **bounds,
+            padded_cells=padded_cells,
+            cell_tiles=cell_tiles,
+            near_parts=near_parts,
+            probes=probes,
+            STEPS=STEPS,
+            SIZE=size,
+            CELLS=layout.cells,
+            BC=scored,
+            GRAIN=GRAIN,
+            BG=members,
+            BT=next_power_of_2(cell_tiles),
+            BA=next_power_of_2(near_parts),
+            BN=next_power_of_2(padded_cells // GRAIN),
+            BP=candidates // GRAIN,
+            BO=next_power_of_2(probes),
+            num_warps=max(tiles.warps, min(16, candidates * members // COMPARED_PER_WARP)),
+        )
+        read_pages[(entries, readers + far_parts)](
+            queries=query,
+            pages=pages,
+            value=summary.value,
+            order=summary.order,
+            **asked,
+            log2_masses=log2_masses,
+            opened_page=opened_page,
+            opened_first=opened_first,
+            opened_stop=opened_stop,
+            parts=parts,
+            part_lse=part_lse,
+            **sizes,
+            **strides,
+            **bounds,
+            padded_cells=padded_cells,
+            part_count=part_count,
+            first_far=near_parts,
+            far_parts=far_parts,
+            readers=readers,
+            probes=probes,
+            scale=scale,
+            PER=far_per,
+            SIZE=size,
+            CELLS=layout.cells,
+            HALVINGS=probes.bit_length(),
+            BK=tiles.opened,
+            BC=tiles.far,
+            BG=members,
+            **wide,
+            IP=input_precision,
+            num_warps=tiles.warps,
+        )
+    columns = min(tiles.columns, padded(value_dim))
+    merge_pages[(count * query_heads, cdiv(value_dim, columns))](
+        parts=parts,
+        part_lse=part_lse,
+        tokens=rows.tokens,
+        output=output,
+        query_heads=query_heads,
+        value_dim=value_dim,
+        output_row=output.stride(0),
+        part_count=part_count,
+        PARTS=next_power_of_2(part_count),
+        BP=min(128, next_power_of_2(part_count)),
+        BV=columns,
+        num_warps=4,
+    )
+
+
+def _tiles_per_program(entries: int, tiles: int, least: int) -> int:
+    """A power of two, so that few versions are compiled."""
+    return max(least, min(MOST_TILES, next_power_of_2(entries * tiles // PROGRAMS)))
+
+
+def read_exactly(
+    query: Tensor, pages: Tensor, layout: PageLayout, rows: StepRows, prompts: Prompts, scale: float, output: Tensor
+) -> None:
+    """The rows of prompts attend to all keys that they see. Writes `output`, token by token."""
+    query_heads, heads = query.shape[1], layout.heads
+    group = query_heads // heads
+    members = next_power_of_2(group)
+    wide = max(1, max(padded(layout.dim), padded(layout.value_dim)) * query.dtype.itemsize // 256)
+    of_a_tile = max(1, max(16, ROWS_OF_PROMPTS // wide) // members)
+    tiles = sum(cdiv(count, of_a_tile) for count in prompts.rows)
+    if not tiles:
+        return
+    requests = len(prompts.is_read)
+    read_prompts[(tiles, heads)](
+        queries=query,
+        pages=pages,
+        block_table=rows.block_table,
+        query_start=prompts.query_start,
+        is_read=prompts.is_read,
+        length_of=rows.length_of,
+        output=output,
+        requests=requests,
+        group=group,
+        dim=layout.dim,
+        value_dim=layout.value_dim,
+        query_row=query.stride(0),
+        output_row=output.stride(0),
+        **_page_strides(pages),
+        table_row=rows.block_table.stride(0),
+        scale=scale,
+        SIZE=layout.size,
+        BQ=next_power_of_2(requests),
+        BM=of_a_tile,
+        BG=members,
+        BK=max(16, KEYS_OF_PROMPTS // wide),
+        BD=padded(layout.dim),
+        BV=padded(layout.value_dim),
+        IP=precision(query.dtype),
+        num_warps=4,
+    )
