@@ -124,12 +124,15 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
             if is_there:
                 raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {what}; choose another backend")
         self.settings = Settings.of(vllm_config.additional_config)
-        if device.type == "cuda":
-            self._prepare_card(kv_cache_spec, vllm_config, device)
+        self.on_card = device.type == "cuda"
+        if self.on_card:
+            self.prepare_card()
 
-    def _prepare_card(self, spec: Any, vllm_config: Any, device: torch.device) -> None:
+    def prepare_card(self) -> None:
+        """Makes what a step needs there. Raises where the kernels cannot serve such requests."""
         from nearfield.vllm.steps import StepBuffers, probes_table, unsupported
 
+        spec, vllm_config, device = self.kv_cache_spec, self.vllm_config, self.device
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         reach, most = self.settings.reach(on_gpu=True), model.max_model_len
         layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
@@ -151,10 +154,9 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
             is_exact = [stop - start > 1 for start, stop in pairwise(starts)]
         else:
             is_exact = common.is_prefilling[:count].tolist()
-        on_card = self.device.type == "cuda"
-        lengths = [] if on_card else common.seq_lens[:count].tolist()
+        lengths = [] if self.on_card else common.seq_lens[:count].tolist()
         made = CellsMetadata(common.num_actual_tokens, starts, is_exact, common.block_table_tensor, lengths)
-        if on_card:
+        if self.on_card:
             self._ask_card(made, common)
         return made
 

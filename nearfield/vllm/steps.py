@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearfield.cells.partition.kmeans import sample_of
 from nearfield.cells.triton.limits import MOST_COMPARED, MOST_GROUP
+from nearfield.cells.triton.tiles import DecodeTiles
 from nearfield.cells.triton.tuning import decode_tiles
 from nearfield.kernels.launch import cdiv, next_power_of_2, padded, precision
 from nearfield.vllm.attend import Reach
@@ -28,6 +29,8 @@ GROUPED_AT_A_TIME = 64
 ROWS_OF_PROMPTS, KEYS_OF_PROMPTS = 64, 64
 """Queries, and keys of up to 256 bytes, of a tile where a prompt is read exactly; less of both if they have more."""
 COMPARED_PER_WARP = 2048
+SCRATCH_BYTES = 512 << 20
+"""Rows attend some at a time where scores of cells, and what parts of a row have found, would take more than this."""
 
 
 class StepRows(NamedTuple):
@@ -163,6 +166,59 @@ def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: 
     )
 
 
+class Plan(NamedTuple):
+    """How a step is cut into programs: it depends on bounds alone."""
+
+    members: int
+    cells: int
+    """that a row sees at most"""
+    scored: int
+    """cells of a tile"""
+    cell_tiles: int
+    probes: int
+    near_per: int
+    near_parts: int
+    far_per: int
+    far_parts: int
+    readers: int
+
+    @staticmethod
+    def of(layout: PageLayout, tiles: DecodeTiles, reach: Reach, query_heads: int, rows: int, most: int) -> Plan:
+        """For so many rows, each of which sees at most so many keys."""
+        size, entries = layout.size, rows * layout.heads
+        blocks = reach.first_near(most - 1, size)
+        cells, hidden = (blocks - 1) * layout.cells, (blocks - 1) * size
+        scored, probes = max(GRAIN, tiles.cells), reach.opened(cells, hidden)
+        # Rows that see less may read more one by one: all that they see, below the length from which cells are used.
+        most_near = min(most, max(reach.window + 2 * size, reach.exact_below - 1))
+        near_per = _tiles_per_program(entries, cdiv(most_near, tiles.open_end), tiles.open_end_tiles)
+        far_per = _tiles_per_program(entries, cdiv(cells, tiles.far), 1)
+        return Plan(
+            next_power_of_2(query_heads // layout.heads),
+            cells,
+            scored,
+            cdiv(cells, scored),
+            probes,
+            near_per,
+            cdiv(most_near, tiles.open_end * near_per),
+            far_per,
+            cdiv(cells, tiles.far * far_per),
+            cdiv(probes * size, tiles.opened * layout.cells),
+        )
+
+    @property
+    def parts(self) -> int:
+        return self.near_parts + self.far_parts + self.readers
+
+    @property
+    def padded_cells(self) -> int:
+        return self.scored * self.cell_tiles
+
+    def row_bytes(self, layout: PageLayout, query_heads: int) -> int:
+        """What a row takes beside its output."""
+        return 8 * layout.heads * self.padded_cells * self.members + 4 * query_heads * self.parts * layout.value_dim
+
+
 def decode(
     query: Tensor,
     pages: Tensor,
@@ -177,29 +233,33 @@ def decode(
 
     `probes_of`: a `probes_table` of no fewer keys than `rows.most`.
     """
+    count, query_heads = len(rows.tokens), query.shape[1]
+    most = max(1, min(rows.most, rows.block_table.shape[1] * layout.size))
+    tiles = decode_tiles(max(layout.dim, layout.value_dim), query.dtype, query.device)
+    plan = Plan.of(layout, tiles, reach, query_heads, count, most)
+    step = max(1, SCRATCH_BYTES // plan.row_bytes(layout, query_heads))
+    for first in range(0, count, step):
+        some = rows._replace(tokens=rows.tokens[first : first + step])
+        _decode(query, pages, layout, some, reach, probes_of, scale, output, plan, tiles)
+
+
+def _decode(
+    query: Tensor,
+    pages: Tensor,
+    layout: PageLayout,
+    rows: StepRows,
+    reach: Reach,
+    probes_of: Tensor,
+    scale: float,
+    output: Tensor,
+    plan: Plan,
+    tiles: DecodeTiles,
+) -> None:
     count, query_heads, dim = len(rows.tokens), query.shape[1], layout.dim
-    if not count:
-        return
     heads, size, value_dim = layout.heads, layout.size, layout.value_dim
     group, entries = query_heads // heads, count * heads
-    members = next_power_of_2(group)
-    tiles = decode_tiles(max(dim, value_dim), query.dtype, query.device)
-    most = max(1, min(rows.most, rows.block_table.shape[1] * size))
-    blocks = reach.first_near(most - 1, size)
-    cells, hidden = (blocks - 1) * layout.cells, (blocks - 1) * size
-    scored = max(GRAIN, tiles.cells)
-    cell_tiles, probes = cdiv(cells, scored), reach.opened(cells, hidden)
-    padded_cells = scored * cell_tiles
-
-    # Rows that see less may read more one by one: all that they see, below the length from which cells are used.
-    most_near = min(most, max(reach.window + 2 * size, reach.exact_below - 1))
-    near_per = _tiles_per_program(entries, cdiv(most_near, tiles.open_end), tiles.open_end_tiles)
-    near_parts = cdiv(most_near, tiles.open_end * near_per)
-    far_per = _tiles_per_program(entries, cdiv(cells, tiles.far), 1)
-    far_parts = cdiv(cells, tiles.far * far_per)
-    readers = cdiv(probes * size, tiles.opened * layout.cells)
-    part_count = near_parts + far_parts + readers
-
+    members, cells, scored, cell_tiles, probes, near_per, near_parts, far_per, far_parts, readers = plan
+    padded_cells, part_count = plan.padded_cells, plan.parts
     device = query.device
     parts = torch.empty(count * query_heads, part_count, value_dim, dtype=torch.float32, device=device)
     part_lse = torch.empty(count * query_heads, part_count, dtype=torch.float32, device=device)

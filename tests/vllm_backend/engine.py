@@ -57,18 +57,36 @@ def watch(once: bool) -> dict[str, float]:
     return seen
 
 
+def go_the_way_of_a_card() -> None:
+    """Steps are asked for as on a GPU, and kernels run in Triton's interpreter."""
+    from nearfield.vllm import backend
+
+    original = backend.CellsMetadataBuilder.__init__
+
+    def made(self: Any, *given: Any) -> None:
+        original(self, *given)
+        self.on_card = True
+        self.prepare_card()
+
+    backend.CellsMetadataBuilder.__init__ = made
+
+
 def main(asked: dict[str, Any]) -> dict[str, Any]:
+    if asked.get("card"):
+        go_the_way_of_a_card()
     from vllm import LLM, SamplingParams
 
     by_cells = asked["nearfield"] is not None
     usual = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "block_size": 32, "max_num_seqs": 4, "seed": 0}
     ours = {"attention_config": {"backend": "CUSTOM"}, "additional_config": {"nearfield": asked["nearfield"]}} if by_cells else {}
     llm = LLM(model=asked["model"], disable_log_stats=False, **{**usual, **ours, **asked["engine"]})
-    seen = watch(asked.get("once", False)) if by_cells else {}
+    # What runs in another process, or says nothing of lengths, is not looked at.
+    is_watched = by_cells and not asked.get("processes") and not asked.get("card")
+    seen = watch(asked.get("once", False)) if is_watched else {}
     ids = llm.get_tokenizer()(Path(asked["text"]).read_text()[:12_000])["input_ids"]
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    sampling = SamplingParams(temperature=0, max_tokens=asked.get("tokens", TOKENS), ignore_eos=True, logprobs=1)
     found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached": [], "seen": seen}
-    for prompts in ROUNDS:
+    for prompts in asked.get("prompts", ROUNDS):
         outputs = llm.generate([{"prompt_token_ids": ids[slice(*ends)]} for ends in prompts], sampling, use_tqdm=False)
         own = [list(output.outputs[0].token_ids) for output in outputs]
         found["tokens"].append(own)
@@ -77,14 +95,18 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         found["cached"].append([output.num_cached_tokens for output in outputs])
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     found["preemptions"] = metrics.get("vllm:num_preemptions")
-    layer = next(iter(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()))
-    found["backend"] = type(layer.impl).__name__
+    if not asked.get("processes"):
+        layer = next(iter(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()))
+        found["backend"] = type(layer.impl).__name__
     return found
 
 
 if __name__ == "__main__":
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     given = json.loads(Path(sys.argv[1]).read_text())
+    processes = "1" if given.get("processes") else "0"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": processes, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    if given.get("card"):
+        os.environ["TRITON_INTERPRET"] = "1"
     if given["nearfield"] is not None:
         os.environ["NEARFIELD_VLLM_CPU"] = "1"
     Path(sys.argv[2]).write_text(json.dumps(main(given)))

@@ -37,16 +37,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     text.write_text(Path(synthetic.__file__).read_text() * 3 + (ROOT / "CHANGELOG.md").read_text())
     known: dict[str, dict[str, Any]] = {}
 
-    def found(nearfield: dict[str, Any] | None, engine: dict[str, Any] = CHUNKS, once: bool = False) -> dict[str, Any]:
-        asked = {"model": str(MODEL), "text": str(text), "nearfield": nearfield, "engine": engine, "once": once}
+    def found(nearfield: dict[str, Any] | None, engine: dict[str, Any] = CHUNKS, **others: Any) -> dict[str, Any]:
+        asked = {"model": str(MODEL), "text": str(text), "nearfield": nearfield, "engine": engine, **others}
         name = json.dumps(asked, sort_keys=True)
         if name not in known:
             given, out = folder / f"{len(known)}.json", folder / f"{len(known)}.out.json"
             given.write_text(name)
             command = [sys.executable, str(Path(__file__).with_name("engine.py")), str(given), str(out)]
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-            assert done.returncode == 0, done.stderr[-3000:]
-            known[name] = json.loads(out.read_text())
+            if others.get("fails"):
+                assert done.returncode != 0
+                known[name] = {"error": done.stderr}
+            else:
+                assert done.returncode == 0, done.stderr[-3000:]
+                known[name] = json.loads(out.read_text())
         return known[name]
 
     return found
@@ -78,9 +82,46 @@ def test_chunks_and_cached_blocks_change_nothing(run: Run) -> None:
 
 
 def test_cells_are_right_where_blocks_are_used_again(run: Run) -> None:
-    scarce = {**CHUNKS, "num_gpu_blocks_override": 26}
-    found = run(FEW, scarce)
+    """Requests grow until there are no blocks left, one is preempted, and goes on when others have ended."""
+    scarce = {**CHUNKS, "num_gpu_blocks_override": 25}
+    found = run(FEW, scarce, tokens=90)
     assert found["preemptions"] > 0
     assert found["seen"]["furthest"] == 0
+    roomy = run(FEW, tokens=90)
+    assert roomy["preemptions"] == 0
+    assert found["tokens"] == roomy["tokens"]
     # A control: where cells are written only the first time that a block fills, the same look finds them wrong.
-    assert run(FEW, scarce, once=True)["seen"]["furthest"] > 0.1
+    assert run(FEW, scarce, tokens=90, once=True)["seen"]["furthest"] > 0.1
+
+
+def test_the_engine_in_another_process(run: Run) -> None:
+    prompts = [[[0, 7], [100, 150], [0, 300], [1000, 1310]]]
+    assert run(FEW, processes=True, prompts=prompts)["tokens"][0] == run(FEW)["tokens"][0]
+
+
+def test_the_way_of_a_card(run: Run) -> None:
+    """Two layers with random weights, since kernels are interpreted: tokens are those of the way of a CPU."""
+    pytest.importorskip("triton")
+    small = {**CHUNKS, "hf_overrides": {"num_hidden_layers": 2}, "load_format": "dummy"}
+    for settings in (FEW, {**FEW, "prefill": "exact"}):
+        found, expected = (run(settings, small, tokens=3, prompts=[[[0, 7], [0, 120]]], card=card) for card in (True, False))
+        assert found["tokens"] == expected["tokens"]
+        assert logprobs(found) == pytest.approx(logprobs(expected), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "told"),
+    [
+        ({"probe": 3}, {}, "must have some of"),
+        ({"probes": 0}, {}, "probes must be"),
+        ({}, {"block_size": 512, "max_model_len": 1024}, "at most 256, got 512"),
+        ({}, {"kv_cache_dtype": "fp8"}, "fp8"),
+        (
+            {},
+            {"hf_overrides": {"sliding_window": 64, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}},
+            "liding window",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_end_the_start(settings: dict[str, Any], engine: dict[str, Any], told: str, run: Run) -> None:
+    assert told in run(settings, {**CHUNKS, **engine}, fails=True)["error"]

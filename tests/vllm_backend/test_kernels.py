@@ -10,10 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from nearfield.vllm import steps
 from nearfield.vllm.attend import Reach, attend
 from nearfield.vllm.blocks import full_blocks, write_cells, write_keys
 from nearfield.vllm.pages import PageLayout
-from nearfield.vllm.steps import Prompts, StepRows, decode, probes_table, read_exactly, unsupported, write
+from nearfield.vllm.steps import Prompts, StepBuffers, StepRows, decode, probes_table, read_exactly, unsupported, write
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUT = PageLayout(heads=2, size=32, dim=16, value_dim=16)
@@ -216,3 +217,25 @@ def test_what_kernels_do_not_serve_is_told() -> None:
     assert unsupported(reach, layout, 4, 100) is None
     assert unsupported(reach, layout, 65, 4096) == "more than 64 query heads per head of keys"
     assert str(unsupported(reach, layout, 16, 1 << 21)).endswith("allow shorter requests, or fewer probes")
+
+
+def test_rows_attend_some_at_a_time_where_they_take_much_memory(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    batch, reach, counts = Batch().written(by_kernels=False), Reach(16, 50, 3), (5, 1, 0, 3)
+    whole, launched = batch.decoded(counts, reach), []
+    monkeypatch.setattr(steps, "SCRATCH_BYTES", 1 << 14)
+    original = steps._decode
+    monkeypatch.setattr(steps, "_decode", lambda *given: (launched.append(len(given[3].tokens)), original(*given)))
+    torch.testing.assert_close(batch.decoded(counts, reach), whole, rtol=1e-6, atol=1e-6)
+    assert sum(launched) == 9
+    assert len(launched) > 1
+
+
+def test_what_is_known_of_the_tokens_of_a_step() -> None:
+    """Three requests, the second of which is at the end of its prompt, and a fourth that is padding."""
+    buffers = StepBuffers(12, DEVICE)
+    buffers.length_of.fill_(99)
+    start = torch.tensor([0, 1, 6, 8, 8], dtype=torch.int32, device=DEVICE)
+    buffers.fill(start, torch.tensor([70, 33, 2, 0], dtype=torch.int32, device=DEVICE), 8)
+    assert buffers.request_of.tolist()[:8] == [0, 1, 1, 1, 1, 1, 2, 2]
+    assert buffers.length_of.tolist() == [70, 29, 30, 31, 32, 33, 1, 2, 0, 0, 0, 0]
+    assert bool((buffers.request_of < 4).all())

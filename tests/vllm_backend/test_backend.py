@@ -1,0 +1,178 @@
+"""What vLLM's interface gets, where vLLM is installed: refusals, sizes of pages, and the way of a GPU, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nearfield.vllm import installed
+
+if installed() is None:
+    pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from nearfield.vllm import backend
+from nearfield.vllm.pages import PageLayout
+
+LAYOUT = PageLayout(heads=2, size=32, dim=16, value_dim=16)
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+CPU = torch.device("cpu")
+SETTINGS = {"exact_below": 60, "probes": 3, "window": 16}
+
+
+def config(**nearfield: Any) -> Any:
+    return SimpleNamespace(
+        speculative_config=None,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        additional_config={"nearfield": {**SETTINGS, **nearfield}},
+        model_config=SimpleNamespace(max_model_len=400, get_num_attention_heads=lambda _: 6, get_num_kv_heads=lambda _: 2),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+    )
+
+
+def impl(monkeypatch: pytest.MonkeyPatch, vllm_config: Any, **changes: Any) -> Any:
+    monkeypatch.setattr(backend, "get_current_vllm_config", lambda: vllm_config)
+    return backend.CellsImpl(**{"num_heads": 6, "head_size": 16, "scale": 0.3, "num_kv_heads": 2, **changes})
+
+
+class Step:
+    """Requests of several lengths, of which the last rows are asked for."""
+
+    lengths, rows, prefilling = (333, 90, 40, 250), (1, 9, 7, 1), (False, True, True, False)
+
+    def __init__(self, layer: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.pages = LAYOUT.empty(40, torch.float32)
+        self.pages.untyped_storage()[:] = 255
+        free = torch.randperm(40, generator=generator).tolist()
+        self.table = torch.zeros(len(self.lengths), 12, dtype=torch.int32)
+        for request, length in enumerate(self.lengths):
+            own = torch.tensor([free.pop() for _ in range(-(-length // 32))])
+            self.table[request, : len(own)] = own
+            key, value = torch.randn(2, length, 2, 16, generator=generator)
+            place = torch.arange(length)
+            layer.do_kv_cache_update(None, key, value, self.pages, own[place // 32] * 32 + place % 32)
+        self.query = torch.randn(sum(self.rows), 6, 16, generator=generator)
+
+    def asked(self) -> CommonAttentionMetadata:
+        starts = torch.tensor([0, *accumulate(self.rows)], dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
+            num_reqs=len(self.lengths),
+            num_actual_tokens=len(self.query),
+            max_query_len=max(self.rows),
+            max_seq_len=max(self.lengths),
+            block_table_tensor=self.table,
+            slot_mapping=torch.empty(0, dtype=torch.int64),
+            is_prefilling=torch.tensor(self.prefilling),
+        )
+
+    def forward(self, layer: Any, metadata: Any) -> Tensor:
+        output = torch.full((len(self.query), 6, 16), torch.nan)
+        return layer.forward(None, self.query, None, None, self.pages, metadata, output)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "cells"])
+def test_a_card_is_asked_for_what_a_cpu_does(prefill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    vllm_config = config(prefill=prefill)
+    layer = impl(monkeypatch, vllm_config)
+    builder = backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    step = Step(layer)
+    expected = step.forward(layer, builder.build(0, step.asked()))
+    exactly = step.forward(impl(monkeypatch, config(exact_below=1 << 40)), builder.build(0, step.asked()))
+    assert torch.allclose(expected[1:17], exactly[1:17]) == (prefill == "exact")
+    assert not torch.allclose(expected[[0, 17]], exactly[[0, 17]], atol=1e-3)
+    builder.prepare_card()
+    builder.on_card = True
+    metadata = builder.build(0, step.asked())
+    assert metadata.lengths == []  # nobody asked the card how long requests are
+    assert (metadata.prompts is None) == (prefill == "cells")
+    torch.testing.assert_close(step.forward(layer, metadata), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_what_a_graph_is_captured_with_reads_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    vllm_config = config()
+    builder = backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    builder.prepare_card()
+    builder.on_card = True
+    step = Step(impl(monkeypatch, vllm_config))
+    step.prefilling = (False,) * 4
+    metadata = builder.build_for_cudagraph_capture(step.asked())
+    assert metadata.rows.length_of.tolist() == [1] * 64
+    before = metadata.rows.length_of.data_ptr()
+    metadata = builder.build(0, step.asked())
+    assert metadata.rows.length_of.data_ptr() == before  # where the graph reads it again
+    assert metadata.rows.length_of.tolist()[:2] == [333, 82]
+    assert metadata.rows.tokens.data_ptr() == builder.buffers.numbers.data_ptr()
+
+
+def test_requests_that_are_too_long_for_the_kernels_are_refused_at_once() -> None:
+    pytest.importorskip("triton")
+    vllm_config = config(exact_below=0, probes=None)
+    vllm_config.model_config.max_model_len = 1 << 24
+    builder = backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    with pytest.raises(ValueError, match="allow shorter requests, or fewer probes"):
+        builder.prepare_card()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"alibi_slopes": [1.0]}, "ALiBi"),
+        ({"sliding_window": 128}, "sliding windows"),
+        ({"logits_soft_cap": 30.0}, "soft-capped logits"),
+        ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "layers that share the cache of another one"),
+        ({"kv_cache_dtype": "fp8"}, "a cache of fp8"),
+        ({"sinks": torch.zeros(6)}, "sinks"),
+    ],
+)
+def test_what_a_layer_may_not_have(given: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=f"does not serve {told}; choose another backend"):
+        impl(monkeypatch, config(), **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": object()}, "a KV connector"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode context parallelism"),
+    ],
+)
+def test_what_an_engine_may_not_do(change: dict[str, Any], told: str) -> None:
+    vllm_config = config()
+    vars(vllm_config).update(change)
+    with pytest.raises(ValueError, match=f"does not serve {told}; choose another backend"):
+        backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    with pytest.raises(ValueError, match="does not serve the device meta"):
+        backend.CellsMetadataBuilder(SPEC, ["layer"], config(), torch.device("meta"))
+    with pytest.raises(ValueError, match="must have some of"):
+        backend.CellsMetadataBuilder(SPEC, ["layer"], config(probe=3), CPU)
+
+
+def test_pages_have_room_for_their_cells() -> None:
+    spec = backend.CellsBackend.customize_spec(SPEC)
+    assert spec.page_size_bytes == SPEC.page_size_bytes + LAYOUT.bytes_per_page
+    assert backend.CellsBackend.get_preferred_block_size(16) == 256
+    with pytest.raises(ValueError, match="something else has taken it"):
+        backend.CellsBackend.customize_spec(spec)
+    with pytest.raises(ValueError, match="blocks must have a multiple of 16 keys, at most 256, got 512"):
+        backend.CellsBackend.customize_spec(FullAttentionSpec(block_size=512, num_kv_heads=2, head_size=16, dtype=torch.float32))
+
+
+def test_a_step_that_only_measures_memory_writes_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = torch.full((3, 6, 16), torch.nan)
+    assert bool((impl(monkeypatch, config()).forward(None, output, None, None, None, None, output) == 0).all())
