@@ -62,6 +62,22 @@ def test_the_benchmark_of_sharp_models_runs(run: Callable[..., str]) -> None:
         assert word in shown
 
 
+def test_the_benchmark_of_blocks_runs(run: Callable[..., str]) -> None:
+    shown = run("bench_blocks", "--quick", "--ways", "all/16/64", "256/16/64")
+    for word in ("256/16/64", "tables", "the last 64 of 1,600 tokens"):
+        assert word in shown
+
+
+def test_the_benchmark_of_pages_runs(run: Callable[..., str]) -> None:
+    """Rows of a small layer with few cells, all of which are opened: they are exact."""
+    pytest.importorskip("triton")
+    shown = run("bench_pages_gpu", "--quick")
+    assert "steps/2x200" in shown
+    assert "blocks/4" in shown
+    assert "chunks/20x100" in shown
+    assert " 0.000 " in shown
+
+
 def test_the_benchmark_of_cells_that_a_cache_takes_over_runs(run: Callable[..., str]) -> None:
     shown = run("bench_adopted", "--quick")
     assert "local" in shown

@@ -104,6 +104,15 @@ def test_rows_are_as_the_formula_has_them(once: bool, monkeypatch: pytest.Monkey
         torch.testing.assert_close(found[position], request.by_formula(position, reach), rtol=1e-9, atol=1e-9)
 
 
+def test_large_spreads_are_told_apart() -> None:
+    """Scores cut them off at 64, masses at 9."""
+    request, reach = Request(), Reach(40, 0, 5)
+    request.query *= 7.0
+    found = request.attend(reach)
+    for position in (150, 200, 250, 298, 332):
+        torch.testing.assert_close(found[position], request.by_formula(position, reach), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("probes", [3, None])
 def test_chunks_and_single_rows_give_the_same(probes: int | None) -> None:
     request, reach = Request(), Reach(24, 70, probes)

@@ -109,6 +109,13 @@ def test_rows_attend_to_pages_as_in_torch(reach: Reach, group: int, poisoned: No
     torch.testing.assert_close(batch.decoded(counts, reach), batch.expected(counts, reach), rtol=2e-5, atol=2e-5)
 
 
+def test_large_spreads_are_told_apart_on_a_card(poisoned: None) -> None:
+    """Scores cut them off at 64, masses at 9."""
+    batch, reach, counts = Batch().written(by_kernels=False), Reach(16, 0, 4), (1, 1, 1, 1)
+    batch.query *= 8.0
+    torch.testing.assert_close(batch.decoded(counts, reach), batch.expected(counts, reach), rtol=2e-4, atol=2e-4)
+
+
 def test_rows_of_one_request_attend_each_by_itself(poisoned: None) -> None:
     batch, reach, counts = Batch().written(by_kernels=False), Reach(16, 50, 3), (23, 2, 0, 9)
     torch.testing.assert_close(batch.decoded(counts, reach), batch.expected(counts, reach), rtol=2e-5, atol=2e-5)
@@ -155,7 +162,9 @@ def test_pages_of_two_byte_numbers(dtype: torch.dtype, reach: Reach, poisoned: N
     torch.testing.assert_close(batch.decoded(counts, reach), batch.expected(counts, reach), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, PageLayout(2, 64, 16, 8), PageLayout(1, 48, 24, 16)])
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, PageLayout(2, 64, 16, 8), PageLayout(1, 48, 24, 16), PageLayout(1, 192, 16, 16)], ids=str
+)
 def test_blocks_are_grouped_as_in_torch(layout: PageLayout) -> None:
     ours, theirs = (Batch((200, 97, 260), layout).written(by_kernels=kernels) for kernels in (True, False))
     for length, table in zip(ours.lengths, ours.table, strict=True):
@@ -171,11 +180,11 @@ def test_blocks_are_grouped_as_in_torch(layout: PageLayout) -> None:
 
 
 def test_cells_that_are_empty_start_again() -> None:
-    """Many keys that are alike: k-means finds cells without keys, which begin anew at keys that are far away."""
+    """Many keys that are the same: k-means finds cells without keys, which begin anew at keys that are far away."""
     layout = PageLayout(1, 64, 16, 16)
     batches = [Batch((64,), layout) for _ in range(2)]
     for batch, kernels in zip(batches, (True, False), strict=True):
-        batch.key[0][:58] = batch.key[0][0] + 1e-3 * torch.arange(58)[:, None, None]
+        batch.key[0][:58] = batch.key[0][0].clone()
         batch.key[0][58:] = 5 * torch.randn(6, 1, 16, generator=torch.Generator().manual_seed(3))
         batch.written(by_kernels=kernels)
     found, wanted = (layout.summaries(batch.pages) for batch in batches)

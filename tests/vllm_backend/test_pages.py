@@ -113,6 +113,13 @@ def test_cells_come_with_the_last_key_of_a_block() -> None:
         assert torch.equal(found[6], expected[6])
 
 
+def test_tokens_without_a_slot_go_nowhere() -> None:
+    pages, both = written(torch.float32, [6])
+    before = pages.untyped_storage().tolist()
+    write_keys(pages, both[:3, :, :16], both[:3, :, 16:], torch.full((3,), -1))
+    assert pages.untyped_storage().tolist() == before
+
+
 def test_a_block_is_grouped_alike_whatever_others_there_are() -> None:
     pages, _ = written(torch.float32, [0, 1, 2, 3, 4])
     together = summarise(pages[:5], LAYOUT)

@@ -15,6 +15,7 @@ from catalogue import (
     indices,
     masks,
     methods,
+    pages,
     peers,
     pilot,
     ready,
@@ -43,6 +44,7 @@ AREAS = (
     peers,
     examples,
     distributed_store,
+    pages,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for area in AREAS for mutant in area.MUTANTS)
 
