@@ -1,6 +1,6 @@
 """The tables of docs/benchmarks.md, docs/cache.md, docs/cells.md, docs/gpu.md, docs/guarantees.md, docs/peers.md and
 docs/quality.md that are made of results/gpu.json, peers.json, topk_gpu.json, generate.json, generate_gpu.json, slack.json,
-spread.json, sharp.json, distributed_cost.json, perplexity_gpu.json, extend_gpu.json and ruler_*.json.
+spread.json, sharp.json, distributed.json, distributed_cost.json, perplexity_gpu.json, extend_gpu.json and ruler_*.json.
 
 python benchmarks/gpu_tables.py            # writes them anew
 python benchmarks/gpu_tables.py --check    # says which ones differ from the results, and fails if some do
@@ -14,17 +14,20 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import ruler_plot
+import vllm_tables
+from bench_distributed import efficiency
 from perplexity_plot import RULES, TITLES
 from record import RESULTS, read_sections
 
 ROOT = Path(__file__).parent.parent
-NAMED = ("benchmarks", "cache", "cells", "distributed", "gpu", "guarantees", "peers", "quality")
+NAMED = ("benchmarks", "cache", "cells", "distributed", "gpu", "guarantees", "peers", "quality", "vllm")
 PAGES = tuple(f"docs/{name}.md" for name in NAMED)
 PLACE = re.compile(r"(<!-- table (?P<name>[^>]+) -->\n)(?:\|.*\n)*(<!-- end of table -->)")
 
@@ -407,6 +410,32 @@ def extend(sections: dict[str, Any]) -> str:
     return rows_of(head, *found)
 
 
+def distributed(cases: dict[str, Any]) -> str:
+    """Prompts, training and steps on ranks of one machine: times, what is left of more ranks, and bytes."""
+    head = ["machine", "", "keys", "ranks x threads", "seconds", "efficiency", "of CPU time", "times the ideal"]
+    head += ["MB sent", "ring", "all-gather"]
+    order = ("prompts", "training", "steps", "profile")
+    rows, found = sorted(cases.values(), key=lambda row: (order.index(row["section"]), row["n"], row["method"], row["ranks"])), []
+    names = {"global": "step, best of all", "local": "step, best of each"}
+    for row in rows:
+        for name, seconds in row.get("seconds", {}).items():
+            if name == "ideal":
+                continue
+            own = statistics.median(seconds)
+            parts = [efficiency(rows, row, name, what) for what in ("seconds", "cpu_seconds")]
+            if row["device"] == "cpu" and row["ranks"] * row["threads"] > row["cpus"]:  # they wait for each other's cores
+                parts[0] = None
+            ideal = row["seconds"].get("ideal")
+            place = f"{row['cpus']} cores" if row["device"] == "cpu" else row["gpu"]
+            what = names.get(name, f"{'prompt' if row['section'] == 'prompts' else row['section']}, {name}")
+            cells = [place, what, f"{row['n']:,}", f"{row['ranks']} x {row['threads']}", f"{own:.3g}"]
+            cells += ["" if part is None else f"{part:.2f}" for part in parts]
+            cells += ["" if ideal is None else f"{own / statistics.median(ideal):.2f}"]
+            sizes = [sum(row["sent"].get(name, {}).values()), *row["by_formula"].values()]
+            found.append([*cells, *("0" if not x else f"{x / 1e6:.3g}" for x in sizes)])
+    return rows_of(head, *found)
+
+
 def distributed_cost(results: dict[str, Any]) -> str:
     """A layer of the 8B shape: a prompt and a step, arithmetic beside what ranks exchange."""
     head = ["tokens", "GPUs", "prompt: exact, ms", "cells, ms", "exchange, ms", "step: cells, ms", "exchange, ms"]
@@ -439,8 +468,12 @@ def table(name: str) -> str:
         return perplexity(name.removeprefix("perplexity "))
     if name == "slack":
         return slack(json.loads((RESULTS / "slack.json").read_text())["results"])
+    if name.startswith("vllm "):
+        return rows_of(*vllm_tables.rows(name.removeprefix("vllm ")))
     if name in ("spread", "extend"):
         return spread(read_sections("spread")) if name == "spread" else extend(read_sections("extend_gpu"))
+    if name == "distributed":
+        return distributed(read_sections("distributed"))
     if name == "distributed cost":
         return distributed_cost(json.loads((RESULTS / "distributed_cost.json").read_text())["results"])
     if name == "sharp":

@@ -76,8 +76,8 @@ def generate(model: Any, cache: hf.CellCache, new: int, title: str | None) -> tu
         token = logits[-1].argmax().view(1, 1).to(model.device)
         tokens.append(token.cpu())
         seconds.append(time.perf_counter() - began)
-    # The first step warms up.
-    return torch.cat(tokens, 1)[0], torch.stack(logits), sum(seconds[1:]) / max(1, len(seconds) - 1)
+    later = seconds[1:] or seconds  # the first step warms up
+    return torch.cat(tokens, 1)[0], torch.stack(logits), sum(later) / len(later)
 
 
 def main() -> None:
@@ -96,15 +96,17 @@ def main() -> None:
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    # Before the job is joined: with its models Transformers imports torch.distributed.nn, which holds on to a group that is there
+    # already, for good. The threads of that group would go on while Python ends, and may abort the process.
+    if options.model:
+        model, _ = load_model(options.model, str(device))
+    else:
+        model = small_model(options.keys + options.new).to(device)
+    hf.register()
+    model.set_attn_implementation("nearfield")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-        if options.model:
-            model, _ = load_model(options.model, str(device))
-        else:
-            model = small_model(options.keys + options.new).to(device)
-        hf.register()
-        model.set_attn_implementation("nearfield")
         show(run(model, options.keys, options.new, options.balance))
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from example_options import Parser, count, usual_device
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 import nearfield as nf
@@ -87,7 +87,7 @@ def compare(options: Any, place: str) -> None:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     kinds = [(name, trained) for name in METHODS for trained in (False, True)]
     table = Table(
-        "what",
+        Column("what", no_wrap=True),
         f"{ranks.size} rank(s), s",
         "one process, s",
         "times as fast",

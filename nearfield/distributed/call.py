@@ -19,7 +19,7 @@ from nearfield.checks import check_logits, general_mask_error
 from nearfield.distributed.cells import ByCells
 from nearfield.distributed.context import context_of, layout_for, ranks_of
 from nearfield.distributed.flash import Flash
-from nearfield.distributed.group import Ranks
+from nearfield.distributed.group import Ranks, told
 from nearfield.distributed.layout import Layout
 from nearfield.distributed.passes import Passes, run
 from nearfield.distributed.ways import Again, Facts, Way, Work
@@ -186,7 +186,7 @@ def _agreed(
         packed=packed and [list(edges) for edges in packed],
         tokens=fits,
         gradients=[isinstance(x, Tensor) and x.requires_grad for x in leaves] if torch.is_grad_enabled() else None,
-        error=None if wrong is None else f"{type(wrong).__name__}: {wrong}",
+        error=told(wrong),
     )
     if wrong is not None:
         return None

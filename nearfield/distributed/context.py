@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nearfield.distributed.group import Ranks
+from nearfield.distributed.group import Ranks, told
 from nearfield.distributed.layout import ZigZag
 
 _RANKS: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
@@ -78,21 +78,17 @@ def context_parallel(
         >>> with nearfield.distributed.context_parallel(mesh, buffers=[x, positions], buffer_seq_dims=[2, 0]):
         ...     output = nearfield.attention(x, x, x, is_causal=True, mesh=mesh)  # of four ranks: [1, 4, 251, 64]
     """
-    given, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    if len(given) != len(dims):
-        raise ValueError(f"buffer_seq_dims must name a dimension for each of the {len(given)} buffers, got {dims}")
-    if not given:
-        raise ValueError("buffers must hold at least one tensor: its length is that of the sequence")
-    left = list(no_restore_buffers or ())
-    if not all(any(x is buffer for buffer in given) for x in left):
-        raise ValueError("no_restore_buffers must be some of buffers")
-    _check_apart(given)
     ranks = mesh if isinstance(mesh, Ranks) else Ranks(mesh, check=check)
-    lengths = {x.shape[dim] for x, dim in zip(given, dims, strict=True)}
-    if len(lengths) > 1:
-        raise ValueError(f"buffers must hold one sequence, got lengths of {sorted(lengths)}; check buffer_seq_dims={dims}")
-    layout = ZigZag(lengths.pop(), ranks.size)
-    ranks.agree("context_parallel", length=layout.length, buffers=[str(x.dtype) for x in given])
+    given, dims, left = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
+    length, wrong = 0, None
+    try:
+        length = _checked_length(given, dims, left)
+    except (TypeError, ValueError) as error:
+        wrong = error
+    ranks.agree("context_parallel", length=length, buffers=[str(getattr(x, "dtype", None)) for x in given], error=told(wrong))
+    if wrong is not None:
+        raise wrong
+    layout = ZigZag(length, ranks.size)
     whole = [None if any(x is y for y in left) else x.detach().clone() for x in given]
     stack = _OPEN.setdefault(ranks.group, [])
     try:
@@ -110,6 +106,26 @@ def context_parallel(
             for x, before in zip(given, whole, strict=True):
                 if before is not None:
                     x.resize_(before.shape).copy_(before)
+
+
+def _checked_length(buffers: list[Tensor], dims: list[int], left: list[Tensor]) -> int:
+    """That of the sequence which these hold, `left` of which are not restored."""
+    if len(buffers) != len(dims):
+        raise ValueError(f"buffer_seq_dims must name a dimension for each of the {len(buffers)} buffers, got {dims}")
+    if not buffers:
+        raise ValueError("buffers must hold at least one tensor: its length is that of the sequence")
+    for number, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"buffers must be tensors, got buffer {number} of type {type(x).__name__}")
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"buffer_seq_dims must name dimensions that there are, got {dim} for buffer {number} of {x.dim()}")
+    if not all(any(x is buffer for buffer in buffers) for x in left):
+        raise ValueError("no_restore_buffers must be some of buffers")
+    _check_apart(buffers)
+    lengths = {x.shape[dim] for x, dim in zip(buffers, dims, strict=True)}
+    if len(lengths) > 1:
+        raise ValueError(f"buffers must hold one sequence, got lengths of {sorted(lengths)}; check buffer_seq_dims={dims}")
+    return lengths.pop()
 
 
 def _check_apart(buffers: Sequence[Tensor]) -> None:
@@ -171,10 +187,13 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: ZigZag, dim: int) -> Tensor:
         ctx.ranks, ctx.layout, ctx.dim = ranks, layout, dim
-        return layout.joined(ranks.gather("whole sequences", layout.padded(x, dim)), dim)
+        found = layout.joined(ranks.gather("whole sequences", layout.padded(x, dim)), dim)
+        ctx.number = ranks.exchanges
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.ranks.together("a backward pass"):
+            ctx.ranks.agree("a backward pass of unshard", moving={"number": ctx.number})
             found = ctx.ranks.start_sum("gradients of whole sequences", ctx.layout.dealt(grad, ctx.dim)).wait()
         return found.narrow(ctx.dim, 0, ctx.layout.on(ctx.ranks.rank)), None, None, None

@@ -37,6 +37,11 @@ class CommonError(ValueError):
     """What all ranks have failed in together, and know it: they can go on."""
 
 
+def told(error: Exception | None) -> str | None:
+    """What a rank has found wrong with its own arguments, as a fact to agree on: the others need not wait for it in vain."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
 class Pending:
     """A tensor that is on its way."""
 
@@ -80,6 +85,11 @@ class Ranks:
     def of(mesh: Any, check: bool = True) -> Ranks:
         """These ranks; those of a group or mesh that are `Ranks` already stay what they are, with their counts."""
         return mesh if isinstance(mesh, Ranks) else Ranks(mesh, check)
+
+    @property
+    def exchanges(self) -> int:
+        """How many there were so far: as many on all ranks, so that one call can be told from another."""
+        return self._calls
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # A group of processes is where it is.

@@ -148,7 +148,7 @@ class _Sharded(torch.autograd.Function):
             output, lse, kept = passes.forward(query, key, value, sink, True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, sink, output, lse, *kept)
-        ctx.passes = passes
+        ctx.passes, ctx.number = passes, passes.ranks.exchanges
         return output, lse if passes.return_lse else None
 
     @staticmethod
@@ -157,5 +157,8 @@ class _Sharded(torch.autograd.Function):
         query, key, value, sink, output, lse, *kept = ctx.saved_tensors
         # Other ranks wait for this one, also where nothing depends on its rows.
         grad = torch.zeros_like(output) if grad is None else grad
-        with full_precision(query), ctx.passes.ranks.together("a backward pass"):
+        ranks = ctx.passes.ranks
+        with full_precision(query), ranks.together("a backward pass"):
+            # A rank that differentiates another call, or none, would send what has the same shape here.
+            ranks.agree("a backward pass", moving={"number": ctx.number})
             return *ctx.passes.backward((query, key, value, sink), output, lse, kept, grad, lse_grad), None

@@ -14,7 +14,7 @@ from nearfield.cells.cache.store import CellStore, Near
 from nearfield.cells.method import Cells
 from nearfield.distributed.deal import Deal
 from nearfield.distributed.decode import BALANCES, attend_together, exact_together
-from nearfield.distributed.group import Ranks
+from nearfield.distributed.group import Ranks, told
 from nearfield.distributed.layout import ZigZag
 from nearfield.distributed.share import Share
 
@@ -119,18 +119,18 @@ class ShardedStore(CellStore):
     def append_shard(self, key: Tensor, value: Tensor, layout: ZigZag) -> None:
         """Add a prompt that the ranks have read in `layout`, of which each has its own tokens: keys and values
         `[batch, heads, own, dim]`. The store must be empty."""
-        if self.length:
-            raise ValueError(f"a prompt that is sharded already goes to an empty store, and this one has {self.length} keys")
-        check_new(key, value, None)
-        if layout.size != self.ranks.size or key.shape[2] != layout.on(self.ranks.rank):
-            raise ValueError(
-                f"{self.ranks.name(self.ranks.rank)} must be given its keys of {layout} on {self.ranks.size} ranks, got "
-                f"{key.shape[2]}"
-            )
-        key, value = key.detach(), value.detach()
-        sizes = self._sizes(key.is_cuda)
+        wrong: Exception | None = None
+        try:
+            self._check_shard(key, value, layout)
+        except (TypeError, ValueError) as error:
+            wrong = error
         with self.ranks.together("append_shard"):
-            self.ranks.agree("append_shard", length=layout.length, key=_like(key), value=_like(value), **self._settings)
+            given = {"length": layout.length, "key": _like(key), "value": _like(value)}
+            self.ranks.agree("append_shard", **given, error=told(wrong), **self._settings)
+            if wrong is not None:
+                raise wrong
+            key, value = key.detach(), value.detach()
+            sizes = self._sizes(key.is_cuda)
             if sizes.next_end(0, layout.length) == 0:  # so few that a rank may have all of them
                 key, value = (layout.joined(self.ranks.gather("keys", _padded(x, layout.most)), 2) for x in (key, value))
                 self.append(key, value)
@@ -138,6 +138,16 @@ class ShardedStore(CellStore):
         self.sizes = sizes
         empty: Any = self._empty_state(key, value).but(guard=self._guard)
         self._state = empty.append_shard(key, value, layout)
+
+    def _check_shard(self, key: Tensor, value: Tensor, layout: ZigZag) -> None:
+        if self.length:
+            raise ValueError(f"a prompt that is sharded already goes to an empty store, and this one has {self.length} keys")
+        check_new(key, value, None)
+        if layout.size != self.ranks.size or key.shape[2] != layout.on(self.ranks.rank):
+            raise ValueError(
+                f"each of {self.ranks.size} ranks must be given its keys of {layout}, got {key.shape[2]}; make shares with "
+                "layout.own(x, 2, rank)"
+            )
 
     def restore(self, share: Share) -> None:
         """Hold what `load_shares` has read, in the place of all there was."""
@@ -160,15 +170,22 @@ class ShardedStore(CellStore):
     def attend(self, query: Tensor, scale: float | None = None, near: Near | None = None) -> Tensor:
         """Attention of queries `[batch, heads, rows, dim]`, those of the latest `rows` keys, the same on all ranks. Each sees the
         keys of all ranks up to its own."""
-        share: Any = self._require_state()
-        self._check_rows(share, query, scale)
-        if self.watch is not None:
-            raise ValueError("keys that are shared out over ranks are not watched: no rank sees what the others open")
+        share: Any = self.share
+        wrong: Exception | None = None
+        try:
+            self._check_rows(self._require_state(), query, scale)
+            if self.watch is not None:
+                raise ValueError("keys that are shared out over ranks are not watched: no rank sees what the others open")
+        except (TypeError, ValueError) as error:
+            wrong = error
         with self.ranks.together("attend"):
             numbers = []
-            if query.shape[2] > 1:
+            if wrong is None and query.shape[2] > 1:
                 numbers = [int(share.values.view(slice(share.own.closed, share.own.length)).isfinite().all())]
-            found = self._agree("attend", numbers, query=[*query.shape, str(query.dtype)], scale=scale, audit=self.audit)
+            given = {"query": _described(query), "scale": scale, "audit": self.audit}
+            found = self._agree("attend", numbers, **given, error=told(wrong))
+            if wrong is not None:
+                raise wrong
             self._all_finite = all(row[0] for row in found if row)
             return super().attend(query, scale)
 
@@ -208,9 +225,14 @@ class ShardedStore(CellStore):
             return exact_together(self.ranks, state, scaled_queries(query, state.heads, scale), output, first)
 
 
-def _like(x: Tensor) -> list[Any]:
+def _like(x: Tensor) -> Any:
     """What has to be alike, of keys or values that the ranks have shares of."""
-    return [*x.shape[:2], x.shape[3], str(x.dtype)]
+    described = _described(x)
+    return [*described[:2], *described[3:]] if isinstance(described, list) else described
+
+
+def _described(x: object) -> Any:
+    return [*x.shape, str(x.dtype)] if isinstance(x, Tensor) else type(x).__name__
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

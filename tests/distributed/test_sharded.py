@@ -244,8 +244,14 @@ def packed(group: Any, name: str, causal: bool) -> float:
     (part * shard(weight, group, 0)).sum().backward()
     pairs = [(part, output), (part_lse, lse), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
     for ours, one in pairs:
-        apart.append(float((ours - shard(one, group, 0)).abs().max()))
+        apart.append(float((ours - shard(one, group, 0)).detach().abs().max()))
     return max(apart)
+
+
+def test_padding_and_packed_sequences_on_any_number_of_ranks(ranks: Crew) -> None:
+    check_equal(ranks, CASES["padding, cells"], (1, 2, 4))
+    for size in (1, 2, 4):
+        assert max(ranks.run(packed, "cells", True, ranks=size)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["exact", "topk", "cells"])

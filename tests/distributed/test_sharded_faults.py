@@ -20,6 +20,7 @@ from sharded_cases import SMALL, Source
 import nearfield as nf
 from nearfield import tensor_file
 from nearfield.distributed import RankError, Ranks, ShardedStore, decode, files
+from nearfield.distributed.layout import ZigZag
 
 FEW = nf.Cells(probes=3, **SMALL)
 FORM = (2, 2, 8, 6, torch.float64)
@@ -75,10 +76,16 @@ def differs(group: Any, how: str, check: bool) -> list[str]:
             query = query.expand(-1, -1, 2, -1)
         elif how == "scale":
             scale = 0.5
-        elif how == "padding":
-            pass
+        elif how == "no tensor":
+            query = query.tolist()  # type: ignore[assignment]
+        elif how == "shape":
+            query = query[..., :4]
     found = []
     try:
+        if how == "shards":
+            layout = ZigZag(9, 3)
+            key, value = source.keys(2, layout.on(store.ranks.rank) - (store.ranks.rank == 1))
+            ShardedStore(FEW, store.ranks).append_shard(key, value, layout)
         store.attend(query, scale)
         found.append("nothing was raised")
     except RankError as error:
@@ -95,7 +102,11 @@ def differs(group: Any, how: str, check: bool) -> list[str]:
     [
         ("length", "rank 1 has length 152, but rank 0 151"),
         ("entries", "rank 1 has entries"),
-        ("dtype", "rank 1 has query [2, 4, 1, 8, 'torch.float32'], but rank 0 [2, 4, 1, 8, 'torch.float64']"),
+        ("dtype", "TypeError: query is torch.float32 on cpu, but the store holds torch.float64"),
+        ("dtype", "query [2, 4, 1, 8, 'torch.float32'], but rank 0 [2, 4, 1, 8, 'torch.float64']"),
+        ("no tensor", "TypeError: query must be a torch.Tensor, got list"),
+        ("shape", "ValueError: query must be [2, a multiple of 2, rows, 8]"),
+        ("shards", "ValueError: each of 3 ranks must be given its keys of"),
         ("rows", "rank 1 has query [2, 4, 2, 8, 'torch.float64'], but rank 0 [2, 4, 1, 8"),
         ("scale", "rank 1 has scale 0.5, but rank 0 None"),
         ("balance", "rank 1 has balance 'local', but rank 0 'global'"),
@@ -105,6 +116,7 @@ def test_ranks_that_make_another_call_are_named(ranks: Crew, how: str, told: str
     found = ranks.run(differs, how, True, ranks=3)
     for own in found:
         assert told in own[0]
+        assert own[0].startswith("rank 1 has ")
         assert own[1:] == found[0][1:]  # they went back to what they have in common
 
 

@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "ranks: what is wrong with the inputs of one rank is its own affair",
         "distributed.call:_agreed",
-        'error=None if wrong is None else f"{type(wrong).__name__}: {wrong}",',
+        "error=told(wrong),",
         "",
         ("test_all_ranks_are_told_that_one_makes_another_call",),
     ),
@@ -164,9 +164,30 @@ MUTANTS = (
     Mutant(
         "ranks: a rank that has left a backward pass goes on",
         "_Sharded.backward",
-        ', ctx.passes.ranks.together("a backward pass"):',
+        ', ranks.together("a backward pass"):',
         ":",
         ("test_the_others_are_told_of_a_rank_that",),
+    ),
+    Mutant(
+        "ranks: they differentiate whatever they come to",
+        "_Sharded.backward",
+        'ranks.agree("a backward pass", moving={"number": ctx.number})',
+        "pass",
+        ("test_a_rank_that_makes_another_backward_pass_is_named",),
+    ),
+    Mutant(
+        "ranks: whole sequences are differentiated in any order",
+        "_Unshard.backward",
+        'moving={"number": ctx.number}',
+        "moving={}",
+        ("test_a_rank_that_makes_another_backward_pass_is_named",),
+    ),
+    Mutant(
+        "ranks: buffers that one rank cannot share out are its own affair",
+        "context_parallel",
+        ", error=told(wrong))",
+        ")",
+        ("test_all_ranks_are_told_that_one_shares_out_something_else",),
     ),
     Mutant(
         "ranks: what all of them refuse alike was left half-way",

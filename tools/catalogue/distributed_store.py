@@ -111,6 +111,13 @@ MUTANTS = (
         ("test_survivors_name_the_rank_that_has_left",),
     ),
     Mutant(
+        "ranks: a query that one rank cannot take is its own affair",
+        "ShardedStore.attend",
+        ", error=told(wrong))",
+        ")",
+        ("test_ranks_that_make_another_call_are_named",),
+    ),
+    Mutant(
         "shards: which keys are where is not compared",
         "ShardedStore._agree",
         "moving = {} if share is None else share.facts",
