@@ -34,8 +34,8 @@ HEADS, GROUP, DIM, SIZE = 8, 4, 128, 256
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 STEPS = (*((1, length) for length in (*LENGTHS, 1_048_576)), *((16, length) for length in LENGTHS), *((64, x) for x in LENGTHS))
 CHUNKS = ((8192, 8192), (8192, 32_768), (8192, 131_072))
-EXACT = Reach(64, 1 << 30, None, True)
-CELLS = Reach(64, 0, None, True)
+EXACT = Reach(64, 1 << 30, None)
+CELLS = Reach(64, 0, None)
 BEYOND_CACHE = 256 << 20 if CUDA else 1
 """Bytes that a timed graph goes through at least."""
 MOST_BYTES = 100 << 30

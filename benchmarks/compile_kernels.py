@@ -237,7 +237,7 @@ def search(dim: int, dtype: torch.dtype, quick: bool) -> None:
 
 def pages(dim: int, dtype: torch.dtype) -> None:
     """Pages of vLLM: keys come in, rows of answers attend by cells, rows of prompts exactly."""
-    layout, reach = PageLayout(2, 256, dim, dim), Reach(64, 512, None, True)
+    layout, reach = PageLayout(2, 256, dim, dim), Reach(64, 512, None)
     held, key = layout.empty(9, dtype), torch.randn(3, 2, dim).to(dtype)
     page_steps.write(held, layout, key, key, torch.arange(3))
     numbers = torch.arange(3, dtype=torch.int32)

@@ -40,8 +40,7 @@ class Reach:
     exact_below: int
     """rows that see fewer keys than this read all of them"""
     probes: int | None
-    """cells that a row opens; None: as many as a `CellCache` would"""
-    on_gpu: bool = False
+    """cells that a row opens; None: as many as a `CellCache` on a GPU would"""
 
     def first_near(self, position: int, size: int) -> int:
         """Blocks 1 to this one, which is left out, are behind cells for a row at this position."""
@@ -58,7 +57,7 @@ class Reach:
 
     def opened(self, cells: int, keys: int) -> int:
         """How many of these cells, which have so many keys, a row opens."""
-        wanted = default_cache_probes(keys, cells, self.on_gpu) if self.probes is None else self.probes
+        wanted = default_cache_probes(keys, cells, True) if self.probes is None else self.probes
         return min(cells, wanted)
 
 

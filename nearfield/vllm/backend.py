@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -130,11 +131,11 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
 
     def prepare_card(self) -> None:
         """Makes what a step needs there. Raises where the kernels cannot serve such requests."""
-        from nearfield.vllm.steps import StepBuffers, probes_table, unsupported
+        from nearfield.vllm.steps import StepBuffers, first_keys, probes_table, unsupported
 
         spec, vllm_config, device = self.kv_cache_spec, self.vllm_config, self.device
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        reach, most = self.settings.reach(on_gpu=True), model.max_model_len
+        reach, most = self.settings.reach(), model.max_model_len
         layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
         group = model.get_num_attention_heads(parallel) // max(1, model.get_num_kv_heads(parallel))
         reason = unsupported(reach, layout, group, most)
@@ -142,6 +143,8 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
             raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {reason}")
         self.buffers = StepBuffers(vllm_config.scheduler_config.max_num_batched_tokens, device)
         self.probes_of = probes_table(reach, layout, most, device)
+        self.most = most
+        first_keys(layout, device)  # Now, since a captured step cannot wait for what is sent to a card.
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -153,7 +156,9 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
         elif common.is_prefilling is None:
             is_exact = [stop - start > 1 for start, stop in pairwise(starts)]
         else:
+            # Requests that pad a captured step may be missing.
             is_exact = common.is_prefilling[:count].tolist()
+            is_exact += [False] * (count - len(is_exact))
         lengths = [] if self.on_card else common.seq_lens[:count].tolist()
         made = CellsMetadata(common.num_actual_tokens, starts, is_exact, common.block_table_tensor, lengths)
         if self.on_card:
@@ -162,32 +167,35 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
 
     def _ask_card(self, made: CellsMetadata, common: CommonAttentionMetadata) -> None:
         """Says what rows there are without waiting for the card, in buffers that a captured graph reads again."""
+        from nearfield.kernels.launch import next_power_of_2
         from nearfield.vllm.steps import Prompts, StepRows
 
-        count = common.num_reqs
-        query_start = common.query_start_loc[: count + 1]
-        self.buffers.fill(query_start, common.seq_lens[:count], made.tokens)
-        numbers = self.buffers.numbers
-        tokens = numbers[: made.tokens]
-        if any(made.is_exact):
-            spans = list(pairwise(made.starts))
-            others = [
-                row for (start, stop), exact in zip(spans, made.is_exact, strict=True) if not exact for row in range(start, stop)
-            ]
+        query_start, seq_lens = common.query_start_loc[: common.num_reqs + 1], common.seq_lens[: common.num_reqs]
+        spans = list(pairwise(made.starts))
+        # A row of a prompt that comes alone may be a part of a captured step, which has no tiles of prompts.
+        alone = [exact and stop - start == 1 for (start, stop), exact in zip(spans, made.is_exact, strict=True)]
+        tiled = [exact and stop - start > 1 for (start, stop), exact in zip(spans, made.is_exact, strict=True)]
+        self.buffers.fill(query_start, seq_lens, _sent(alone, torch.int8, self.device) if any(alone) else None)
+        tokens = self.buffers.numbers[: made.tokens]
+        if any(tiled):
+            others = [row for (start, stop), apart in zip(spans, tiled, strict=True) if not apart for row in range(start, stop)]
             tokens = _sent(others, torch.int32, self.device)
-            counts = tuple(stop - start for start, stop in compress(spans, made.is_exact))
-            made.prompts = Prompts(query_start, _sent([int(x) for x in made.is_exact], torch.int8, self.device), counts)
-        made.rows = StepRows(tokens, self.buffers.request_of, self.buffers.length_of, made.block_table, common.max_seq_len)
+            counts = tuple(stop - start for start, stop in compress(spans, tiled))
+            made.prompts = Prompts(query_start, _sent(tiled, torch.int8, self.device), counts)
+        # Rounded up, so that the kernels of a step are those of the step before.
+        most = min(self.most, next_power_of_2(common.max_seq_len))
+        made.rows = StepRows(tokens, self.buffers.request_of, self.buffers.length_of, made.block_table, most)
         made.probes_of = self.probes_of
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CellsMetadata:
         made = self.build(0, common_attn_metadata)
         if made.rows is not None:  # Kernels warm up on pages that hold nothing yet.
             made.rows.length_of.fill_(1)
+            made.rows = made.rows._replace(most=self.most)
         return made
 
 
-def _sent(numbers: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _sent(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a card; nobody waits until they are there."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -254,6 +262,10 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # vLLM looks how much memory a step takes.
+            if output.is_cuda:
+                from nearfield.vllm.steps import SCRATCH_BYTES
+
+                torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=output.device)
             return output.fill_(0)
         layout, size = self._layout(kv_cache), kv_cache.shape[2]
         if attn_metadata.rows is not None:
@@ -275,8 +287,7 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
 
         query = query.view(len(query), self.num_heads, self.head_size)
         into = output.view(len(output), self.num_heads, layout.value_dim)
-        reach = replace(self.reach, on_gpu=True)
         assert asked.probes_of is not None
         if asked.prompts is not None:
             read_exactly(query, pages, layout, rows, asked.prompts, self.scale, into)
-        decode(query, pages, layout, rows, reach, asked.probes_of, self.scale, into)
+        decode(query, pages, layout, rows, self.reach, asked.probes_of, self.scale, into)

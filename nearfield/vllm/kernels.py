@@ -31,13 +31,24 @@ RECENT = tl.constexpr(RECENT_KEYS)
 MOST_VARIANCE = tl.constexpr(MOST_VARIANCE_OF)
 MOST_SCORED_SPREAD = tl.constexpr(MOST_SCORED_SPREAD_OF)
 
-CHANGING = ("padded_cells", "cell_tiles", "near_parts", "part_count", "first_far", "far_parts", "readers", "probes", "table_row")
+CHANGING = (
+    "padded_cells",
+    "cell_tiles",
+    "cell_jobs",
+    "near_parts",
+    "part_count",
+    "first_far",
+    "far_parts",
+    "readers",
+    "probes",
+    "table_row",
+)
 """Numbers that change with the longest request that is served."""
 
 
 @triton.jit
 def first_near(length, exact_below, window, SIZE: tl.constexpr):
-    """`Reach.first_near` of the row that sees so many keys."""
+    """`Reach.first_near` of the row that sees so many keys; less than zero: it reads all of them."""
     return tl.where(length < exact_below, 1, tl.maximum(1, (length - window) // SIZE))
 
 
@@ -248,10 +259,10 @@ def score_pages(
     exact_below,
     padded_cells,
     cell_tiles,
+    cell_jobs,
     near_parts,
     part_count,
     scale,
-    PER: tl.constexpr,
     SIZE: tl.constexpr,
     CELLS: tl.constexpr,
     BK: tl.constexpr,
@@ -263,19 +274,21 @@ def score_pages(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """Jobs of an entry: a tile of cells each, then PER tiles each of the keys that the row reads one by one."""
+    """Jobs of an entry: tiles of cells, then tiles of the keys that the row reads one by one. Those that there are, which only
+    the card knows, are dealt out in turn."""
     entry, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = entry % heads
     token = tl.load(tokens + entry // heads).to(tl.int64)
     request, length = tl.load(request_of + token).to(tl.int64), tl.load(length_of + token)
     near = first_near(length, exact_below, window, SIZE)
+    length = tl.abs(length)
     row = tl.arange(0, BR)
     real = row < group
     column = tl.arange(0, BD)
     wide = column < dim
     query = load_rows(queries, token, head, row, real, column, wide, query_row, group, dim)
-    if job >= cell_tiles:
-        part = job - cell_tiles
+    if job >= cell_jobs:
+        part = job - cell_jobs
         value_column = tl.arange(0, BV)
         value_wide = value_column < value_dim
         acc = tl.zeros([BR, BV], tl.float32)
@@ -284,9 +297,8 @@ def score_pages(
         recent = tl.full([BR], -float("inf"), tl.float32)
         hidden = (near - 1) * SIZE
         count = length - hidden
-        first = part * (PER * BK)
-        for tile in tl.range(0, PER, num_stages=2):
-            place = first + tile * BK + tl.arange(0, BK)
+        for tile in tl.range(part, (count + BK - 1) // BK, near_parts, num_stages=2):
+            place = tile * BK + tl.arange(0, BK)
             there = place < count
             position = tl.where(place < SIZE, place, place + hidden)
             page = load_page(block_table, request, position // SIZE, table_row, there)
@@ -307,8 +319,8 @@ def score_pages(
         tl.store(recent_lse + (entry * group + row) * near_parts + part, recent, mask=real)
     else:
         cells = (near - 1) * CELLS
-        if job * BC < cells:
-            cell = job * BC + tl.arange(0, BC)
+        for tile in tl.range(job, (cells + BC - 1) // BC, cell_jobs, num_stages=1):
+            cell = tile * BC + tl.arange(0, BC)
             is_cell = cell < cells
             page = load_page(block_table, request, 1 + cell // CELLS, table_row, is_cell)
             own = cell % CELLS
@@ -330,10 +342,10 @@ def score_pages(
             into = (entry * padded_cells + cell)[None, :] * BG + row[:, None]
             tl.store(scores + into, score, mask=real[:, None])
             tl.store(log2_masses + into, log2_mass, mask=real[:, None])
-            grain = job * (BC // GRAIN) + tl.arange(0, BC // GRAIN)
+            grain = tile * (BC // GRAIN) + tl.arange(0, BC // GRAIN)
             grain_at = (entry * group + row)[:, None] * (padded_cells // GRAIN) + grain[None, :]
             tl.store(grain_best + grain_at, tl.max(tl.reshape(score, [BR, BC // GRAIN, GRAIN]), 2), mask=real[:, None])
-            tl.store(cell_lse + (entry * group + row) * cell_tiles + job, log2_of_sum(log2_mass), mask=real)
+            tl.store(cell_lse + (entry * group + row) * cell_tiles + tile, log2_of_sum(log2_mass), mask=real)
 
 
 @partial(Kernel, do_not_specialize=CHANGING)
@@ -472,7 +484,6 @@ def read_pages(
     readers,
     probes,
     scale,
-    PER: tl.constexpr,
     SIZE: tl.constexpr,
     CELLS: tl.constexpr,
     HALVINGS: tl.constexpr,
@@ -484,7 +495,7 @@ def read_pages(
     BV: tl.constexpr,
     IP: tl.constexpr,
 ):
-    """The first jobs of an entry read opened cells. The others take PER tiles of cells each; opened ones have no mass."""
+    """The first jobs of an entry read opened cells. To the others tiles of cells are dealt out; opened ones have no mass."""
     entry, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = entry % heads
     token = tl.load(tokens + entry // heads).to(tl.int64)
@@ -499,8 +510,8 @@ def read_pages(
     l_i = tl.zeros([BR], tl.float32)
     if job >= readers:
         part = job - readers
-        for tile in tl.range(0, PER, num_stages=2):
-            cell = (part * PER + tile) * BC + tl.arange(0, BC)
+        for tile in tl.range(part, (cells + BC - 1) // BC, far_parts, num_stages=2):
+            cell = tile * BC + tl.arange(0, BC)
             is_cell = cell < cells
             page = load_page(block_table, request, 1 + cell // CELLS, table_row, is_cell)
             at = page * part_page + head * part_head + cell % CELLS * value_dim
@@ -523,7 +534,7 @@ def read_pages(
             # The first cell that ends behind this key.
             low = tl.zeros([BK], tl.int32)
             high = tl.zeros([BK], tl.int32) + probes
-            for _ in tl.static_range(HALVINGS):
+            for _ in range(HALVINGS):  # Written out, it takes half of the registers there are.
                 middle = (low + high) // 2
                 is_over = tl.load(opened_stop + middle, mask=middle < high, other=0) <= number
                 low = tl.where((low < high) & is_over, middle + 1, low)

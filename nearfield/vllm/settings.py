@@ -17,7 +17,7 @@ KEY = "nearfield"
 class Settings:
     """
     Args:
-        probes: cells that a row opens; None: as many as a `CellCache` does, 3.5 sqrt(n) keys, on a GPU 9 sqrt(n).
+        probes: cells that a row opens; None: those of 9 sqrt(n) keys, as many as a `CellCache` opens on a GPU.
         window: how many of the latest keys are read one by one at least.
         exact_below: rows that see fewer keys read all of them.
         prefill: how the rows of a prompt attend: "exact", or by "cells" as those of an answer do.
@@ -35,9 +35,9 @@ class Settings:
         if self.prefill not in PREFILLS:
             raise ValueError(f"prefill must be one of {PREFILLS}, got {self.prefill!r}")
 
-    def reach(self, on_gpu: bool = False) -> Reach:
+    def reach(self) -> Reach:
         """What rows read key by key."""
-        return Reach(self.window, self.exact_below, self.probes, on_gpu)
+        return Reach(self.window, self.exact_below, self.probes)
 
     @staticmethod
     def of(additional_config: Any) -> Settings:

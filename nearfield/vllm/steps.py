@@ -41,7 +41,7 @@ class StepRows(NamedTuple):
     request_of: Tensor
     """int32 `[tokens]`: the request of each token of the step"""
     length_of: Tensor
-    """int32 `[tokens]`: how many keys each sees; 0: it is none, and gets zeros"""
+    """int32 `[tokens]`: how many keys each sees; 0: it is none, and gets zeros; less than zero: it reads all of so many"""
     block_table: Tensor
     """int32 `[requests, blocks]`"""
     most: int
@@ -67,13 +67,17 @@ class StepBuffers:
         self.numbers = torch.arange(tokens, dtype=torch.int32, device=device)
         self.request_of, self.length_of = torch.zeros(2, tokens, dtype=torch.int32, device=device)
 
-    def fill(self, query_start: Tensor, seq_lens: Tensor, tokens: int) -> None:
-        """Which request each of the first `tokens` belongs to, and how many keys it sees; all others see none.
+    def fill(self, query_start: Tensor, seq_lens: Tensor, reads_all: Tensor | None = None) -> None:
+        """Which request each token belongs to, and how many keys it sees; those behind the last request see none.
 
-        `query_start` `[requests + 1]`: where the tokens of each request begin; `seq_lens` `[requests]`: its keys after this step.
+        `query_start` `[requests + 1]`: where the tokens of each request begin, and the end of the last one's; `seq_lens`
+        `[requests]`: its keys after this step; `reads_all` int8 `[requests]`: whether its rows read all of them one by one.
         """
+        tokens = query_start[-1]
         request = torch.searchsorted(query_start, self.numbers, right=True).sub_(1).clamp_(0, len(seq_lens) - 1)
         length = seq_lens[request] - (query_start[request + 1] - 1 - self.numbers)
+        if reads_all is not None:
+            length = torch.where(reads_all[request] != 0, -length, length)
         self.request_of.copy_(request)
         self.length_of.copy_(length.masked_fill_(self.numbers >= tokens, 0))
 
@@ -125,6 +129,7 @@ def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: 
     value_dim = value.shape[2]
     if not tokens:
         return
+    key, value = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (key, value))
     summary = layout.summaries(pages)
     blocks = {"BD": padded(dim), "BV": padded(value_dim)}
     wide = max(1, max(blocks.values()) // GROUPED_AT_A_TIME)
@@ -175,10 +180,9 @@ class Plan(NamedTuple):
     scored: int
     """cells of a tile"""
     cell_tiles: int
+    cell_jobs: int
     probes: int
-    near_per: int
     near_parts: int
-    far_per: int
     far_parts: int
     readers: int
 
@@ -191,18 +195,16 @@ class Plan(NamedTuple):
         scored, probes = max(GRAIN, tiles.cells), reach.opened(cells, hidden)
         # Rows that see less may read more one by one: all that they see, below the length from which cells are used.
         most_near = min(most, max(reach.window + 2 * size, reach.exact_below - 1))
-        near_per = _tiles_per_program(entries, cdiv(most_near, tiles.open_end), tiles.open_end_tiles)
-        far_per = _tiles_per_program(entries, cdiv(cells, tiles.far), 1)
+        cell_tiles, near_tiles, far_tiles = cdiv(cells, scored), cdiv(most_near, tiles.open_end), cdiv(cells, tiles.far)
         return Plan(
             next_power_of_2(query_heads // layout.heads),
             cells,
             scored,
-            cdiv(cells, scored),
+            cell_tiles,
+            cdiv(cell_tiles, _tiles_per_program(entries, cell_tiles, 1)),
             probes,
-            near_per,
-            cdiv(most_near, tiles.open_end * near_per),
-            far_per,
-            cdiv(cells, tiles.far * far_per),
+            cdiv(near_tiles, _tiles_per_program(entries, near_tiles, tiles.open_end_tiles)),
+            cdiv(far_tiles, _tiles_per_program(entries, far_tiles, 1)),
             cdiv(probes * size, tiles.opened * layout.cells),
         )
 
@@ -258,7 +260,7 @@ def _decode(
     count, query_heads, dim = len(rows.tokens), query.shape[1], layout.dim
     heads, size, value_dim = layout.heads, layout.size, layout.value_dim
     group, entries = query_heads // heads, count * heads
-    members, cells, scored, cell_tiles, probes, near_per, near_parts, far_per, far_parts, readers = plan
+    members, cells, scored, cell_tiles, cell_jobs, probes, near_parts, far_parts, readers = plan
     padded_cells, part_count = plan.padded_cells, plan.parts
     device = query.device
     parts = torch.empty(count * query_heads, part_count, value_dim, dtype=torch.float32, device=device)
@@ -276,7 +278,7 @@ def _decode(
     bounds = {"window": reach.window, "exact_below": min(reach.exact_below, 1 << 30)}
     wide = {"BR": max(16, members), "BD": padded(dim), "BV": padded(value_dim)}
     input_precision = precision(query.dtype)
-    score_pages[(entries, cell_tiles + near_parts)](
+    score_pages[(entries, cell_jobs + near_parts)](
         queries=query,
         pages=pages,
         centroid=summary.centroid,
@@ -295,10 +297,10 @@ def _decode(
         **bounds,
         padded_cells=padded_cells,
         cell_tiles=cell_tiles,
+        cell_jobs=cell_jobs,
         near_parts=near_parts,
         part_count=part_count,
         scale=scale,
-        PER=near_per,
         SIZE=size,
         CELLS=layout.cells,
         BK=tiles.open_end,
@@ -368,7 +370,6 @@ def _decode(
             readers=readers,
             probes=probes,
             scale=scale,
-            PER=far_per,
             SIZE=size,
             CELLS=layout.cells,
             HALVINGS=probes.bit_length(),
@@ -397,7 +398,7 @@ def _decode(
 
 
 def _tiles_per_program(entries: int, tiles: int, least: int) -> int:
-    """A power of two, so that few versions are compiled."""
+    """A power of two, so that few versions are compiled: how many parts a row has is known to kernels that merge them."""
     return max(least, min(MOST_TILES, next_power_of_2(entries * tiles // PROGRAMS)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -169,4 +168,4 @@ def test_tables_are_cut_where_they_grow_large(monkeypatch: pytest.MonkeyPatch) -
 def test_no_rows() -> None:
     request = Request()
     assert request.attend(Reach(24, 0, 3), 100, 100).shape == (0, HEADS, 16)
-    assert replace(Reach(1, 2, None), on_gpu=True).opened(4096, 65_536) > Reach(1, 2, None).opened(4096, 65_536)
+    assert Reach(1, 2, None).opened(4096, 65_536) == 9 * 256 // 16

@@ -118,6 +118,31 @@ def test_what_a_graph_is_captured_with_reads_one_key(monkeypatch: pytest.MonkeyP
     assert metadata.rows.tokens.data_ptr() == builder.buffers.numbers.data_ptr()
 
 
+def test_the_last_row_of_a_prompt_may_be_in_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests have one row, one of them the end of a prompt, and two more tokens pad the step: vLLM 0.32 says of these
+    neither that they are at a prompt nor that they are not."""
+    pytest.importorskip("triton")
+    vllm_config = config()
+    layer = impl(monkeypatch, vllm_config)
+    builder = backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    step = Step(layer)
+    step.rows, step.query, step.prefilling = (1, 1, 1, 1), step.query[:6], (False, False, False, True)
+    asked = step.asked()
+    asked.num_actual_tokens = 4
+    expected = step.forward(layer, builder.build(0, asked))[:4]
+    builder.prepare_card()
+    builder.on_card = True
+    starts = torch.tensor([0, 1, 2, 3, 4, 4, 4], dtype=torch.int32)
+    lengths, table = torch.tensor([*step.lengths, 0, 0], dtype=torch.int32), torch.cat([step.table, step.table[:2] * 0])
+    padded = {"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lengths, "block_table_tensor": table}
+    metadata = builder.build(0, asked.replace(num_reqs=6, num_actual_tokens=6, **padded))
+    assert metadata.prompts is None
+    assert metadata.rows.tokens.data_ptr() == builder.buffers.numbers.data_ptr()  # what the captured step has
+    found = step.forward(layer, metadata)
+    torch.testing.assert_close(found[:4], expected, rtol=2e-5, atol=2e-5)
+    assert bool((found[4:] == 0).all())
+
+
 def test_requests_that_are_too_long_for_the_kernels_are_refused_at_once() -> None:
     pytest.importorskip("triton")
     vllm_config = config(exact_below=0, probes=None)

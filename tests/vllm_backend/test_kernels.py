@@ -101,7 +101,7 @@ class Batch:
         return output
 
 
-@pytest.mark.parametrize("reach", [Reach(40, 90, 5), Reach(16, 0, 3), Reach(24, 0, None, True), Reach(40, ALL, 5)])
+@pytest.mark.parametrize("reach", [Reach(40, 90, 5), Reach(16, 0, 3), Reach(24, 0, None), Reach(40, ALL, 5)])
 @pytest.mark.parametrize("group", [1, 3])
 def test_rows_attend_to_pages_as_in_torch(reach: Reach, group: int, poisoned: None) -> None:
     batch = Batch(group=group).written(by_kernels=False)
@@ -221,7 +221,7 @@ def test_prompts_are_read_exactly(dtype: torch.dtype, group: int, poisoned: None
 
 def test_what_kernels_do_not_serve_is_told() -> None:
     layout = PageLayout(8, 256, 128, 128)
-    reach = Reach(64, 8192, None, True)
+    reach = Reach(64, 8192, None)
     assert unsupported(reach, layout, 4, 262_144) is None
     assert unsupported(reach, layout, 4, 100) is None
     assert unsupported(reach, layout, 65, 4096) == "more than 64 query heads per head of keys"
@@ -239,12 +239,47 @@ def test_rows_attend_some_at_a_time_where_they_take_much_memory(monkeypatch: pyt
     assert len(launched) > 1
 
 
+def test_a_row_that_reads_all_of_its_keys(poisoned: None) -> None:
+    """A row of a prompt among those of answers, longer than the bound of what others read one by one."""
+    batch, reach, exactly = Batch().written(by_kernels=False), Reach(16, 60, 3), Reach(16, ALL, None)
+    rows, _ = batch.rows((1, 1, 1, 1))
+    rows.length_of[0] *= -1
+    output = torch.full((4, 6, 16), torch.nan, device=DEVICE)
+    decode(batch.query[:4], batch.pages, LAYOUT, rows, reach, probes_table(reach, LAYOUT, 333, DEVICE), SCALE, output)
+    wanted = torch.cat([batch.expected((1, 1, 1, 1), exactly)[:1], batch.expected((1, 1, 1, 1), reach)[1:]])
+    torch.testing.assert_close(output, wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_programs_that_go_through_many_tiles(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    batch, reach, counts = Batch((900, 17, 640)).written(by_kernels=False), Reach(16, 400, 3), (1, 1, 1)
+    whole = batch.decoded(counts, reach)
+    torch.testing.assert_close(whole, batch.expected(counts, reach), rtol=2e-5, atol=2e-5)
+    monkeypatch.setattr(steps, "PROGRAMS", 1)
+    torch.testing.assert_close(batch.decoded(counts, reach), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_of_a_head_may_lie_together(poisoned: None) -> None:
+    """As in a benchmark, which has them head by head."""
+    pages = []
+    for apart in (False, True):
+        batch = Batch((70,))
+        key, value = (x[0].to(DEVICE) for x in (batch.key, batch.value))
+        if apart:
+            key, value = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
+        write(batch.pages, LAYOUT, key, value, batch.slots[0].to(DEVICE))
+        pages.append(batch.pages[batch.table[0, :2].long()])
+    assert torch.equal(*pages)
+
+
 def test_what_is_known_of_the_tokens_of_a_step() -> None:
     """Three requests, the second of which is at the end of its prompt, and a fourth that is padding."""
     buffers = StepBuffers(12, DEVICE)
     buffers.length_of.fill_(99)
     start = torch.tensor([0, 1, 6, 8, 8], dtype=torch.int32, device=DEVICE)
-    buffers.fill(start, torch.tensor([70, 33, 2, 0], dtype=torch.int32, device=DEVICE), 8)
+    lengths = torch.tensor([70, 33, 2, 0], dtype=torch.int32, device=DEVICE)
+    buffers.fill(start, lengths)
     assert buffers.request_of.tolist()[:8] == [0, 1, 1, 1, 1, 1, 2, 2]
     assert buffers.length_of.tolist() == [70, 29, 30, 31, 32, 33, 1, 2, 0, 0, 0, 0]
     assert bool((buffers.request_of < 4).all())
+    buffers.fill(start, lengths, torch.tensor([1, 0, 0, 1], dtype=torch.int8, device=DEVICE))
+    assert buffers.length_of.tolist() == [-70, 29, 30, 31, 32, 33, 1, 2, 0, 0, 0, 0]
