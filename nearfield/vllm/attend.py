@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nearfield.attention import attention
@@ -107,6 +108,11 @@ def _through_cells(rows: Rows, pages: Tensor, layout: PageLayout, blocks: Tensor
     size, heads = layout.size, layout.heads
     if rows.near == 1:
         keys, values = _held(pages, layout, blocks[: -(-stop // size)], stop)
+        if count == 1:  # All keys are seen, and the queries of a group are rows: torch's kernel takes that as it is.
+            grouped = rows.query.view(1, heads, -1, layout.dim)
+            return F.scaled_dot_product_attention(
+                grouped, keys[None].to(grouped.dtype), values[None].to(grouped.dtype), scale=scale
+            ).view(1, -1, layout.value_dim)
         inputs = rows.query.transpose(0, 1)[None], keys[None].to(rows.query.dtype), values[None].to(rows.query.dtype)
         output = attention(*inputs, is_causal=True, scale=scale, enable_gqa=True, method=Exact(), offset=rows.first)
         return output[0].transpose(0, 1)
@@ -180,8 +186,10 @@ def _all_logits(
 
 def _held(pages: Tensor, layout: PageLayout, blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` keys and values of some blocks, `[heads, count, ...]`. What is behind them was never written."""
-    held = pages[blocks].transpose(0, 1).flatten(1, 2)[:, :count]
-    keys, values = held.split([layout.dim, layout.value_dim], -1)
+    held = pages.new_empty(layout.heads, len(blocks), *pages.shape[2:])
+    for head, into in enumerate(held):
+        torch.index_select(pages[:, head], 0, blocks, out=into)
+    keys, values = held.flatten(1, 2)[:, :count].split([layout.dim, layout.value_dim], -1)
     return keys, values
 
 
