@@ -38,7 +38,7 @@ SPEED = {"vLLM": STOCK, "exact": {"exact_below": 1 << 30}, "cells": {"exact_belo
 QUALITY = {
     "vLLM": STOCK,
     "default": {"prefill": "cells", "exact_below": 0},
-    "20 cells": {"prefill": "cells", "exact_below": 0, "probes": 20},
+    "51 cells": {"prefill": "cells", "exact_below": 0, "probes": 51},
     "102 cells": {"prefill": "cells", "exact_below": 0, "probes": 102},
 }
 
