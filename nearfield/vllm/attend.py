@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nearfield._compat import sdpa
 from nearfield.attention import attention
 from nearfield.cells.cache.attention import RECENT, best_shares, from_rows, opened_places, scaled_queries, score_cells, to_rows
 from nearfield.cells.cache.segments import FlatTables
@@ -110,9 +110,8 @@ def _through_cells(rows: Rows, pages: Tensor, layout: PageLayout, blocks: Tensor
         keys, values = _held(pages, layout, blocks[: -(-stop // size)], stop)
         if count == 1:  # All keys are seen, and the queries of a group are rows: torch's kernel takes that as it is.
             grouped = rows.query.view(1, heads, -1, layout.dim)
-            return F.scaled_dot_product_attention(
-                grouped, keys[None].to(grouped.dtype), values[None].to(grouped.dtype), scale=scale
-            ).view(1, -1, layout.value_dim)
+            keys, values = (x[None].to(grouped.dtype) for x in (keys, values))
+            return sdpa(grouped, keys, values, scale=scale).view(1, -1, layout.value_dim)
         inputs = rows.query.transpose(0, 1)[None], keys[None].to(rows.query.dtype), values[None].to(rows.query.dtype)
         output = attention(*inputs, is_causal=True, scale=scale, enable_gqa=True, method=Exact(), offset=rows.first)
         return output[0].transpose(0, 1)
