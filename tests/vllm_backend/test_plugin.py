@@ -82,7 +82,9 @@ def test_the_backend_is_registered_under_its_name(monkeypatch: pytest.MonkeyPatc
 
 def test_a_version_without_such_a_registry_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
+    before = dict(sys.modules)
     plugin.register()
+    assert sys.modules == before
 
 
 def test_vllm_finds_the_entry_points() -> None:

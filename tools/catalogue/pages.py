@@ -172,6 +172,13 @@ MUTANTS = (
         (GROUPED,),
     ),
     Mutant(
+        "pages: kernels: rows that read all of their keys see none",
+        "score_pages",
+        "length = tl.abs(length)",
+        "pass",
+        ("test_a_row_that_reads_all_of_its_keys",),
+    ),
+    Mutant(
         "pages: tokens of a step see those after them",
         "StepBuffers.fill",
         "(query_start[request + 1] - 1 - self.numbers)",
