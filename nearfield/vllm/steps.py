@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nearfield.cells.cache.decode import COMPARED_PER_WARP, GRAIN, MERGED_AT_A_TIME, STEPS, candidates
 from nearfield.cells.partition.kmeans import sample_of
 from nearfield.cells.triton.limits import MOST_COMPARED, MOST_GROUP
 from nearfield.cells.triton.tiles import DecodeTiles
@@ -18,8 +19,6 @@ from nearfield.vllm.blocks import GROUPED
 from nearfield.vllm.kernels import choose_pages, group_blocks, merge_pages, read_pages, read_prompts, score_pages, write_pages
 from nearfield.vllm.pages import PageLayout
 
-STEPS, GRAIN = 8, 16
-"""As in `cells.cache.decode`: how closely scores are told apart, and how many consecutive cells are chosen from together."""
 PROGRAMS = 2048
 """With more programs than about this, each reads more tiles: what programs have found has to be merged."""
 MOST_TILES = 32
@@ -28,7 +27,6 @@ GROUPED_AT_A_TIME = 64
 """Keys of a block, of as many columns at most; fewer if they have more."""
 ROWS_OF_PROMPTS, KEYS_OF_PROMPTS = 64, 64
 """Queries, and keys of up to 256 bytes, of a tile where a prompt is read exactly; less of both if they have more."""
-COMPARED_PER_WARP = 2048
 SCRATCH_BYTES = 512 << 20
 """Rows attend some at a time where scores of cells, and what parts of a row have found, would take more than this."""
 
@@ -102,15 +100,10 @@ def unsupported(reach: Reach, layout: PageLayout, group: int, most: int) -> str 
         return f"more than {MOST_GROUP} query heads per head of keys"
     blocks = reach.first_near(max(0, most - 1), layout.size) - 1
     cells = blocks * layout.cells
-    compared = next_power_of_2(group) * max(_candidates(cells, reach.opened(cells, blocks * layout.size)), cdiv(cells, GRAIN))
+    compared = next_power_of_2(group) * max(candidates(cells, reach.opened(cells, blocks * layout.size)), cdiv(cells, GRAIN))
     if compared > MOST_COMPARED:
         return f"{cells} cells for {group} query heads per head of keys; allow shorter requests, or fewer probes"
     return None
-
-
-def _candidates(cells: int, probes: int) -> int:
-    """How many cells are compared to find the best ones."""
-    return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
 
 def _page_strides(pages: Tensor) -> dict[str, int]:
@@ -312,7 +305,7 @@ def _decode(
         num_warps=tiles.warps,
     )
     if cells:
-        candidates = _candidates(padded_cells, probes)
+        compared = candidates(padded_cells, probes)
         choose_pages[(entries,)](
             scores=scores,
             log2_masses=log2_masses,
@@ -344,9 +337,9 @@ def _decode(
             BT=next_power_of_2(cell_tiles),
             BA=next_power_of_2(near_parts),
             BN=next_power_of_2(padded_cells // GRAIN),
-            BP=candidates // GRAIN,
+            BP=compared // GRAIN,
             BO=next_power_of_2(probes),
-            num_warps=max(tiles.warps, min(16, candidates * members // COMPARED_PER_WARP)),
+            num_warps=max(tiles.warps, min(16, compared * members // COMPARED_PER_WARP)),
         )
         read_pages[(entries, readers + far_parts)](
             queries=query,
@@ -391,7 +384,7 @@ def _decode(
         output_row=output.stride(0),
         part_count=part_count,
         PARTS=next_power_of_2(part_count),
-        BP=min(128, next_power_of_2(part_count)),
+        BP=min(MERGED_AT_A_TIME, next_power_of_2(part_count)),
         BV=columns,
         num_warps=4,
     )

@@ -40,12 +40,12 @@ MERGED_AT_A_TIME = 128
 def unsupported(state: CacheState, query: Tensor, probes: int) -> str | None:
     """What the kernels cannot serve of a query `[batch, heads, rows, dim]` to these keys; None: they serve it."""
     cells, group = len(state.tables), query.shape[1] // state.heads
-    compared = next_power_of_2(group) * max(_candidates(cells, probes), cells // GRAIN)
+    compared = next_power_of_2(group) * max(candidates(cells, probes), cells // GRAIN)
     most_open = state.sizes.most_open(state.closed)
     return unsupported_step(query, state.keys.storage, state.values.storage, cells, compared, most_open)
 
 
-def _candidates(cells: int, probes: int) -> int:
+def candidates(cells: int, probes: int) -> int:
     """How many cells are compared to find the best ones."""
     return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
@@ -92,7 +92,7 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
     members, probes = next_power_of_2(group), min(probes, cells)
     cell_tiles = cdiv(cells, tiles.cells)
     padded_cells = tiles.cells * cell_tiles
-    candidates = _candidates(padded_cells, probes)
+    compared = candidates(padded_cells, probes)
 
     open_end_parts = cdiv(reserved, tiles.open_end * tiles.open_end_tiles)
     first_far = open_end_parts + 1
@@ -209,12 +209,12 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
         BG=members,
         BT=next_power_of_2(cell_tiles),
         BN=next_power_of_2(padded_cells // GRAIN),
-        BP=candidates // GRAIN,
+        BP=compared // GRAIN,
         HAS_CELLS=cells > 0,
         HAS_PADDING=has_padding,
         IP=input_precision,
         PDL=pdl,
-        num_warps=max(tiles.warps, min(16, candidates * members // COMPARED_PER_WARP)),
+        num_warps=max(tiles.warps, min(16, compared * members // COMPARED_PER_WARP)),
         **dependent,
     )
     # Without a pool the kernel does not read what it gets for it.
