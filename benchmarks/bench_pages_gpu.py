@@ -1,5 +1,5 @@
-"""Attention to vLLM's pages on a GPU, outside of vLLM, on tensors in its layout: steps of 1, 16 and 64 requests, blocks that
-become full, chunks of prompts.
+"""Attention to vLLM's pages on a GPU, outside of vLLM, on tensors in its layout: steps of 1, 16 and 64 requests, short requests
+where long ones are allowed, blocks that become full, chunks of prompts.
 
 python benchmarks/bench_pages_gpu.py --minutes 8                   # results/pages_gpu.json, case by case
 python benchmarks/bench_pages_gpu.py --section steps --only 1x131072 64x131072 --out $OUT
@@ -9,6 +9,9 @@ One layer of the 8B shape: 32 query heads, 8 heads of keys of 128, bfloat16, blo
 clusters. A step is captured in a CUDA graph, over as many copies of the pages as it takes to leave the L2 cache behind. "paged"
 is exact attention to the same pages by the same kernels, split over programs as in flash decoding; "sdpa" the fastest backend of
 SDPA over keys and values that lie in one piece. An error is the mean of |output - exact| / |exact| over rows and heads.
+
+"short" is what requests pay that are exact because they are short: the default in a graph that was captured for 131,072 keys,
+beside the same kernels in one for no more keys than there are.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ from torch import Tensor
 
 from nearfield.vllm.attend import Reach
 from nearfield.vllm.pages import PageLayout
+from nearfield.vllm.settings import Settings
 from nearfield.vllm.steps import Prompts, StepRows, decode, probes_table, read_exactly, write
 
 HEADS, GROUP, DIM, SIZE = 8, 4, 128, 256
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 STEPS = (*((1, length) for length in (*LENGTHS, 1_048_576)), *((16, length) for length in LENGTHS), *((64, x) for x in LENGTHS))
+SHORT, MOST = ((1, 2048), (1, 8000), (16, 2048), (16, 8000), (64, 2048), (64, 8000)), 131_072
 CHUNKS = ((8192, 8192), (8192, 32_768), (8192, 131_072))
 EXACT = Reach(64, 1 << 30, None)
 CELLS = Reach(64, 0, None)
+SECTIONS = ("steps", "short", "blocks", "chunks")
+DEFAULT = Settings().reach(on_card=True)
 BEYOND_CACHE = 256 << 20 if CUDA else 1
 """Bytes that a timed graph goes through at least."""
 MOST_BYTES = 100 << 30
@@ -66,12 +73,16 @@ class Pages:
         numbers = torch.arange(requests, dtype=torch.int32, device=DEVICE)
         self.rows = StepRows(numbers, numbers, torch.full_like(numbers, length), self.table, length)
 
-    def step(self, reach: Reach, pages: Tensor | None = None) -> Callable[[], Tensor]:
-        output, probes_of = torch.empty_like(self.query), probes_table(reach, self.layout, self.length, DEVICE)
+    def step(self, reach: Reach, pages: Tensor | None = None, most: int | None = None) -> Callable[[], Tensor]:
+        """`most`: how many keys a row may have for all that the host knows; None: no more than there are."""
+        bound = self.length if most is None else most
+        output, probes_of = torch.empty_like(self.query), probes_table(reach, self.layout, bound, DEVICE)
+        table = torch.nn.functional.pad(self.table, (0, -(-bound // self.layout.size) - self.table.shape[1]))
+        rows = self.rows._replace(block_table=table, most=bound)
 
         def call() -> Tensor:
             held = self.pages if pages is None else pages
-            decode(self.query, held, self.layout, self.rows, reach, probes_of, self.layout.dim**-0.5, output)
+            decode(self.query, held, self.layout, rows, reach, probes_of, self.layout.dim**-0.5, output)
             return output
 
         return call
@@ -130,6 +141,26 @@ def steps(requests: int, length: int, layout: PageLayout, group: int, dtype: tor
     }
 
 
+def short(
+    requests: int, length: int, most: int, reach: Reach, layout: PageLayout, group: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    held = Pages(requests, length, layout, group, dtype)
+    copies = held.copies()
+    ways = {"default": (reach, most), "paged": (EXACT, length)}
+    found = {name: held.step(one, most=bound)() for name, (one, bound) in ways.items()}
+    off = float((found["default"] - found["paged"]).double().norm() / found["paged"].double().norm())
+    calls = {name: graphed([held.step(one, x, bound) for x in copies]) for name, (one, bound) in ways.items()}
+    ms = {name: statistics.median(times) / len(copies) for name, times in interleaved(calls).items()}
+    return {
+        "requests": requests,
+        "length": length,
+        "most": most,
+        "off": off,
+        "ms": ms,
+        "times_as_long": ms["default"] / ms["paged"],
+    }
+
+
 def blocks(tokens: int, layout: PageLayout, dtype: torch.dtype) -> dict[str, Any]:
     """What it takes to write so many keys: of a step in which no block becomes full, of one in which all do, of a chunk."""
     pages = layout.empty(max(64, 2 * tokens // layout.size), dtype, DEVICE)
@@ -180,7 +211,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", choices=("steps", "blocks", "chunks"), default=("steps", "blocks", "chunks"))
+    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--only", nargs="+", help="steps: REQUESTSxLENGTH")
     parser.add_argument("--minutes", type=float, help="no case is begun after so many")
     parser.add_argument("--out", type=Path, default=record.RESULTS, help="folder of pages_gpu.json")
@@ -191,12 +222,14 @@ def main() -> None:
         layout, dtype, group = PageLayout(2, 32, 16, 16), torch.float32, 2
         cases: dict[str, Callable[[], dict[str, Any]]] = {
             "steps/2x200": lambda: steps(2, 200, layout, group, dtype),
+            "short/2x100": lambda: short(2, 100, 1000, Reach(16, 200, None), layout, group, dtype),
             "blocks/4": lambda: blocks(4, layout, dtype),
             "chunks/20x100": lambda: chunk(20, 100, layout, group, dtype),
         }
     else:
         layout, dtype, group = PageLayout(HEADS, SIZE, DIM, DIM), DTYPE, GROUP
         cases = {f"steps/{b}x{n}": (lambda b=b, n=n: steps(b, n, layout, group, dtype)) for b, n in STEPS}
+        cases |= {f"short/{b}x{n}": (lambda b=b, n=n: short(b, n, MOST, DEFAULT, layout, group, dtype)) for b, n in SHORT}
         cases |= {f"blocks/{n}": (lambda n=n: blocks(n, layout, dtype)) for n in (1, 64, 8192)}
         cases |= {f"chunks/{r}x{n}": (lambda r=r, n=n: chunk(r, n, layout, group, dtype)) for r, n in CHUNKS}
     found: dict[str, dict[str, Any]] = {}

@@ -6,7 +6,8 @@ attend      rows attend to the pages of their request, in PyTorch
 kernels     both for cards, in Triton
 steps       how pages and a step go into the kernels
 settings    what a person may choose
-backend     vLLM's interface; the only part that imports vLLM
+backend     vLLM's interface
+stock       vLLM's own kernel for CPUs, for rows that read all of their keys
 
 vLLM finds `register` and `platform` by the entry points of this package, in every process.
 """

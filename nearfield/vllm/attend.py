@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield._compat import sdpa
+from nearfield._compat import cpu_flash
 from nearfield.attention import attention
 from nearfield.cells.cache.attention import RECENT, best_shares, from_rows, opened_places, scaled_queries, score_cells, to_rows
 from nearfield.cells.cache.segments import FlatTables
@@ -107,11 +108,9 @@ def _through_cells(rows: Rows, pages: Tensor, layout: PageLayout, blocks: Tensor
     count, stop = len(rows.query), rows.first + len(rows.query)
     size, heads = layout.size, layout.heads
     if rows.near == 1:
+        if count == 1 and layout.dim == layout.value_dim:
+            return _one_exactly(rows.query, pages, layout, blocks, stop, scale)
         keys, values = _held(pages, layout, blocks[: -(-stop // size)], stop)
-        if count == 1:  # All keys are seen, and the queries of a group are rows: torch's kernel takes that as it is.
-            grouped = rows.query.view(1, heads, -1, layout.dim)
-            keys, values = (x[None].to(grouped.dtype) for x in (keys, values))
-            return sdpa(grouped, keys, values, scale=scale).view(1, -1, layout.value_dim)
         inputs = rows.query.transpose(0, 1)[None], keys[None].to(rows.query.dtype), values[None].to(rows.query.dtype)
         output = attention(*inputs, is_causal=True, scale=scale, enable_gqa=True, method=Exact(), offset=rows.first)
         return output[0].transpose(0, 1)
@@ -156,6 +155,34 @@ def _through_cells(rows: Rows, pages: Tensor, layout: PageLayout, blocks: Tensor
     return output.view(heads * group, count, -1).transpose(0, 1).to(rows.query.dtype)
 
 
+def _one_exactly(query: Tensor, pages: Tensor, layout: PageLayout, blocks: Tensor, length: int, scale: float) -> Tensor:
+    """One row `[1, query heads, dim]` that sees all keys, in pages as they lie: each block by itself, and then merged."""
+    heads, size = layout.heads, layout.size
+    full, rest = divmod(length, size)
+    # All keys are seen, so their order does not matter, and the queries of a group are rows.
+    parts = [(slice(*run), size) for run in _runs(blocks[:full].sort().values.tolist())]
+    if rest:
+        last = int(blocks[full])
+        parts.append((slice(last, last + 1), rest))
+    grouped = query.view(1, heads, -1, layout.dim)
+    outputs, lses = [], []
+    for run, count in parts:
+        keys, values = (x[:, :, :count].to(query.dtype) for x in (layout.keys(pages[run]), layout.values(pages[run])))
+        if layout.by_columns:  # The kernel takes rows.
+            keys = keys.contiguous()
+        found = cpu_flash(grouped.expand(len(keys), -1, -1, -1), keys, values, scale=scale)
+        outputs.append(found[0])
+        lses.append(found[1])
+    weights = torch.cat(lses).softmax(0)
+    return (torch.cat(outputs) * weights[..., None]).sum(0).view(1, -1, layout.value_dim).to(query.dtype)
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """The ranges that sorted numbers are made of."""
+    starts = [i for i, number in enumerate(numbers) if i == 0 or numbers[i - 1] != number - 1]
+    return [(numbers[start], numbers[stop - 1] + 1) for start, stop in pairwise([*starts, len(numbers)])]
+
+
 def _open_logits(
     queries: Tensor, pages: Tensor, layout: PageLayout, blocks: Tensor, order: Tensor, flat: FlatTables, opened: Tensor, rows: int
 ) -> tuple[Tensor, Tensor]:
@@ -188,7 +215,7 @@ def _held(pages: Tensor, layout: PageLayout, blocks: Tensor, count: int) -> tupl
     held = pages.new_empty(layout.heads, len(blocks), *pages.shape[2:])
     for head, into in enumerate(held):
         torch.index_select(pages[:, head], 0, blocks, out=into)
-    keys, values = held.flatten(1, 2)[:, :count].split([layout.dim, layout.value_dim], -1)
+    keys, values = (x.flatten(1, 2)[:, :count] for x in (layout.keys(held), layout.values(held)))
     return keys, values
 
 
@@ -218,6 +245,5 @@ def _gathered(pages: Tensor, layout: PageLayout, blocks: Tensor, order: Tensor, 
     """Keys and values at these places `[heads, any]` of sorted blocks."""
     key = order.gather(1, places)
     head = torch.arange(len(key), device=key.device)[:, None]
-    held = pages[blocks[key // layout.size], head, key % layout.size]
-    keys, values = held.split([layout.dim, layout.value_dim], -1)
-    return keys, values
+    at = blocks[key // layout.size], head, key % layout.size
+    return layout.keys(pages)[at], layout.values(pages)[at]

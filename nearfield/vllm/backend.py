@@ -1,7 +1,8 @@
-"""vLLM's interface for attention backends. The only module that imports vLLM, and that knows its names."""
+"""vLLM's interface for attention backends."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
@@ -31,10 +32,11 @@ from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 from nearfield.vllm.attend import attend  # noqa: E402
 from nearfield.vllm.blocks import full_blocks, write_cells, write_keys  # noqa: E402
 from nearfield.vllm.pages import MOST_KEYS, PageLayout  # noqa: E402
-from nearfield.vllm.settings import Settings  # noqa: E402
+from nearfield.vllm.settings import NEVER, Settings  # noqa: E402
 
 if TYPE_CHECKING:
     from nearfield.vllm.steps import Prompts, StepRows
+    from nearfield.vllm.stock import ExactRows
 
 
 class CellsBackend(AttentionBackend):
@@ -98,11 +100,14 @@ class CellsMetadata(AttentionMetadata):
     starts: list[int]
     """of the rows of each request, and the end of the last one's"""
     is_exact: list[bool]
-    """whether a request is at its prompt, and prompts are read exactly"""
+    """whether all rows of a request read all of their keys: at its prompt, where prompts are read exactly; on a CPU also where it
+    is short"""
     block_table: Tensor
     """`[requests, most blocks]`"""
     lengths: list[int]
     """on a CPU: keys of each request, those of this step included"""
+    exactly: Sequence[ExactRows] = ()
+    """on a CPU: requests that vLLM's own kernel serves"""
     rows: StepRows | None = None
     """on a GPU: those that attend by cells, where they are long enough"""
     prompts: Prompts | None = None
@@ -135,8 +140,8 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
 
         spec, vllm_config, device = self.kv_cache_spec, self.vllm_config, self.device
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        reach, most = self.settings.reach(), model.max_model_len
-        layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
+        reach, most = self.settings.reach(on_card=True), model.max_model_len
+        layout = _layout_of(spec, vllm_config.cache_config.cache_dtype, device)
         group = model.get_num_attention_heads(parallel) // max(1, model.get_num_kv_heads(parallel))
         reason = unsupported(reach, layout, group, most)
         if reason is not None:
@@ -163,7 +168,34 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
         made = CellsMetadata(common.num_actual_tokens, starts, is_exact, common.block_table_tensor, lengths)
         if self.on_card:
             self._ask_card(made, common)
+        else:
+            self._ask_cpu(made, common)
         return made
+
+    def _ask_cpu(self, made: CellsMetadata, common: CommonAttentionMetadata) -> None:
+        """Says which requests vLLM's own kernel serves, all that come one after the other at once."""
+        spec, reach = self.kv_cache_spec, self.settings.reach(on_card=False)
+        is_short = [reach.first_near(length - 1, spec.block_size) == 1 for length in made.lengths]
+        made.is_exact = [exact or short for exact, short in zip(made.is_exact, is_short, strict=True)]
+        layout = _layout_of(spec, self.vllm_config.cache_config.cache_dtype, self.device)
+        if not layout.by_columns:
+            return
+        from nearfield.vllm.stock import ExactRows
+
+        has_rows = [stop > start for start, stop in pairwise(made.starts)]
+        served = [exact and some for exact, some in zip(made.is_exact, has_rows, strict=True)]
+        heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
+        made.exactly = [
+            ExactRows.of(
+                common.query_start_loc[first : stop + 1],
+                common.seq_lens[first:stop],
+                made.block_table[first:stop],
+                layout,
+                heads,
+                spec.dtype,
+            )
+            for first, stop in _stretches(served)
+        ]
 
     def _ask_card(self, made: CellsMetadata, common: CommonAttentionMetadata) -> None:
         """Says what rows there are without waiting for the card, in buffers that a captured graph reads again."""
@@ -193,6 +225,27 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
             made.rows.length_of.fill_(1)
             made.rows = made.rows._replace(most=self.most)
         return made
+
+
+def _layout_of(spec: Any, cache_dtype: str, device: torch.device) -> PageLayout:
+    heads, size, dim, value_dim = spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v
+    return PageLayout(heads, size, dim, value_dim, _has_columns(cache_dtype, spec.dtype, size, dim, value_dim, device))
+
+
+@functools.cache
+def _has_columns(cache_dtype: str, dtype: torch.dtype, size: int, dim: int, value_dim: int, device: torch.device) -> bool:
+    """Whether pages are such that vLLM's own kernel can read them."""
+    if device.type != "cpu":
+        return False
+    from nearfield.vllm.stock import reads
+
+    return reads(cache_dtype, dtype, size, dim, value_dim)
+
+
+def _stretches(which: Sequence[bool]) -> list[tuple[int, int]]:
+    """Where stretches of what is true begin and end."""
+    edges = [place for place, (before, after) in enumerate(pairwise([False, *which, False])) if before != after]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _sent(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -230,24 +283,35 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
                 raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {what}; choose another backend")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        self.settings = Settings.of(get_current_vllm_config().additional_config)
-        self.reach = self.settings.reach()
-        self.exactly = replace(self.reach, exact_below=1 << 62)
+        vllm_config = get_current_vllm_config()
+        self.settings = Settings.of(vllm_config.additional_config)
+        self.reach = self.settings.reach(vllm_config.device_config.device_type == "cuda")
+        self.exactly = replace(self.reach, exact_below=NEVER)
+        self.most = vllm_config.model_config.max_model_len
 
     def _layout(self, kv_cache: Tensor) -> PageLayout:
         _, heads, size, wide = kv_cache.shape
-        return PageLayout(heads, size, self.head_size, wide - self.head_size)
+        dims = self.head_size, wide - self.head_size
+        by_columns = _has_columns(self.kv_cache_dtype, kv_cache.dtype, size, *dims, kv_cache.device)
+        return PageLayout(heads, size, *dims, by_columns)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         slots = slot_mapping[: len(key)]
         key, value = key[: len(slots)], value[: len(slots)]
+        layout = self._layout(kv_cache)
         if kv_cache.is_cuda:
             from nearfield.vllm.steps import write
 
-            write(kv_cache, self._layout(kv_cache), key, value, slots)
+            write(kv_cache, layout, key, value, slots)
             return
-        write_keys(kv_cache, key, value, slots)
-        write_cells(kv_cache, self._layout(kv_cache), full_blocks(slots, kv_cache.shape[2]))
+        if layout.by_columns:
+            from nearfield.vllm import stock
+
+            stock.write(kv_cache, layout, key, value, slots)
+        else:
+            write_keys(kv_cache, layout, key, value, slots)
+        if self.reach.first_near(self.most - 1, layout.size) > 1:  # Otherwise nobody reads them.
+            write_cells(kv_cache, layout, full_blocks(slots, layout.size))
 
     def forward(
         self,
@@ -271,13 +335,16 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         if attn_metadata.rows is not None:
             self._forward_on_card(query, kv_cache, layout, attn_metadata, attn_metadata.rows, output)
             return output
+        query = query.view(len(query), self.num_heads, self.head_size)
+        into = output.view(len(output), self.num_heads, layout.value_dim)
+        for some in attn_metadata.exactly:
+            some.attend(query, kv_cache, layout, self.scale, into)
         for request, (start, stop) in enumerate(pairwise(attn_metadata.starts)):
-            if stop > start:
+            if stop > start and not (layout.by_columns and attn_metadata.is_exact[request]):
                 length = attn_metadata.lengths[request]
                 blocks = attn_metadata.block_table[request, : -(-length // size)].long()
                 reach = self.exactly if attn_metadata.is_exact[request] else self.reach
-                found = attend(query[start:stop], kv_cache, layout, blocks, length, reach, self.scale)
-                output[start:stop] = found.reshape(output[start:stop].shape)
+                into[start:stop] = attend(query[start:stop], kv_cache, layout, blocks, length, reach, self.scale)
         return output
 
     def _forward_on_card(

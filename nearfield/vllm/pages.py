@@ -1,6 +1,7 @@
 """Where the cells of a block lie: behind its keys and values, in the padding of its page.
 
 A cache of pages is `[blocks, heads, size, dim + value_dim]`: keys, and behind each its value. A page is one block for all heads.
+Or, `by_columns`, what vLLM's own kernel for CPUs reads: the keys of a block and head, column by column, and then its values.
 vLLM lets a backend ask for more room in each page, counts it, and never looks at it. Cells lie there, head by head:
 
     centroid    bfloat16 [cells, dim]
@@ -48,6 +49,7 @@ class PageLayout:
     """keys of a block"""
     dim: int
     value_dim: int
+    by_columns: bool = False
 
     def __post_init__(self) -> None:
         if not CELL_SIZE <= self.size <= MOST_KEYS or self.size % CELL_SIZE:
@@ -85,6 +87,18 @@ class PageLayout:
     def share(self) -> float:
         """Of a page of 16-bit keys and values, without cells."""
         return self.bytes_per_head / (2 * self.size * (self.dim + self.value_dim))
+
+    def keys(self, pages: Tensor) -> Tensor:
+        """`[blocks, heads, size, dim]` of pages `[blocks, heads, size, dim + value_dim]`, where they lie."""
+        if not self.by_columns:
+            return pages[..., : self.dim]
+        return pages.flatten(2)[..., : self.size * self.dim].unflatten(2, (self.dim, self.size)).transpose(2, 3)
+
+    def values(self, pages: Tensor) -> Tensor:
+        """The same for values."""
+        if not self.by_columns:
+            return pages[..., self.dim :]
+        return pages.flatten(2)[..., self.size * self.dim :].unflatten(2, (self.size, self.value_dim))
 
     def summaries(self, pages: Tensor) -> Summary:
         """The cells of all pages of a cache `[blocks, heads, size, dim + value_dim]`, where they lie."""

@@ -10,6 +10,8 @@ from nearfield.checks import check_positive
 from nearfield.vllm.attend import Reach
 
 PREFILLS = ("exact", "cells")
+EXACT_BELOW_ON_GPU, NEVER = 8192, 1 << 40
+"""As `exact_below`."""
 KEY = "nearfield"
 
 
@@ -19,25 +21,27 @@ class Settings:
     Args:
         probes: cells that a row opens; None: those of 9 sqrt(n) keys, as many as a `CellCache` opens on a GPU.
         window: how many of the latest keys are read one by one at least.
-        exact_below: rows that see fewer keys read all of them.
+        exact_below: rows that see fewer keys read all of them; None: fewer than 8,192 on a GPU, and on a CPU all rows do, where
+            vLLM's own kernel is faster than cells at all lengths that were measured.
         prefill: how the rows of a prompt attend: "exact", or by "cells" as those of an answer do.
     """
 
     probes: int | None = None
     window: int = 64
-    exact_below: int = 8192
+    exact_below: int | None = None
     prefill: str = "exact"
 
     def __post_init__(self) -> None:
         check_positive("probes", self.probes, optional=True)
         check_positive("window", self.window)
-        check_positive("exact_below", self.exact_below, least=0)
+        check_positive("exact_below", self.exact_below, least=0, optional=True)
         if self.prefill not in PREFILLS:
             raise ValueError(f"prefill must be one of {PREFILLS}, got {self.prefill!r}")
 
-    def reach(self) -> Reach:
+    def reach(self, on_card: bool) -> Reach:
         """What rows read key by key."""
-        return Reach(self.window, self.exact_below, self.probes)
+        usual = EXACT_BELOW_ON_GPU if on_card else NEVER
+        return Reach(self.window, usual if self.exact_below is None else self.exact_below, self.probes)
 
     @staticmethod
     def of(additional_config: Any) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from nearfield.vllm.blocks import full_blocks, write_cells, write_keys
 from nearfield.vllm.pages import PageLayout
 
 LAYOUT = PageLayout(heads=2, size=32, dim=16, value_dim=16)
+COLUMNS = replace(LAYOUT, by_columns=True)
 LENGTH, HEADS, SCALE = 333, 6, 0.3
 ALL = 1 << 40
 
@@ -23,20 +25,23 @@ ALL = 1 << 40
 class Request:
     """One request in pages that lie anywhere, with NaN wherever nothing was written."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, length: int = LENGTH, seed: int = 0) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float64, length: int = LENGTH, seed: int = 0, layout: PageLayout = LAYOUT
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.pages = LAYOUT.empty(40, dtype)
+        self.layout = layout
+        self.pages = layout.empty(40, dtype)
         self.pages.untyped_storage()[:] = 255
         self.blocks = torch.randperm(40, generator=generator)[: -(-length // 32)]
         shapes = (length, HEADS, 16), (length, 2, 16), (length, 2, 16)
         self.query, self.key, self.value = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
         place = torch.arange(length)
         slots = self.blocks[place // 32] * 32 + place % 32
-        write_keys(self.pages, self.key, self.value, slots)
-        write_cells(self.pages, LAYOUT, full_blocks(slots, 32))
+        write_keys(self.pages, layout, self.key, self.value, slots)
+        write_cells(self.pages, layout, full_blocks(slots, 32))
 
     def attend(self, reach: Reach, first: int = 0, stop: int = LENGTH) -> Tensor:
-        return attend(self.query[first:stop], self.pages, LAYOUT, self.blocks, stop, reach, SCALE)
+        return attend(self.query[first:stop], self.pages, self.layout, self.blocks, stop, reach, SCALE)
 
     def exact(self) -> Tensor:
         inputs = (x.double().transpose(0, 1)[None] for x in (self.query, self.key, self.value))
@@ -85,18 +90,34 @@ class Request:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("reach", [Reach(16, ALL, None), Reach(16, 0, ALL), Reach(50, 100, ALL)], ids=["exact", "cells", "both"])
 @pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("layout", [LAYOUT, COLUMNS], ids=["rows", "columns"])
 def test_everything_opened_is_exact(
-    dtype: torch.dtype, tolerance: float, reach: Reach, once: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tolerance: float, reach: Reach, once: bool, layout: PageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "READ_ONCE", 0 if once else ALL)
-    request = Request(dtype)
+    request = Request(dtype, layout=layout)
     torch.testing.assert_close(request.attend(reach).double(), request.exact(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("blocks", [None, [8, 3, 4, 5, 9, 2, 1, 0, 20, 21, 22]], ids=["anywhere", "in runs"])
+def test_a_row_that_sees_all_keys_reads_pages_as_they_lie(layout: PageLayout, blocks: list[int] | None) -> None:
+    request = Request(layout=layout)
+    if blocks is not None:
+        before, request.blocks = request.blocks, torch.tensor(blocks)
+        held = request.pages[before].clone()
+        request.pages[:] = torch.nan
+        request.pages[request.blocks] = held
+    for position in (0, 1, 31, 32, 63, 64, 200, 332):
+        found = request.attend(Reach(16, ALL, None), position, position + 1)
+        torch.testing.assert_close(found[0], request.exact()[position], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("once", [True, False])
-def test_rows_are_as_the_formula_has_them(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", [LAYOUT, COLUMNS], ids=["rows", "columns"])
+def test_rows_are_as_the_formula_has_them(once: bool, layout: PageLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ_ONCE", 0 if once else ALL)
-    request, reach = Request(), Reach(40, 90, 5)
+    request, reach = Request(layout=layout), Reach(40, 90, 5)
     found = request.attend(reach)
     assert not torch.allclose(found, request.exact(), atol=1e-2)  # there are cells that nobody opens
     for position in (0, 31, 89, 90, 102, 103, 104, 135, 136, 200, 298, 332):
@@ -126,7 +147,7 @@ def test_later_keys_change_nothing() -> None:
     other.key[200:], other.value[200:] = 9.0, -9.0
     place = torch.arange(200, LENGTH)
     slots = other.blocks[place // 32] * 32 + place % 32
-    write_keys(other.pages, other.key[200:], other.value[200:], slots)
+    write_keys(other.pages, LAYOUT, other.key[200:], other.value[200:], slots)
     write_cells(other.pages, LAYOUT, full_blocks(slots, 32))
     reach = Reach(24, 0, 3)
     assert torch.equal(request.attend(reach, 0, 200), other.attend(reach, 0, 200))

@@ -31,6 +31,8 @@ def config(**nearfield: Any) -> Any:
     return SimpleNamespace(
         speculative_config=None,
         kv_transfer_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         additional_config={"nearfield": {**SETTINGS, **nearfield}},
         model_config=SimpleNamespace(max_model_len=400, get_num_attention_heads=lambda _: 6, get_num_kv_heads=lambda _: 2),

@@ -66,7 +66,7 @@ class Batch:
             write(self.pages, self.layout, *(x.to(DEVICE) for x in (key, value, slots)))
         else:
             pages = on_cpu(self.pages)
-            write_keys(pages, key, value, slots)
+            write_keys(pages, self.layout, key, value, slots)
             write_cells(pages, self.layout, full_blocks(slots, self.layout.size))
             self.pages.untyped_storage().copy_(pages.untyped_storage())
         return self

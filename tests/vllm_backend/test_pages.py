@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ def written(dtype: torch.dtype, blocks: list[int], seed: int = 0, pages: Tensor 
     tokens = len(blocks) * LAYOUT.size
     both = torch.randn(tokens, 2, 24, generator=seeded(seed), dtype=torch.float64).to(dtype)
     slots = (torch.tensor(blocks)[:, None] * LAYOUT.size + torch.arange(LAYOUT.size)).flatten()
-    write_keys(pages, both[..., :16], both[..., 16:], slots)
+    write_keys(pages, LAYOUT, both[..., :16], both[..., 16:], slots)
     write_cells(pages, LAYOUT, full_blocks(slots, LAYOUT.size))
     return pages, both
 
@@ -53,6 +55,23 @@ def test_keys_and_values_lie_beside_their_cells(dtype: torch.dtype) -> None:
     assert bool((summary.order[others] == 255).all())  # nothing is written to other blocks
     assert summary.centroid.shape == (7, 2, 4, 16)
     assert summary.order.shape == (7, 2, 64)
+
+
+def test_keys_may_lie_by_columns() -> None:
+    """As vLLM's kernel for CPUs has them: column by column, and values behind them."""
+    layout = replace(LAYOUT, by_columns=True)
+    pages, (key, value) = layout.empty(3, torch.float32), torch.randn(2, 64, 2, 16, generator=seeded(0))
+    pages.untyped_storage()[:] = 255
+    write_keys(pages, layout, key, value[..., :8], 64 + torch.arange(64))
+    for head in range(2):
+        held = pages[1, head].flatten()
+        assert torch.equal(held[: 64 * 16].view(16, 64), key[:, head].T)
+        assert torch.equal(held[64 * 16 :].view(64, 8), value[:, head, :8])
+    assert bool(pages[[0, 2]].isnan().all())
+    rows = LAYOUT.empty(3, torch.float32)
+    write_keys(rows, LAYOUT, key, value[..., :8], 64 + torch.arange(64))
+    for found, wanted in zip(summarise(pages[1:2], layout), summarise(rows[1:2], LAYOUT), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +124,7 @@ def test_cells_come_with_the_last_key_of_a_block() -> None:
         assert bool((LAYOUT.summaries(pages).order == 255).all())
         slots = torch.cat([torch.arange(begin, end) + 6 * 64, torch.tensor([-1])])
         new = torch.cat([both[begin:end], torch.full_like(both[:1], 7.0)])
-        write_keys(pages, new[..., :16], new[..., 16:], slots)
+        write_keys(pages, LAYOUT, new[..., :16], new[..., 16:], slots)
         write_cells(pages, LAYOUT, full_blocks(slots, LAYOUT.size))
     assert torch.equal(pages[6], whole[6])
     assert bool(pages[:6].isnan().all())
@@ -116,7 +135,7 @@ def test_cells_come_with_the_last_key_of_a_block() -> None:
 def test_tokens_without_a_slot_go_nowhere() -> None:
     pages, both = written(torch.float32, [6])
     before = pages.untyped_storage().tolist()
-    write_keys(pages, both[:3, :, :16], both[:3, :, 16:], torch.full((3,), -1))
+    write_keys(pages, LAYOUT, both[:3, :, :16], both[:3, :, 16:], torch.full((3,), -1))
     assert pages.untyped_storage().tolist() == before
 
 

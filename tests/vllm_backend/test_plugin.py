@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import nearfield.vllm as plugin
+from nearfield.vllm.attend import Reach
 from nearfield.vllm.settings import Settings
 
 
@@ -17,6 +18,13 @@ def test_settings() -> None:
     assert Settings.of({}) == Settings.of(None) == Settings() == Settings.of({"other": 1})
     given = {"probes": 7, "window": 32, "exact_below": 0, "prefill": "cells"}
     assert Settings.of({"nearfield": given}) == Settings(7, 32, 0, "cells")
+    assert Settings(exact_below=0).reach(on_card=True) == Settings(exact_below=0).reach(on_card=False) == Reach(64, 0, None)
+
+
+def test_all_is_exact_on_a_cpu_until_somebody_says_otherwise() -> None:
+    on_card, on_cpu = (Settings().reach(on_card=where) for where in (True, False))
+    assert [on_card.first_near(position, 256) for position in (8190, 8191)] == [1, 31]
+    assert on_cpu.first_near(1 << 30, 256) == 1
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,27 @@ MUTANTS = (
         ("test_cells_come_with_the_last_key_of_a_block",),
     ),
     Mutant(
+        "pages: keys by columns where rows are meant",
+        "PageLayout.keys",
+        "if not self.by_columns:",
+        "if self.by_columns:",
+        ("test_keys_and_values_lie_beside_their_cells", "test_keys_may_lie_by_columns"),
+    ),
+    Mutant(
+        "pages: a row that sees all keys leaves out those of the last block",
+        "_one_exactly",
+        "if rest:",
+        "if False:",
+        ("test_a_row_that_sees_all_keys_reads_pages_as_they_lie",),
+    ),
+    Mutant(
+        "pages: a run of pages ends one page early",
+        "vllm.attend:_runs",
+        "numbers[stop - 1] + 1",
+        "numbers[stop - 1]",
+        ("test_a_row_that_sees_all_keys_reads_pages_as_they_lie",),
+    ),
+    Mutant(
         "pages: keys of no slot written into the last block",
         "write_keys",
         "if not bool(is_real.all()):",
