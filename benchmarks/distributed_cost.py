@@ -12,9 +12,10 @@ its share of the rows. With R ranks, n tokens and two bytes a number it receives
 
     (R - 1) / R  n  kv_heads  (2 dim 2 + 4 levels) bytes                      keys and values, and the cell of each key by level
 
-in a layer, half as much again for gradients twice over: K and V once more, and dK and dV. Ring attention receives as many bytes
-of keys and values, in R - 1 parts. A ring of GPUs over several nodes uses all network cards of a node side by side, so its speed
-is that of the slower of a GPU's link inside a node and all cards of a node together.
+in a layer, half as much again for gradients twice over: K and V once more, and dK and dV. Kernels sum up the moments of all cells
+on each rank, so none are received. Ring attention receives as many bytes of keys and values, in R - 1 parts. A ring of GPUs over
+several nodes uses all network cards of a node side by side, so its speed is that of the slower of a GPU's link inside a node and
+all cards of a node together.
 
 Answers. A step scores and reads its share on each rank, and then waits for collectives of a few kilobytes: their latency counts.
 """
@@ -35,8 +36,8 @@ PARTITION = 0.2
 """The share of grouping keys in a causal pass of cells, of one query head per head of keys: `parts` of results/gpu.json."""
 LENGTHS = (131_072, 1_048_576, 8_388_608)
 GPUS = (8, 64, 512)
-COLLECTIVES = 3
-"""Of a step in each layer: normalisers, best scores, outputs."""
+COLLECTIVES = 2
+"""Of a step in each layer: best scores, with normalisers, and outputs."""
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,9 @@ def over_ranks(
             f"method={method!r} draws keys, and ranks would draw others than one process does; with mesh use Exact(), TopK(k), "
             "Cells() or Auto()"
         )
-    limit = crossover.length(query.device, query.dtype, bool(given[0])) if isinstance(method, Auto) else None
+    limit = None
+    if isinstance(method, Auto) and isinstance(query, Tensor):  # what is none is refused where the other ranks are told
+        limit = crossover.length(query.device, query.dtype, bool(given[0]))
     above = Above(attention, _settled, f"{method!r} with a crossover length of {limit}")
     asked = Asked(method, *given)
     run: Any = attend

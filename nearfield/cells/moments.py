@@ -59,9 +59,13 @@ class CellTable(Moments):
         """`[spans]`: how many keys are in cells of each span"""
         return self.starts[self.spans].diff()
 
-    def passes(self) -> Iterator[tuple[int, slice]]:
-        """Pairs (span, range of `order`) that cover all members. Each range is bounded in size and lies in one span."""
+    def passes(self, cells: slice | None = None) -> Iterator[tuple[int, slice]]:
+        """Pairs (span, range of `order`) that cover the members of these cells; None: of all. Each range is bounded in size and
+        lies in one span."""
+        every = slice(0, self.cells) if cells is None else cells
+        begin, end = self.starts[[every.start, every.stop]].tolist()
         for span, (first, last) in enumerate(pairwise(self.starts[self.spans].tolist())):
+            first, last = max(first, begin), min(last, end)
             for start in range(first, last, KEYS_PER_PASS):
                 yield span, slice(start, min(start + KEYS_PER_PASS, last))
 
@@ -114,34 +118,46 @@ def tabulate(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) ->
 
     `cell_of` `[span_levels, n]`: the cells of each key, -1 for none. `spans` `[spans + 1]`: the first cell of each span.
     """
+    table = without_moments(keys, values, cell_of, spans)
+    sum_up_(table, keys, values, slice(0, table.cells))
+    return table
+
+
+def without_moments(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[int]) -> CellTable:
+    """The table that `tabulate` makes, with zeros in the place of its moments."""
     compute = torch.promote_types(keys.dtype, torch.float32)
     cells = spans[-1]
     flat = cell_of.reshape(-1)
-    order = flat.argsort(stable=True)
+    # Of small integers sorting is several times as fast.
+    order = flat.to(torch.int16 if cells < 2**15 else torch.int32).argsort(stable=True)
     sizes = torch.bincount(flat + 1, minlength=cells + 1)
     order, sizes = order[int(sizes[0]) :], sizes[1:]
     cell = flat[order]
     order %= max(1, len(keys))
     starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    share = sizes.clamp(min=1).to(compute).reciprocal()[:, None]
     centroid = keys.new_zeros(cells, keys.shape[1], dtype=compute)
     value = values.new_zeros(cells, values.shape[1], dtype=compute)
-    variance = torch.zeros_like(centroid)
     cross = values.new_zeros(len(spans) - 1, values.shape[1], keys.shape[1], dtype=compute)
     size = sizes.to(compute)
     log_exists = torch.zeros_like(size).masked_fill_(sizes == 0, -torch.inf)
-    table = CellTable(size, log_exists, centroid, variance, value, order, cell, starts, spans, cross)
-    for _, part in table.passes():
-        centroid.index_add_(0, cell[part], keys[order[part]].to(compute))
-        value.index_add_(0, cell[part], values[order[part]].to(compute))
+    return CellTable(size, log_exists, centroid, torch.zeros_like(centroid), value, order, cell, starts, spans, cross)
+
+
+def sum_up_(table: CellTable, keys: Tensor, values: Tensor, cells: slice) -> None:
+    """Put the moments of these cells in the place of zeros, and add to `cross` what their members have a part in."""
+    compute = table.centroid.dtype
+    centroid, variance, value = (x[cells] for x in (table.centroid, table.variance, table.value))
+    share = table.size[cells].clamp(min=1).reciprocal()[:, None]
+    for _, part in table.passes(cells):
+        table.centroid.index_add_(0, table.cell[part], keys[table.order[part]].to(compute))
+        table.value.index_add_(0, table.cell[part], values[table.order[part]].to(compute))
     centroid.mul_(share)
     value.mul_(share)
-    for span, part in table.passes():
+    for span, part in table.passes(cells):
         off_key, off_value = deviations(table, keys, values, part)
-        variance.index_add_(0, cell[part], off_key.square())
-        cross[span].addmm_(off_value.T, off_key)
+        table.variance.index_add_(0, table.cell[part], off_key.square())
+        table.cross[span].addmm_(off_value.T, off_key)
     variance.mul_(share).clamp_(max=MOST_VARIANCE)
-    return table
 
 
 def deviations(table: CellTable, keys: Tensor, values: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -175,15 +191,23 @@ class TableGradient:
         for span in seen.spans:
             self.cross[span].add_(own.cross, alpha=1.0 / max(1, seen.pooled))
 
-    def spread_(self, table: CellTable, keys: Tensor, values: Tensor, key_grad: Tensor, value_grad: Tensor) -> None:
-        """Add to the gradients of keys and values what the moments pass on to them.
+    def spread_(
+        self,
+        table: CellTable,
+        keys: Tensor,
+        values: Tensor,
+        key_grad: Tensor,
+        value_grad: Tensor,
+        cells: slice | None = None,
+    ) -> None:
+        """Add to the gradients of keys and values what the moments of these cells pass on to them; None: those of all.
 
         A mean passes 1/n_c of its gradient to each member, and a variance 2 (k - mu)/n_c of it. A product of deviations passes
         its gradient to each factor times the other one; terms through the means vanish, because deviations sum to zero.
         """
         share = table.size.clamp(min=1).reciprocal()[:, None]
         to_key, to_value, stretch = self.centroid * share, self.value * share, 2 * self.variance * share
-        for span, part in table.passes():
+        for span, part in table.passes(cells):
             own, cell = table.order[part], table.cell[part]
             key, value = deviations(table, keys, values, part)
             matrix = self.cross[span]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearfield import _compat
 from nearfield.cells import reference
-from nearfield.cells.moments import CellTable
+from nearfield.cells.moments import CellTable, TableGradient
 from nearfield.cells.partition import from_plain
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.reference import CellPlan
@@ -159,8 +159,14 @@ def backward(
     drawn: Tensor,
     log_factor: Tensor,
     *settings: Any,
+    tables: Sequence[CellTable] = (),
+    table_grads: Sequence[TableGradient] = (),
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys and values, the plan held fixed. `lse_grad`: None where nothing depends on the lse."""
+    """Gradients of queries, keys and values, the plan held fixed. `lse_grad`: None where nothing depends on the lse.
+
+    `tables`: as for `forward`. `table_grads`: of all entries; the torch engine adds what it finds of the moments to them, and
+    passes none of it on to keys and values.
+    """
     recipe = Recipe.of(settings)
     if recipe.engine == "triton":
         from nearfield.cells.triton.backward import backward as run
@@ -171,7 +177,8 @@ def backward(
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values))
     for entry in range(len(queries)):
         plan = CellPlan(*(x[entry] for x in (cell_of, opened, order, drawn, log_factor)))
-        head = head_of(recipe, queries, wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order)
+        table = tables[entry] if tables else None
+        head = head_of(recipe, queries, wide(keys[entry]), values, visible, plan.cell_of.long(), seed, entry, plan.order, table)
         out, out_grad = wide(output[entry]), wide(output_grad[entry])
         own_lse_grad = None if lse_grad is None else lse_grad[entry]
         if recipe.engine == "reference":
@@ -181,7 +188,8 @@ def backward(
                 x[entry] if x.dtype == head.compute and x.shape[2] == y.shape[1] else None
                 for x, y in zip(grads, (head.queries, head.keys, head.values), strict=True)
             ]
-            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into, own_lse_grad)
+            table_grad = table_grads[entry] if table_grads else None
+            found = torch_backward.backward(head, plan, out, lse[entry], out_grad, into, own_lse_grad, table_grad)
         for place, grad in zip(grads, found, strict=True):
             if place[entry].data_ptr() != grad.data_ptr():
                 place[entry] = grad[:, : place.shape[2]]

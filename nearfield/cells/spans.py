@@ -33,7 +33,7 @@ class Spans:
     have members from the whole past, and a segment that has just been closed is a short span by itself. Spans have 2^level
     segments. Those of the largest level follow each other without gaps. A shorter one that would directly follow another of its
     length is never seen, because the two are seen as one longer span; so it is not made. A key is in at most one span of each
-    level.
+    level. There are as many spans as segments.
 
     Cells are numbered level by level and span by span. A span has cells in proportion to its length.
     """
@@ -65,20 +65,6 @@ class Spans:
     def edges(self, per_segment: int) -> list[int]:
         """The first cell of each span if a segment has `per_segment` of them, and the total number of cells at the end."""
         return [0, *accumulate(span.segments * per_segment for span in self.all)]
-
-    def renumbered(self, cell_of: Tensor, of: Spans, segment: int, per_segment: int) -> Tensor:
-        """Cells `[span_levels, n]` as these spans number them, from how spans `of` as many segments or more do.
-
-        Keys in spans that are not among these are in no cell. `segment`, `per_segment`: the keys and cells of a segment.
-        """
-        own, other = self.edges(per_segment), of.edges(per_segment)
-        found = torch.full_like(cell_of, -1)
-        for level, base in enumerate(self._base):
-            spans = [span for span in self.all if span.level == level]
-            end = (spans[-1].first + spans[-1].segments) * segment
-            part = cell_of[level, :end]
-            found[level, :end] = torch.where(part < 0, part, part + (own[base] - other[of._base[level]]))
-        return found
 
 
 class Piece(NamedTuple):

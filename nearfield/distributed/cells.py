@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.method import Cells
-from nearfield.cells.operator import Given, Recipe, backward, forward
+from nearfield.cells.moments import TableGradient
+from nearfield.cells.operator import Given, Recipe, backward, forward, wide
 from nearfield.cells.spans import Spans, closed_keys
+from nearfield.cells.torch.head import edges_of
 from nearfield.distributed.dealing import Dealt
 from nearfield.distributed.group import Ranks
 from nearfield.distributed.layout import Layout
+from nearfield.distributed.tables import Tables
 from nearfield.distributed.ways import Again, Begun, Facts, Found, Grads, Part
 from nearfield.kernels.dense import sink_share, sink_weight
 from nearfield.problem import Problem, Rows, check, isolate_non_finite
@@ -61,28 +65,59 @@ class ByCells:
         return counts.expand(-1, entries // len(counts), -1).reshape(entries, 1)
 
     def _inputs(self, dealt: Dealt, key: Tensor, padding: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys that this rank groups, `[shares, n, dim]`, and how many of them are seen, `[shares, 1]`."""
-        wanted = [[share.entry for share in shares] for shares in dealt.shares]
-        own, dim = wanted[self.ranks.rank], key.shape[3]
-        entries = key.flatten(0, 1)
-        shapes = [(len(own), count, dim) for count in self.keys.counts]
-        coming = self.ranks.start_exchange("keys to group", [entries[x] for x in wanted], shapes)
-        keys = self.keys.joined([pending.wait() for pending in coming], 1)
+        """The keys that this rank groups, `[shares, n, dim]` with zeros for others, and how many are seen, `[shares, 1]`."""
+        rank, entries = self.ranks.rank, key.flatten(0, 1)
+        # Of padded keys the places where they are grouped are others.
+        every = [slice(0, dealt.length)]
+        wanted = [[(x.entry, dealt.keys(x) if padding is None else every) for x in shares] for shares in dealt.shares]
+        parts = [[entries[entry, x] for entry, some in each for x, _ in self.keys.within(rank, some)] for each in wanted]
+        counts = [
+            sum(x.stop - x.start for _, some in wanted[rank] for x, _ in self.keys.within(other, some))
+            for other in range(self.ranks.size)
+        ]
+        flat = [torch.cat(part) if part else entries[0, :0] for part in parts]
+        coming = self.ranks.start_exchange("keys to group", flat, [(count, key.shape[3]) for count in counts])
+        own = [entry for entry, _ in wanted[rank]]
+        keys = key.new_zeros(len(own), dealt.length, key.shape[3])
+        for other, pending in enumerate(coming):
+            come = pending.wait()
+            come = come if dealt.by_kernels else _without_non_finite(come)
+            for place, (_, some) in zip(keys, wanted[rank], strict=True):
+                for x, there in self.keys.within(other, some):
+                    count = x.stop - x.start
+                    place[there], come = come[:count], come[count:]
         if padding is not None:
-            counts = padding.expand(-1, key.shape[1], -1).flatten(0, 1)[own]
+            counted = padding.expand(-1, key.shape[1], -1).flatten(0, 1)[own]
             # As in `Problem.grouped`: what padding hides comes last.
-            order = counts.logical_not().to(torch.int8).argsort(dim=1, stable=True)
-            keys = keys.gather(1, order[..., None].expand_as(keys)).masked_fill(~counts.gather(1, order)[..., None], 0)
-        if not dealt.by_kernels:
-            keys = keys.masked_fill(~keys.isfinite().all(-1, keepdim=True), 0)
+            order = counted.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+            keys = keys.gather(1, order[..., None].expand_as(keys)).masked_fill(~counted.gather(1, order)[..., None], 0)
         return keys, seen[own]
+
+    def _grouped(self, part: Part) -> Rows:
+        """Keys and values of a part as they are grouped: the same on all ranks, whatever rows they have."""
+        places = torch.arange(0, device=part.key.device) if self.facts.is_causal else None
+        return self._problem(part._replace(query=part.query[:, :, :0]), places).grouped
+
+    def _tables(self, part: Part) -> Tables | None:
+        """Those of all keys. None: kernels make their own."""
+        if self.recipe.engine == "triton":
+            return None
+        assert part.begun.cells is not None
+        rows, sizes = self._grouped(part), self.recipe.sizes
+        cells = part.begun.cells[..., : rows.length].flatten(0, 1)
+        edges = []
+        for cell_of, closed in zip(cells, itertools.chain(*part.begun.closed), strict=True):
+            segment = sizes.segment or closed
+            edges.append(edges_of(Spans(closed // segment if segment else 0, sizes.span_levels), sizes, segment, cell_of))
+        return Tables.made(self.ranks, [*map(wide, rows.keys)], [*map(wide, rows.values)], cells.long(), edges)
 
     def forward(self, part: Part, trained: bool) -> Found:
         outputs: list[Tensor] = []
         lses: list[Tensor] = []
         kept: list[Tensor] = []
+        tables = self._tables(part)
         for own, places in self._calls(part):
-            found = self._attend(own, places)
+            found = self._attend(own, places, tables)
             outputs.append(found.output)
             lses += [] if found.lse is None else [found.lse]
             kept += found.kept
@@ -102,20 +137,42 @@ class ByCells:
             part.value.new_zeros(part.value.shape, dtype=self._compute(part)),
             None if part.sink is None else torch.zeros_like(part.sink),
         )
-        start = 0
+        start, tables = 0, self._tables(part)
+        table_grads = [] if tables is None else [TableGradient.zeros_like(table) for table in tables.every]
         for number, (own, places) in enumerate(self._calls(part)):
             rows = slice(start, start + own.query.shape[2])
             start = rows.stop
             of_lse = None if lse_grad is None else lse_grad[:, :, rows]
             given = output[:, :, rows], lse[:, :, rows], kept[2 * number : 2 * number + 2], grad[:, :, rows], of_lse
-            found = self._differentiate(own, places, *given)
+            found = self._differentiate(own, places, *given, tables, table_grads)
             query_grads.append(found.query)
             total.key.add_(found.key)
             total.value.add_(found.value)
             if total.sink is not None and found.sink is not None:
                 total.sink.add_(found.sink)
+        if tables is not None:
+            self._spread(part, tables, table_grads, total)
         query_grad = torch.cat(query_grads, 2) if query_grads else total.query
         return total._replace(query=query_grad, key=total.key.to(part.key.dtype), value=total.value.to(part.value.dtype))
+
+    def _spread(self, part: Part, tables: Tables, table_grads: list[TableGradient], total: Grads) -> None:
+        """Add what moments pass on to keys and values, the gradients of all ranks together: each rank does so for its cells."""
+        tables.summed_(table_grads)
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (part.key, part.value)]
+            rows = self._grouped(part._replace(key=inputs[0], value=inputs[1]))
+        found: list[list[Tensor]] = [[], []]
+        for entry, (table, parts) in enumerate(zip(tables.every, tables.parts, strict=True)):
+            own = [wide(x[entry].detach()) for x in (rows.keys, rows.values)]
+            key_grad, value_grad = (torch.zeros_like(x, dtype=self._compute(part)) for x in own)
+            table_grads[entry].spread_(table, own[0], own[1], key_grad, value_grad, parts[self.ranks.rank].cells)
+            found[0].append(key_grad)
+            found[1].append(value_grad)
+        reached = rows.keys, rows.values
+        grads = [torch.stack(x)[..., : y.shape[2]].to(y.dtype) for x, y in zip(found, reached, strict=True)]
+        of_inputs = torch.autograd.grad(reached, inputs, grads)
+        total.key.add_(of_inputs[0])
+        total.value.add_(of_inputs[1])
 
     def _calls(self, part: Part) -> Iterator[tuple[Part, Tensor | None]]:
         """The calls to make, with the rows of each and where these stand."""
@@ -146,23 +203,13 @@ class ByCells:
             return replace(problem, sync=False)
         return isolate_non_finite(problem, False)
 
-    def _given(self, part: Part, problem: Problem, rows: Rows) -> Tensor:
-        """`[entries, span_levels, n]`: the cells, numbered as a call with these rows numbers them."""
+    def _given(self, part: Part, rows: Rows) -> Tensor:
+        """`[entries, span_levels, n]`: the cells of all keys."""
         assert part.begun.cells is not None
-        cells = part.begun.cells[..., : rows.length].flatten(0, 1)
-        sizes = self.recipe.sizes
-        if self.recipe.engine == "triton" or not sizes.segment:
-            return cells
-        closed = closed_keys(rows.visible, sizes, sizes.group).amax(1).tolist()
-        every = [count for counts in part.begun.closed for count in counts]
-        made = []
-        for cell_of, own, of_all in zip(cells, closed, every, strict=True):
-            spans, others = (Spans(count // sizes.segment, sizes.span_levels) for count in (own, of_all))
-            made.append(spans.renumbered(cell_of, others, sizes.segment, sizes.cells_in(sizes.segment)))
-        return torch.stack(made)
+        return part.begun.cells[..., : rows.length].flatten(0, 1)
 
     @torch.no_grad()
-    def _attend(self, part: Part, places: Tensor | None) -> Found:
+    def _attend(self, part: Part, places: Tensor | None, tables: Tables | None) -> Found:
         problem = self._problem(part, places)
         if problem.is_empty:
             output, lse = self._by_calls.attend(part)
@@ -170,8 +217,8 @@ class ByCells:
             return Found(output, lse, (nothing, nothing))
         rows = problem.grouped
         inputs = rows.queries, rows.keys, rows.values, rows.visible, _no_seed()
-        given = Given(self._given(part, problem, rows))
-        found, lse, _, _, opened, order, *_ = forward(*inputs, *self.recipe.arguments(), given=given)
+        given, made = Given(self._given(part, rows)), () if tables is None else tables.every
+        found, lse, _, _, opened, order, *_ = forward(*inputs, *self.recipe.arguments(), given=given, tables=made)
         if problem.row_sinks is not None:
             share, lse = sink_share(lse, problem.row_sinks)
             found = found * share[..., None]
@@ -189,7 +236,10 @@ class ByCells:
         kept: tuple[Tensor, ...],
         grad: Tensor,
         lse_grad: Tensor | None,
+        tables: Tables | None,
+        table_grads: list[TableGradient],
     ) -> Grads:
+        """Gradients of the inputs; those of `tables` are added to `table_grads`."""
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (part.query, part.key, part.value)]
             sink = None if part.sink is None else part.sink.detach().requires_grad_()
@@ -205,11 +255,13 @@ class ByCells:
         opened, order = kept
         detached = rows.detach()
         drawn = opened.new_empty(*rows.visible.shape, 0)
-        plan = self._given(part, problem, detached), opened, order, drawn, drawn.to(lse.dtype)
+        plan = self._given(part, detached), opened, order, drawn, drawn.to(lse.dtype)
         between = detached.visible, _no_seed(), output, lse, *plan
         with torch.no_grad():
             of_inputs = detached.queries, detached.keys, detached.values
-            found = list(backward(grad, of_lse, *of_inputs, *between, *self.recipe.arguments()))
+            made = () if tables is None else tables.every
+            settings = self.recipe.arguments()
+            found = list(backward(grad, of_lse, *of_inputs, *between, *settings, tables=made, table_grads=table_grads))
         reached = [rows.queries, rows.keys, rows.values]
         if sink is not None and sinks is not None:
             delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
@@ -222,6 +274,14 @@ class ByCells:
     def _by_calls(self) -> Again:
         """For rows that see no key at all."""
         return Again(replace(self.facts, return_lse=True))
+
+
+def _without_non_finite(keys: Tensor) -> Tensor:
+    """Keys `[n, dim]`, those with NaN or inf as zeros."""
+    # A sum is finite only if all its terms are: one cheap pass for the usual case.
+    if bool(keys.sum(dtype=torch.promote_types(keys.dtype, torch.float32)).isfinite()):
+        return keys
+    return keys.masked_fill(~keys.isfinite().all(-1, keepdim=True), 0)
 
 
 def _no_seed() -> Tensor:

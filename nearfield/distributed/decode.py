@@ -4,11 +4,14 @@ In shapes, `heads` counts the key heads of all batch entries, and `group` the qu
 
 A step of R ranks exchanges, per key head and row, and each number with every other rank:
 
-    normalisers   group numbers: each query's log-normaliser over the own keys. Only where query heads share keys: they open
-                  cells together, those in which one of them may have the largest share of its weights
     scores        P numbers: the best of the own cells. All ranks sort what all of them offer, so that each knows which of its
                   cells are among the P best of all
     outputs       group (value_dim + 1) numbers: outputs and their log-normalisers
+
+Query heads that share keys open cells together, those in which one of them may have the largest share of its weights. For that
+each needs its log-normaliser over the keys of all ranks. A step of one row, which waits for messages and not for their size,
+sends it along: group numbers, and not the P best cells but the P best ones of each query, with the scores of all queries, which
+are group^2 P numbers. The P best of all are among them. Several rows exchange normalisers first.
 
 and, once after a segment was closed, value_dim dim + 1 numbers per key head: the covariance of values and keys is that of all
 cells. A step that opens all cells, and one with `balance="local"`, exchanges outputs alone.
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from nearfield.cells.cache.attention import (
     best_shares,
+    cached_attention,
     opened_places,
     read_open_end,
     read_opened,
@@ -39,7 +43,6 @@ from nearfield.cells.far_field import best_columns
 from nearfield.distributed.group import Ranks
 from nearfield.distributed.share import OpenEnd, Share
 from nearfield.kernels.reference import weighted_softmax
-from nearfield.merge import merge
 
 BALANCES = ("global", "local")
 
@@ -47,6 +50,8 @@ BALANCES = ("global", "local")
 def attend_together(ranks: Ranks, share: Share, queries: Tensor, first: int, rows: int, probes: int, balance: str) -> Tensor:
     """Output `[heads, group * rows, value_dim]` of `scaled_queries` of rows at the positions from `first` on, as
     `cached_attention` has it of keys on one machine. All ranks get the same bits."""
+    if ranks.size == 1:
+        return cached_attention(share.own, queries, first, rows, probes)
     opens_all = probes >= share.cells
     if share.closed and not opens_all and share.covariance is None:
         share.covariance = shared_covariance(ranks, share)
@@ -77,7 +82,9 @@ def attend_to_own(
         opened, taken = choose(ranks, scores, seen, rows, probes, balance)
     place, missing = opened_places(flat, opened, heads, taken)
     inside = read_opened(own, queries, rows, place, missing)
-    is_open = torch.zeros(heads * rows, scores.shape[2], dtype=torch.bool, device=queries.device).scatter_(1, opened, taken)
+    # A cell may be there more than once, and is then taken at most once.
+    is_open = torch.zeros(heads * rows, scores.shape[2], dtype=torch.uint8, device=queries.device)
+    is_open = is_open.scatter_add_(1, opened, taken.to(torch.uint8)).bool()
     is_open = is_open.view(heads, 1, rows, -1).expand(-1, group_rows // rows, -1, -1).reshape(log_masses.shape)
     logits = [open_end.logits, sinks.logits, inside.logits, log_masses.masked_fill_(is_open, -torch.inf)]
     weight, lse = weighted_softmax(torch.cat(logits, 2), None)
@@ -102,6 +109,8 @@ def choose(ranks: Ranks, scores: Tensor, seen: list[Tensor], rows: int, probes: 
     normaliser = None
     if group_rows > rows:
         normaliser = torch.stack([logits.logsumexp(2) for logits in seen]).logsumexp(0)
+        if balance == "global" and rows == 1:
+            return choose_at_once(ranks, scores, normaliser, probes)
         if balance == "global":
             normaliser = ranks.gather("normalisers", normaliser).logsumexp(0)
     scores = best_shares(scores, normaliser, rows) if cells else scores.new_empty(heads * rows, 0)
@@ -110,21 +119,45 @@ def choose(ranks: Ranks, scores: Tensor, seen: list[Tensor], rows: int, probes: 
         return opened, best > -torch.inf
     best, opened = best_columns(scores, min(cells, probes))
     offered = torch.nn.functional.pad(best, (0, probes - best.shape[1]), value=-torch.inf)
-    return opened, among_best(ranks.gather("scores", offered))[ranks.rank, :, : best.shape[1]]
+    return opened, among_best(ranks.gather("scores", offered), probes)[ranks.rank, :, : best.shape[1]]
 
 
-def among_best(offered: Tensor) -> Tensor:
-    """`[ranks, rows, probes]`: which of these scores are among the `probes` best of a row. Of equal ones those of lower ranks."""
-    count, rows, probes = offered.shape
+def choose_at_once(ranks: Ranks, scores: Tensor, normaliser: Tensor, probes: int) -> tuple[Tensor, Tensor]:
+    """`choose` for a group of queries in one row, in one exchange: `scores` `[heads, group, cells]`, and the `normaliser`
+    `[heads, group]` over the own keys."""
+    heads, group, cells = scores.shape
+    offered = scores.new_full((heads, group * probes, group), -torch.inf)
+    opened = torch.zeros(heads, 0, dtype=torch.int64, device=scores.device)
+    if cells:
+        opened = best_columns(scores.flatten(0, 1), min(cells, probes))[1].view(heads, -1).sort(1)[0]
+        own = scores.gather(2, opened[:, None].expand(-1, group, -1)).transpose(1, 2)
+        # A cell that several queries offer counts once.
+        again = torch.nn.functional.pad(opened.diff(dim=1) == 0, (1, 0))
+        offered[:, : opened.shape[1]] = own.masked_fill(again[..., None], -torch.inf)
+    found = ranks.gather("scores", torch.cat([normaliser, offered.flatten(1)], 1))
+    whole = found[..., :group].logsumexp(0)
+    shares = (found[..., group:].view(ranks.size, heads, -1, group) - whole[:, None]).amax(3)
+    taken = among_best(shares, probes)[ranks.rank, :, : opened.shape[1]]
+    # No more than `probes` of them are taken.
+    taken, place = taken.to(torch.uint8).sort(1, descending=True)
+    return opened.gather(1, place)[:, :probes], taken[:, :probes].bool()
+
+
+def among_best(offered: Tensor, probes: int) -> Tensor:
+    """`[ranks, rows, any]`: which of these scores are among the `probes` best of a row. Of equal ones those of lower ranks."""
+    count, rows, each = offered.shape
     best = offered.transpose(0, 1).reshape(rows, -1).sort(dim=1, descending=True, stable=True)[1][:, :probes]
-    taken = torch.zeros(rows, count * probes, dtype=torch.bool, device=offered.device).scatter_(1, best, True)
-    return taken.view(rows, count, probes).transpose(0, 1) & (offered > -torch.inf)
+    taken = torch.zeros(rows, count * each, dtype=torch.bool, device=offered.device).scatter_(1, best, True)
+    return taken.view(rows, count, each).transpose(0, 1) & (offered > -torch.inf)
 
 
 def merged(ranks: Ranks, output: Tensor, lse: Tensor) -> Tensor:
     """The output over the keys of all ranks, from that over the own ones."""
     found = ranks.gather("outputs", torch.cat([output, lse[..., None]], -1))
-    return merge(found[..., :-1].unbind(0), found[..., -1].unbind(0))[0]
+    output, lse = found[..., :-1], found[..., -1:]
+    # As `nearfield.merge`, in fewer operations. A row that sees no key of a rank gets zeros there.
+    share = lse.clamp(min=torch.finfo(lse.dtype).min).softmax(0)
+    return (share * output.masked_fill(lse == -torch.inf, 0.0)).sum(0)
 
 
 def shared_covariance(ranks: Ranks, share: Share) -> Tensor:

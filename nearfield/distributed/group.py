@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from nearfield._compat import meeting_store
 
 HEADER = 8
 """Numbers that ranks exchange before a call: a digest of its arguments, the length of their text, and up to six of its own."""
+SMALL = 1 << 18
+"""Up to so many bytes in all, each rank sends its own straight to all others. Gloo gathers in a ring, from one to the next, which
+is for what takes longer to send than to arrive."""
 PATIENCE = timedelta(seconds=3)
 """How long to wait for an answer of the others, to say which rank has failed."""
 
@@ -55,6 +59,24 @@ class Pending:
         return self._result
 
 
+class Agreement:
+    """What all ranks say of a call, on its way."""
+
+    def __init__(self, ranks: Ranks, text: str, header: Tensor | Pending, numbers: int) -> None:
+        self._ranks, self._text, self._header, self._numbers = ranks, text, header, numbers
+
+    def wait(self) -> list[list[int]]:
+        """The numbers of all ranks. Raises on every rank unless all make the same call."""
+        if isinstance(self._header, Pending):
+            ranks, pending = self._ranks, self._header
+            ranks._unsettled = None
+            self._header = pending.wait().cpu()
+            if bool((self._header[:, :2] != self._header[0, :2]).any()):
+                ranks._tell_differences(self._text or "{}")
+            ranks._agreed = ranks._calls
+        return [row[2 : 2 + self._numbers] for row in self._header.tolist()]
+
+
 class Ranks:
     """A process group, for collectives that say who has failed.
 
@@ -72,6 +94,8 @@ class Ranks:
         self._calls = 0
         self._agreed = 0
         """how many calls there were when the ranks last agreed"""
+        self._unsettled: Agreement | None = None
+        """waited for before anything else is exchanged"""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -100,20 +124,25 @@ class Ranks:
 
     def start_gather(self, what: str, x: Tensor) -> Pending:
         """The tensors of all ranks, of one shape, as `[size, ...]`."""
-        # The names since torch 2.13; older ones know the others. A torch without torch.distributed knows none.
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self.settle()
         found = x.new_empty((self.size, *x.shape))
         self.sent[what] += x.nbytes * (self.size - 1)
         with self.guarded(what):
-            work = all_gather(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
+            if x.device.type == "cpu" and found.nbytes <= SMALL:
+                work = dist.all_to_all_single(found.view(-1), x.reshape(-1).repeat(self.size), group=self.group, async_op=True)
+            else:
+                # The names since torch 2.13; older ones know the others. A torch without torch.distributed knows none.
+                all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                work = all_gather(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
             return Pending(self, what, found, work)
 
     def gather(self, what: str, x: Tensor) -> Tensor:
-        """`start_gather`, at once."""
-        return self.start_gather(what, x).wait()
+        """`start_gather`, at once. With one rank nothing goes anywhere, and this is a view."""
+        return x[None] if self.size == 1 else self.start_gather(what, x).wait()
 
     def start_sum(self, what: str, x: Tensor) -> Pending:
         """The sum over all ranks of what each has for this one, of `x` `[size, ...]`."""
+        self.settle()
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         found = x.new_empty(x.shape[1:])
         self.sent[what] += found.nbytes * (self.size - 1)
@@ -123,6 +152,7 @@ class Ranks:
 
     def start_exchange(self, what: str, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Pending]:
         """Part r of `parts` goes to rank r; from each rank comes one of `shapes`. All of one dtype and device."""
+        self.settle()
         flat = torch.cat([part.reshape(-1) for part in parts])
         sizes, wanted = [part.numel() for part in parts], [math.prod(shape) for shape in shapes]
         found = flat.new_empty(sum(wanted))
@@ -161,6 +191,8 @@ class Ranks:
             if self._calls > calls:
                 _LEFT[self.group] = f"{what} ({type(error).__name__})"
             raise
+        finally:
+            self._unsettled = None
 
     def agree(
         self, call: str, numbers: Sequence[int] = (), moving: Mapping[str, Any] | None = None, **facts: Any
@@ -171,20 +203,29 @@ class Ranks:
         exchanges something else: all wait for it, also where it has to come from a GPU. `moving`: facts that are others in every
         call, such as a length. Without `check`, nothing is compared, and nothing is sent but numbers.
         """
-        if not self.check and not numbers:
-            return [[]] * self.size
+        with self.together(call):
+            return self.start_agree(call, numbers, moving, **facts).wait()
+
+    def start_agree(
+        self, call: str, numbers: Sequence[int] = (), moving: Mapping[str, Any] | None = None, **facts: Any
+    ) -> Agreement:
+        """`agree`, whose answer is on its way. It is waited for where it is asked for, and at the latest before ranks exchange
+        anything else. The call must `settle` before it ends."""
         text = json.dumps({"call": call, **facts, **(moving or {})}, default=str, sort_keys=True) if self.check else ""
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        header = torch.tensor([digest, len(text), *numbers], dtype=torch.int64)
-        header = torch.cat([header, header.new_zeros(HEADER - len(header))])
-        with self.together(call):
-            rows: list[list[int]] = self.gather("checks", header.to(self._place)).tolist()
-            if any(row[:2] != rows[0][:2] for row in rows):
-                self._tell_differences(text or "{}")
-            self._agreed = self._calls
-        return [row[2 : 2 + len(numbers)] for row in rows]
+        said = [digest, len(text), *numbers]
+        header = torch.tensor(said + [0] * (HEADER - len(said)), dtype=torch.int64)
+        if self.size == 1 or not (self.check or numbers):
+            return Agreement(self, text, header.expand(self.size, -1), len(numbers))
+        self._unsettled = Agreement(self, text, self.start_gather("checks", header.to(self._place)), len(numbers))
+        return self._unsettled
 
-    @property
+    def settle(self) -> None:
+        """Wait for what ranks say of the call that is under way, unless somebody has waited for it."""
+        if self._unsettled is not None:
+            self._unsettled.wait()
+
+    @cached_property
     def _place(self) -> torch.device:
         """Where ranks can exchange numbers that are read at once."""
         on_cpu = "cpu:gloo" in dist.get_backend_config(self.group) or dist.get_backend(self.group) == "gloo"

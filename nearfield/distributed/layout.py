@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,18 @@ class Layout:
     def places(self, rank: int, device: torch.device | None = None) -> Tensor:
         """`[tokens]`: where in the sequence each token of a rank is."""
         return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces(rank)])
+
+    def within(self, rank: int, ranges: Sequence[slice]) -> list[tuple[slice, slice]]:
+        """Which tokens of a rank are in some ranges of the sequence: as the rank counts them, and where in the sequence."""
+        found, used = [], 0
+        for piece in self.pieces(rank):
+            for some in ranges:
+                start, stop = max(piece.start, some.start), min(piece.stop, some.stop)
+                if start < stop:
+                    shift = used - piece.start
+                    found.append((slice(start + shift, stop + shift), slice(start, stop)))
+            used += piece.stop - piece.start
+        return found
 
     def own(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """The tokens of a rank, from a tensor with all of them along `dim`."""

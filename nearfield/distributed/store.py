@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from nearfield.cells.cache.store import CellStore, Near
 from nearfield.cells.method import Cells
 from nearfield.distributed.deal import Deal
 from nearfield.distributed.decode import BALANCES, attend_together, exact_together
-from nearfield.distributed.group import Ranks, told
+from nearfield.distributed.group import Agreement, Ranks, told
 from nearfield.distributed.layout import ZigZag
 from nearfield.distributed.share import Share
 
@@ -35,8 +36,8 @@ class ShardedStore(CellStore):
         balance: "global": the best cells of all ranks are opened, as many as one machine would open; ranks compare their scores
             for that. "local": each rank opens as many, its own best ones, and asks nobody; a rank that has what a query looks for
             then opens too little of it, and the others what is of no use.
-        check: whether ranks compare what they are called with before each step; see `Ranks.agree`. A step then has one more
-            exchange, of 64 bytes.
+        check: whether ranks compare what they are called with in each step; see `Ranks.agree`. A step then has one more exchange,
+            of 64 bytes, which is on its way while a rank scores its own cells. Nothing else is exchanged before it is there.
         audit: as in `CellStore`; so are the next three. A look at the error takes two more exchanges.
         offload: of each rank's own keys, in its own machine's memory.
         group_from: of keys on all ranks together.
@@ -106,7 +107,7 @@ class ShardedStore(CellStore):
             return None
         deal = share.deal
         with self.ranks.together(name):
-            self._agree(name)
+            self._start_agree(name).wait()
             own = share.own.in_order(getattr(share.own, name))
             most = max(map(deal.held, range(self.ranks.size)))
             parts = self.ranks.gather(name, torch.nn.functional.pad(own, (0, 0, 0, most - own.shape[2])))
@@ -183,16 +184,21 @@ class ShardedStore(CellStore):
             if wrong is None and query.shape[2] > 1:
                 numbers = [int(share.values.view(slice(share.own.closed, share.own.length)).isfinite().all())]
             given = {"query": _described(query), "scale": scale, "audit": self.audit}
-            found = self._agree("attend", numbers, **given, error=told(wrong))
-            if wrong is not None:
-                raise wrong
-            self._all_finite = all(row[0] for row in found if row)
-            return super().attend(query, scale)
+            agreement = self._start_agree("attend", numbers, **given, error=told(wrong))
+            # The others' answer to a step arrives while this rank looks at its own keys.
+            if wrong is not None or numbers:
+                found = agreement.wait()
+                if wrong is not None:
+                    raise wrong
+                self._all_finite = all(row[0] for row in found)
+            output = super().attend(query, scale)
+            self.ranks.settle()
+            return output
 
-    def _agree(self, call: str, numbers: list[int] | None = None, **facts: Any) -> list[list[int]]:
+    def _start_agree(self, call: str, numbers: Sequence[int] = (), **facts: Any) -> Agreement:
         share = self.share
         moving = {} if share is None else share.facts
-        return self.ranks.agree(f"ShardedStore.{call}", numbers or (), moving, **facts, **self._settings)
+        return self.ranks.start_agree(f"ShardedStore.{call}", numbers, moving, **facts, **self._settings)
 
     def _empty_state(self, key: Tensor, value: Tensor) -> CacheState:
         empty = super()._empty_state(key, value)

@@ -38,7 +38,7 @@ def test_what_ranks_receive(cost: Any) -> None:
 def test_latency_grows_with_nodes(cost: Any) -> None:
     links = cost.Links()
     assert [links.latency(gpus) for gpus in (1, 8, 64, 512)] == [0.0, 0.01, pytest.approx(0.035), pytest.approx(0.06)]
-    assert cost.step(cost.Shape("", 32, 8), 4096, 8, links, {256: 1.0, 512: 2.0}) == {"cells_ms": 2.0, "exchange_ms": 0.03}
+    assert cost.step(cost.Shape("", 32, 8), 4096, 8, links, {256: 1.0, 512: 2.0}) == {"cells_ms": 2.0, "exchange_ms": 0.02}
 
 
 def test_the_results_are_those_of_the_model(cost: Any) -> None:

@@ -9,18 +9,18 @@ import nearfield as nf
 from nearfield.cells.operator import Recipe
 from nearfield.cells.partition import to_plain
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.spans import Spans
 from nearfield.cells.torch.head import assign
 from nearfield.distributed.dealing import Dealt
 
 
-def dealt(closed: tuple[int, ...], ranks: int) -> Dealt:
-    sizes = CellSizes(group=1, segment=16, window=0, sinks=2, cell_size=4, probes=3, samples=0, span_levels=4)
+def dealt(closed: tuple[int, ...], ranks: int, levels: int = 4) -> Dealt:
+    sizes = CellSizes(group=1, segment=16, window=0, sinks=2, cell_size=4, probes=3, samples=0, span_levels=levels)
     return Dealt(Recipe(sizes, 1.0, 0.0, *to_plain(nf.KMeans()), "torch"), closed, 128, ranks)
 
 
 def work(found: Dealt) -> list[int]:
-    return [sum(span.segments**2 for share in shares for span in share.spans) for shares in found.shares]
+    """Segments that each rank groups, as often as it does."""
+    return [sum(span.segments for share in shares for span in share.spans) for shares in found.shares]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -36,7 +36,23 @@ def test_spans_of_few_heads_are_dealt_out_by_cost() -> None:
     assert len(set(work(whole))) == 1
     assert all(len(shares) == 1 for shares in whole.shares)
     few = dealt((112,), 2)  # seven segments: one span of four, two of two, four of one
-    assert work(few) == [16, 12]
+    assert work(few) == [6, 6]
+    many = dealt((63 * 16,) * 2, 8, levels=6)
+    assert max(work(many)) < 1.2 * sum(work(many)) / 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_no_keys_come_but_those_that_are_grouped(ranks: int) -> None:
+    found = dealt((112, 96, 128), ranks)
+    for shares in found.shares:
+        for share in shares:
+            grouped = torch.zeros(128, dtype=torch.bool)
+            for span in share.spans:
+                grouped[span.first * 16 : (span.first + span.segments) * 16] = True
+            come = torch.zeros(128, dtype=torch.int64)
+            for some in found.keys(share):
+                come[some] += 1
+            assert torch.equal(come, grouped.long())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -51,28 +67,3 @@ def test_cells_are_those_of_one_process(ranks: int) -> None:
         assert parts[-1].shape == (found.most,)
     wanted = [assign(keys[entry], visible[entry], found.recipe.sizes, nf.KMeans()) for entry in range(2)]
     assert torch.equal(found.together(parts).long(), torch.stack(wanted))
-
-
-@pytest.mark.parametrize("levels", [1, 3, 8])
-def test_cells_of_fewer_segments_are_numbered_anew(levels: int) -> None:
-    every = Spans(13, levels)
-    edges = every.edges(4)
-    cell_of = torch.full((levels, 13 * 16 + 5), -1)
-    for span in every.all:
-        # The first key of a span has its first cell, the last one its last cell.
-        start, stop = span.first * 16, (span.first + span.segments) * 16
-        cell_of[span.level, start:stop] = edges[span.number]
-        cell_of[span.level, stop - 1] = edges[span.number + 1] - 1
-    cell_of[:, :2] = -1
-    for segments in range(14):
-        fewer = Spans(segments, levels)
-        found, own = fewer.renumbered(cell_of, every, 16, 4), fewer.edges(4)
-        reached = torch.zeros_like(found, dtype=torch.bool)
-        for span in fewer.all:
-            start, stop = span.first * 16, (span.first + span.segments) * 16
-            assert (found[span.level, max(2, start) : stop - 1] == own[span.number]).all()
-            assert found[span.level, stop - 1] == own[span.number + 1] - 1
-            reached[span.level, max(2, start) : stop] = True
-        # What is in no span may be in a cell only where nobody looks.
-        assert (found[~reached] < max(1, own[-1])).all() or segments == 0
-        assert (found[:, segments * 16 :] == -1).all()

@@ -17,6 +17,7 @@ from crew import Crew, crew
 from torch import Tensor
 
 from nearfield.distributed import Ranks
+from nearfield.distributed import group as group_module
 from nearfield.distributed.context import ranks_of
 
 
@@ -32,9 +33,15 @@ def impatient() -> Iterator[Crew]:
     made.close()
 
 
-def gathered(group: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, int]]:
+def gathered(group: Any, dtype: torch.dtype, is_small: bool = True) -> tuple[Tensor, Tensor, dict[str, int]]:
     """What all ranks have, each row a rank, and the sum of what they have for this one."""
     ranks = Ranks(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_module, "SMALL", group_module.SMALL if is_small else 0)
+        return gathered_and_summed(ranks, dtype)
+
+
+def gathered_and_summed(ranks: Ranks, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, int]]:
     own = torch.arange(6).view(2, 3).to(dtype) + 10 * ranks.rank
     pending = ranks.start_gather("rows", own.T)  # not contiguous
     sums = ranks.start_sum("sums", torch.stack([own * (rank + 1) for rank in range(ranks.size)]))
@@ -45,10 +52,11 @@ def gathered(group: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gather_and_sum(ranks: Crew, size: int, dtype: torch.dtype) -> None:
     every = [torch.arange(6).view(2, 3).to(dtype) + 10 * rank for rank in range(size)]
-    for rank, (rows, sums, sent) in enumerate(ranks.run(gathered, dtype, ranks=size)):
-        assert torch.equal(rows, torch.stack([x.T for x in every]))
-        assert torch.equal(sums, (rank + 1) * sum(every))
-        assert sent == {"rows": 6 * dtype.itemsize * (size - 1), "sums": 6 * dtype.itemsize * (size - 1)}
+    for is_small in (True, False):
+        for rank, (rows, sums, sent) in enumerate(ranks.run(gathered, dtype, is_small, ranks=size)):
+            assert torch.equal(rows, torch.stack([x.T for x in every]))
+            assert torch.equal(sums, (rank + 1) * sum(every))
+            assert sent == {"rows": 6 * dtype.itemsize * (size - 1), "sums": 6 * dtype.itemsize * (size - 1)}
 
 
 def agreed(group: Any, shape: dict[int, list[int]], check: bool = True) -> Any:
@@ -89,6 +97,27 @@ def test_ranks_go_on_after_a_call_in_which_one_was_off(ranks: Crew) -> None:
     for told in ranks.run(agreed_again, ranks=3):
         assert "rank 1 has length 3, but rank 0 2" in told[2]
         assert [*told[:2], told[3]] == [""] * 3
+
+
+def answers_later(group: Any, differs: bool) -> list[str]:
+    """What happens to a call whose answer nobody waits for, before it exchanges something, and to the next one."""
+    ranks, said = Ranks(group), []
+    try:
+        with ranks.together("attention"):
+            ranks.start_agree("attention", query=[1, 2, 8 + (differs and ranks.rank == 1)])
+            # Of other sizes on each rank, if it came to that.
+            ranks.gather("rows", torch.zeros(1 + differs * ranks.rank))
+        said.append("nothing")
+    except RuntimeError as error:
+        said.append(str(error))
+    return [*said, str(ranks.agree("attention", [7]))]
+
+
+def test_nothing_is_exchanged_before_ranks_are_known_to_agree(ranks: Crew) -> None:
+    assert ranks.run(answers_later, False, ranks=2) == [["nothing", "[[7], [7]]"]] * 2
+    for said, after in ranks.run(answers_later, True, ranks=2):
+        assert "rank 1 has query [1, 2, 9], but rank 0 [1, 2, 8]" in said
+        assert after == "[[7], [7]]"
 
 
 def refuses(group: Any) -> list[list[int]]:

@@ -62,6 +62,8 @@ def differs(group: Any, how: str) -> str:
             k, v = k[:, :, 1:], v[:, :, 1:]
         if how == "gradients":
             q.requires_grad_()
+        if how.endswith("no tensor"):
+            q, k, v = (x.tolist() if how.startswith(name) else x for name, x in (("query", q), ("key", k), ("value", v)))
     if how == "sinks":
         options |= {"method": nf.Exact(), "s_aux": torch.zeros(2, requires_grad=torch.distributed.get_rank(group) == 1)}
     is_cast = how == "autocast" and torch.distributed.get_rank(group) == 1
@@ -80,6 +82,9 @@ SAID = {
     "causal": "is_causal=False",
     "mask": "rank 1 has mask ['torch.bool', 'cpu', [1, 1, 1, -1]], but rank 0 None",
     "wrong": "query and value must have the same dtype",
+    "query is no tensor": "TypeError: query must be a torch.Tensor, got list",
+    "key is no tensor": "TypeError: key must be a torch.Tensor, got list",
+    "value is no tensor": "TypeError: value must be a torch.Tensor, got list",
     "gradients": "rank 1 has gradients [True, False, False, False], but rank 0 [False, False, False, False]",
     "sinks": "rank 1 has gradients [False, False, False, True], but rank 0 [False, False, False, False]",
     "autocast": "rank 1 has key ['torch.bfloat16'",
@@ -91,6 +96,24 @@ def test_all_ranks_are_told_that_one_makes_another_call(ranks: Crew, how: str) -
     for found in ranks.run(differs, how, ranks=3):
         assert found.startswith("RankError"), found
         assert SAID[how] in found
+
+
+def no_tensors(group: Any) -> list[str]:
+    """What all ranks are told that pass no tensor, with the default method, and whether they can go on."""
+    given, said = rows(group), []
+    for number in range(3):
+        found: list[Any] = [*given]
+        found[number] = None
+        try:
+            nf.attention(*found, mesh=group)
+        except TypeError as error:
+            said.append(str(error))
+    return [*said, str(nf.attention(*given, mesh=group).shape == given[0].shape)]
+
+
+def test_no_tensors(ranks: Crew) -> None:
+    wanted = [f"{name} must be a torch.Tensor, got NoneType" for name in ("query", "key", "value")]
+    assert ranks.run(no_tensors, ranks=2) == [[*wanted, "True"]] * 2
 
 
 def test_tokens_that_are_shared_out_otherwise(ranks: Crew) -> None:
@@ -325,10 +348,14 @@ def test_bytes_that_are_sent(ranks: Crew) -> None:
     exchanged = {"keys": 2 * 3 * own, "values": 2 * 3 * own, "gradients of keys": 3 * own, "gradients of values": 3 * own}
     for found in ranks.run(sent, "exact", ranks=4):
         assert {name: x for name, x in found.items() if name != "checks"} == exchanged
-    for found in ranks.run(sent, "cells", ranks=4):
-        # Each rank groups one head, for which three others send their keys; it sends the cells of three closed segments, seen as
-        # spans of one (the first and the third) and of two.
-        more = {"keys to group": 3 * own // 4, "cells": 2 * 3 * (2 * 16 + 32) * 4}
+    for rank, found in enumerate(ranks.run(sent, "cells", ranks=4)):
+        # Each rank groups one head, for which three others send their keys in the three closed segments, up to key 48, which some
+        # have 8 of and some 16; it sends the cells of these, seen as spans of one (the first and the third) and of two.
+        keys = 8 if rank < 2 else 16
+        more = {"keys to group": 3 * keys * 8 * 4, "cells": 2 * 3 * (2 * 16 + 32) * 4}
+        # Of the 16 cells of each head a rank sums up some: two means and variances, and the products of one or two spans.
+        moments, of_moments = found.pop("moments"), found.pop("gradients of moments")
+        assert moments == 2 * of_moments <= 2 * 3 * 4 * (5 * 3 * 8 + 2 * 8 * 8) * 4
         assert {name: x for name, x in found.items() if name != "checks"} == exchanged | more
 
 

@@ -28,6 +28,7 @@ from nearfield import tensor_file
 from nearfield.cells.cache import attention
 from nearfield.cells.cache.store import CellStore
 from nearfield.distributed import Ranks, ShardedStore, decode, files
+from nearfield.distributed.group import Pending
 from nearfield.distributed.layout import ZigZag
 from nearfield.distributed.share import Share
 
@@ -153,7 +154,7 @@ def test_the_best_of_all_and_of_equal_ones_the_first() -> None:
     offered = torch.randint(0, 5, (3, 40, 4), generator=generator).double()
     offered[1, :20, 2:] = -torch.inf
     offered[:, 5] = -torch.inf
-    taken = decode.among_best(offered)
+    taken = decode.among_best(offered, 4)
     for row in range(40):
         places = [(rank, column) for rank in range(3) for column in range(4)]
         best = sorted(places, key=lambda place: -float(offered[place[0], row, place[1]]))[:4]
@@ -163,18 +164,72 @@ def test_the_best_of_all_and_of_equal_ones_the_first() -> None:
 
 def test_what_is_sent(ranks: Crew) -> None:
     """A step of 2 entries, 2 heads of 2 queries, values of 6 and 3 probes, in float64; and a header for each."""
-    heads = 2 * 2
+    heads, several = 2 * 2, [("append", 150), ("close",), ("append", 5), ("attend", 5)]
     for balance in ("global", "local"):
         for size in (2, 4):
-            for _, _, sent, _ in [
-                x[0] for x in ranks.run(on_ranks, [(FEW, {"balance": balance}, GENERATION, GROUPED, 2)], ranks=size)
-            ]:
-                others = size - 1
+            cases = [(FEW, {"balance": balance}, steps, GROUPED, 2) for steps in (GENERATION, several)]
+            for (_, _, sent, _), (_, _, of_rows, _) in ranks.run(on_ranks, cases, ranks=size):
+                others, chooses = size - 1, balance == "global"
                 assert sent["outputs"] == 30 * others * heads * 2 * (6 + 1) * 8
                 assert sent["checks"] == 30 * others * 64
-                assert sent.get("scores", 0) == (30 * others * heads * 3 * 8 if balance == "global" else 0)
-                assert sent.get("normalisers", 0) == (30 * others * heads * 2 * 8 if balance == "global" else 0)
+                # Two normalisers, and 3 cells of each of two queries with the scores of both.
+                assert sent.get("scores", 0) == 30 * others * heads * (2 + 2 * 3 * 2) * 8 * chooses
+                assert "normalisers" not in sent
                 assert sent["covariances"] == 2 * others * heads * (8 * 6 + 1) * 8  # one segment is closed on the way
+                # Several rows exchange normalisers first.
+                assert of_rows.get("normalisers", 0) == 5 * others * heads * 2 * 8 * chooses
+                assert of_rows.get("scores", 0) == 5 * others * heads * 3 * 8 * chooses
+
+
+def alone_on_one_rank(group: Any) -> tuple[bool, dict[str, int]]:
+    """Whether one rank is a `CellStore`, bit by bit, and what it has sent."""
+    sharded, own = ShardedStore(FEW, group), CellStore(FEW)
+    found = [carry_out(store, [*PADDED, *IN_CHUNKS], Source(*GROUPED), 2) for store in (sharded, own)]
+    return all(torch.equal(x, y) for x, y in zip(*found, strict=True)), dict(sharded.ranks.sent)
+
+
+def test_one_rank_exchanges_nothing(ranks: Crew) -> None:
+    assert ranks.run(alone_on_one_rank, ranks=1) == [(True, {})]
+
+
+def order_of_a_step(group: Any) -> list[str]:
+    """When cells are scored, and when each exchange is waited for."""
+    store, source, events = ShardedStore(FEW, group), Source(*GROUPED), []
+    carry_out(store, GENERATION[:6], source, 2)
+    score, wait = decode.score_cells, Pending.wait
+
+    def scored(*arguments: Any) -> Any:
+        events.append("scored")
+        return score(*arguments)
+
+    def waited(pending: Pending) -> Tensor:
+        events.append(pending._what)
+        return wait(pending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "score_cells", scored)
+        patch.setattr(Pending, "wait", waited)
+        carry_out(store, [("append", 1), ("attend", 1)], source, 2)
+    return events
+
+
+def test_a_step_waits_for_two_messages_and_a_check_that_has_come_meanwhile(ranks: Crew) -> None:
+    assert ranks.run(order_of_a_step, ranks=2) == [["scored", "checks", "scores", "outputs"]] * 2
+
+
+def nobody_sees_a_key(group: Any) -> bool:
+    """Whether outputs of rows that see no key of a rank do not count, whatever they are."""
+    ranks = Ranks(group)
+    output, lse = torch.full((3, 3, 4), torch.nan if ranks.rank else 1.0), torch.full((3, 3), -torch.inf)
+    output[1], lse[1] = 2.0 + ranks.rank, -1e4
+    if ranks.rank == 0:
+        lse[2] = 5.0
+    found = decode.merged(ranks, output, lse)
+    return torch.equal(found, torch.tensor([0.0, 2.5, 1.0])[:, None, None].expand_as(found))
+
+
+def test_rows_that_see_no_key_are_zero(ranks: Crew) -> None:
+    assert ranks.run(nobody_sees_a_key, ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -38,7 +38,7 @@ MUTANTS = (
     ),
     Mutant(
         "cells: second order missing in engine and reference",
-        "cells.moments:tabulate",
+        "sum_up_",
         "variance.mul_(share)",
         "variance.mul_(0.0)",
         ("test_moments", "test_cells_by_hand"),
@@ -59,9 +59,9 @@ MUTANTS = (
     ),
     Mutant(
         "cells: covariance of the last pass only",
-        "cells.moments:tabulate",
-        "cross[span].addmm_(off_value.T, off_key)",
-        "cross[span] = off_value.T @ off_key",
+        "sum_up_",
+        "table.cross[span].addmm_(off_value.T, off_key)",
+        "table.cross[span] = off_value.T @ off_key",
         ("test_moments",),
     ),
     Mutant(
@@ -536,8 +536,8 @@ MUTANTS = (
     ),
     Mutant(
         "cells: given plan: as many cells as there would be without it",
-        "Head.__post_init__",
-        "edges[-1] = max(edges[-1], int(self.cell_of.max()) + 1)",
+        "cells.torch.head:edges_of",
+        "edges[-1] = max(edges[-1], int(cell_of.max()) + 1)",
         "pass",
         ("test_a_plan_of_one_engine_serves_another",),
     ),
@@ -579,8 +579,8 @@ MUTANTS = (
     Mutant(
         "cells: share: the backward pass does not know the order of rows",
         "cells.operator:backward",
-        "plan.cell_of.long(), seed, entry, plan.order)",
-        "plan.cell_of.long(), seed, entry)",
+        "plan.cell_of.long(), seed, entry, plan.order, table)",
+        "plan.cell_of.long(), seed, entry, None, table)",
         (PARITY + "[share-plain-uneven-groups-float64]",),
     ),
     Mutant(

@@ -14,15 +14,15 @@ MUTANTS = (
     Mutant(
         "shards: each opens its own best cells, as many as all together",
         "distributed.decode:choose",
-        'return opened, among_best(ranks.gather("scores", offered))[ranks.rank, :, : best.shape[1]]',
+        'return opened, among_best(ranks.gather("scores", offered), probes)[ranks.rank, :, : best.shape[1]]',
         "return opened, best > -torch.inf",
         (CELLS,),
     ),
     Mutant(
         "shards: outputs averaged whatever their normalisers are",
         "distributed.decode:merged",
-        "found[..., -1].unbind(0)",
-        "torch.zeros_like(found[..., -1]).unbind(0)",
+        "share = lse.clamp(",
+        "share = torch.zeros_like(lse).clamp(",
         (SAME,),
     ),
     Mutant(
@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "shards: of cells as good as the last one all are opened",
         "among_best",
-        "return taken.view(rows, count, probes).transpose(0, 1) & (offered > -torch.inf)",
-        "return (offered >= offered.masked_fill(~taken.view(rows, count, probes).transpose(0, 1), torch.inf).amin((0, 2))"
+        "return taken.view(rows, count, each).transpose(0, 1) & (offered > -torch.inf)",
+        "return (offered >= offered.masked_fill(~taken.view(rows, count, each).transpose(0, 1), torch.inf).amin((0, 2))"
         "[None, :, None]) & (offered > -torch.inf)",
         ("test_the_best_of_all_and_of_equal_ones_the_first",),
     ),
@@ -80,7 +80,49 @@ MUTANTS = (
         "distributed.decode:choose",
         'normaliser = ranks.gather("normalisers", normaliser).logsumexp(0)',
         "pass",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: in a step, shares of a group by the normaliser of one rank",
+        "choose_at_once",
+        "whole = found[..., :group].logsumexp(0)",
+        "whole = found[0, ..., :group]",
         (CELLS,),
+    ),
+    Mutant(
+        "shards: a cell that two queries offer counts twice",
+        "choose_at_once",
+        "own.masked_fill(again[..., None], -torch.inf)",
+        "own",
+        (CELLS,),
+    ),
+    Mutant(
+        "shards: a cell that is offered twice and opened counts as closed",
+        "attend_to_own",
+        "is_open.scatter_add_(1, opened, taken.to(torch.uint8)).bool()",
+        "is_open.scatter_(1, opened, taken.to(torch.uint8)).bool()",
+        (SAME,),
+    ),
+    Mutant(
+        "shards: one rank exchanges messages with itself",
+        "attend_together",
+        "if ranks.size == 1:",
+        "if False:",
+        ("test_one_rank_exchanges_nothing",),
+    ),
+    Mutant(
+        "shards: a step looks at no key before the others have answered",
+        "ShardedStore.attend",
+        "if wrong is not None or numbers:",
+        "if True:",
+        ("test_a_step_waits_for_two_messages_and_a_check_that_has_come_meanwhile",),
+    ),
+    Mutant(
+        "shards: what a row without a key has found counts",
+        "distributed.decode:merged",
+        "output.masked_fill(lse == -torch.inf, 0.0)",
+        "output",
+        ("test_rows_that_see_no_key_are_zero",),
     ),
     Mutant(
         "shards: all of the open end counts where cells are chosen",
@@ -119,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "shards: which keys are where is not compared",
-        "ShardedStore._agree",
+        "ShardedStore._start_agree",
         "moving = {} if share is None else share.facts",
         "moving: dict[str, Any] = {}",
         ("test_ranks_that_make_another_call_are_named",),
@@ -190,7 +232,7 @@ MUTANTS = (
     Mutant(
         "shards: each looks at its own values alone",
         "ShardedStore.attend",
-        "self._all_finite = all(row[0] for row in found if row)",
+        "self._all_finite = all(row[0] for row in found)",
         "self._all_finite = bool(numbers and numbers[0])",
         ("test_a_value_that_is_not_finite_spoils_the_rows_that_see_it",),
     ),

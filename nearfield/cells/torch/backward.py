@@ -67,13 +67,17 @@ def backward(
     output_grad: Tensor,
     into: Sequence[Tensor | None] = (None,) * 3,
     lse_grad: Tensor | None = None,
+    table_grad: TableGradient | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values of one head, in the dtype of arithmetic; written to `into` where it has a tensor."""
+    """Gradients of queries, keys and values of one head, in the dtype of arithmetic; written to `into` where it has a tensor.
+
+    `table_grad`: to which those of moments are added; None: they are passed on to keys and values.
+    """
     queries, keys, values = (
         torch.zeros_like(x, dtype=head.compute) if place is None else place.zero_()
         for x, place in zip((head.queries, head.keys, head.values), into, strict=True)
     )
-    sums = Sums(queries, keys, values, TableGradient.zeros_like(head.table))
+    sums = Sums(queries, keys, values, TableGradient.zeros_like(head.table) if table_grad is None else table_grad)
     for block in head.blocks():
         part = _with_results(block, plan, output, lse, output_grad, lse_grad)
         _far(part, sums)
@@ -82,7 +86,8 @@ def backward(
         _local(part, sums)
         _near(part, sums)
         sums.queries.index_copy_(0, block.rows, part.query_grad[:-1].mul_(head.scale))
-    sums.table.spread_(head.table, head.keys, head.values, sums.keys, sums.values)
+    if table_grad is None:
+        sums.table.spread_(head.table, head.keys, head.values, sums.keys, sums.values)
     return sums.queries, sums.keys, sums.values
 
 

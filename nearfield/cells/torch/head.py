@@ -54,7 +54,7 @@ class Head:
     softcap: float = 0.0
     """see `Problem.softcap`"""
     known_table: InitVar[CellTable | None] = None
-    """its table, where another head with the same keys, values and cells has made it"""
+    """its table, where it was made for the same keys, values and cells already, of as many segments as these rows see or more"""
     block_of: Tensor = field(init=False)
     """`[group * length]`: the block with which each row opens cells"""
     pieces: list[Piece] = field(init=False)
@@ -64,14 +64,13 @@ class Head:
     def __post_init__(self, known_table: CellTable | None) -> None:
         self.cut_into_blocks(self.order)
         self.pieces = pieces(self.visible_at, self.sizes)
-        self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
         if known_table is not None:
+            # There are as many spans as segments. A table may have more of them than these rows see.
+            self.spans = Spans(len(known_table.spans) - 1, self.sizes.span_levels)
             self.table = known_table
             return
-        edges = self.spans.edges(self.sizes.cells_in(self.segment_length))
-        if not self.sizes.segment and len(edges) > 1:
-            # A partition from elsewhere may have made more of them.
-            edges[-1] = max(edges[-1], int(self.cell_of.max()) + 1)
+        self.spans = Spans(max((piece.segments for piece in self.pieces), default=0), self.sizes.span_levels)
+        edges = edges_of(self.spans, self.sizes, self.segment_length, self.cell_of)
         self.table = tabulate(self.keys, self.values, self.cell_of, edges)
 
     def cut_into_blocks(self, order: Tensor | None) -> None:
@@ -115,7 +114,8 @@ class Head:
         A part takes no more than half the memory of one input, within the bounds above.
         """
         sizes, wide = self.sizes, self.values.shape[1]
-        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, self.queries.numel() * 2))
+        # Few rows meet many keys where the others are on other ranks; in small blocks they would fill few tiles.
+        budget = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, max(self.queries.numel(), self.keys.numel()) * 2))
         # Two accumulators, the (row, cell) pairs with what it takes to sort them, and draws.
         per_row = 8 * wide + 40 * sizes.probes + sizes.samples * (16 * wide + 64)
         positions = max(64, budget // (per_row * sizes.group))
@@ -267,6 +267,15 @@ def _local_keys(head: Head, piece: Piece) -> Iterator[tuple[Tensor, bool, Tensor
         own = torch.arange(piece.closed, last, device=device)
         if len(own):
             yield own, False, own < seen[:, None]
+
+
+def edges_of(spans: Spans, sizes: CellSizes, segment: int, cell_of: Tensor) -> list[int]:
+    """`[spans + 1]`: the first cell of each span of segments of so many keys, and the number of all cells."""
+    edges = spans.edges(sizes.cells_in(segment))
+    if not sizes.segment and len(edges) > 1:
+        # A partition from elsewhere may have made more of them.
+        edges[-1] = max(edges[-1], int(cell_of.max()) + 1)
+    return edges
 
 
 def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition, only: Collection[Span] | None = None) -> Tensor:
