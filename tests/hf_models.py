@@ -39,6 +39,8 @@ def config(family: str, **changes: Any) -> Any:
             return transformers.Gemma2Config(**GROUPED | ALTERNATING | options | changes)
         case "gemma3":
             return transformers.Gemma3TextConfig(**GROUPED | ALTERNATING | {"query_pre_attn_scalar": 8} | changes)
+        case "lfm2":
+            return transformers.Lfm2Config(**GROUPED | {"layer_types": ["conv", "full_attention"]} | changes)
         case "gpt2":
             names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 48}
             dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}

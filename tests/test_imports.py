@@ -117,7 +117,8 @@ def test_importing_is_cheap() -> None:
 
 
 def test_command_line_starts_without_optional_parts() -> None:
-    code = "import sys, torch; before = set(sys.modules); import nearfield.app.cli; print(*(set(sys.modules) - before))"
+    modules = "nearfield.app.cli, nearfield.app.evaluate.command"
+    code = f"import sys, torch; before = set(sys.modules); import {modules}; print(*(set(sys.modules) - before))"
     loaded = {name.split(".")[0] for name in run("-c", code).split()}
     assert "typer" in loaded
     assert not loaded & {*OPTIONAL}

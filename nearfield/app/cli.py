@@ -50,6 +50,8 @@ SEGMENT = "Keys per segment; a row reads its own segment exactly. Default: 1024,
 
 SINKS = "First keys, which every row reads exactly."
 
+WRITTEN = "With --cache: the last tokens of each text, which are predicted as steps of an answer. Default: 512."
+
 LADDER = "Budgets to choose from for each layer, in per cent."
 
 DEVICE = "cpu, cuda, cuda:1, ... Default: cuda if there is one."
@@ -272,15 +274,45 @@ def tune(
     segment: int = typer.Option(0, min=0, metavar="N", show_default=False, help=SEGMENT),
     sinks: int = typer.Option(16, min=0, metavar="N", help=SINKS),
     ladder: str = typer.Option("1,2,4,7,10,15,25", metavar="%,%,...", help=LADDER),
-    out: Path = typer.Option(Path("nearfield-tune"), metavar="FOLDER", help="Folder for config.json, eval.json and eval.png."),
+    cache: bool = typer.Option(False, "--cache", help="For the steps of an answer, and not for prompts."),
+    written: int = typer.Option(0, min=0, metavar="N", show_default=False, help=WRITTEN),
+    out: Path = typer.Option(
+        Path("nearfield-tune"), metavar="FOLDER", help="Folder for config.json, eval.json and eval.png (cache.json, cache.png)."
+    ),
     device: str = typer.Option("", metavar="NAME", help=DEVICE),
     dtype: str = typer.Option("", metavar="NAME", help=DTYPE),
     download: bool = typer.Option(False, "--download", help=DOWNLOAD),
 ) -> None:
     """Choose the cheapest budget of every layer that keeps a language model's perplexity within a tolerance.
 
-    The same as `nearfield eval --tolerance`, with cells alone. The config.json that it writes is for nearfield.hf.register.
+    The same as `nearfield eval --tolerance`, with cells alone. The config.json that it writes is for nearfield.hf.register. With
+    --cache it does the same for the steps of an answer, which read a nearfield.hf.CellCache, and adds that to the config.json.
     """
+    from nearfield.app.evaluate import settings
+    from nearfield.app.evaluate.command import run_answers
+
+    with _one_line_errors():
+        if cache:
+            for option, given, usual in (("--cell-size", cell_size, 16), ("--segment", segment, 0), ("--sinks", sinks, 16)):
+                if given != usual:
+                    raise ValueError(
+                        f"{option} {given} is for prompts, and --cache chooses for the steps of an answer; leave it out"
+                    )
+            run_answers(
+                model,
+                texts,
+                out=out,
+                tokens=tokens,
+                written=written or settings.WRITTEN,
+                ladder=arguments.percents("--ladder", ladder),
+                tolerance=arguments.percent("--tolerance", tolerance or "0.4"),
+                device=arguments.device(device) if device else None,
+                dtype=arguments.dtype(dtype) if dtype else None,
+                download=download,
+            )
+            return
+        if written:
+            raise ValueError(f"--written {written} is for the steps of an answer; give --cache, too, or leave it out")
     evaluate(
         model,
         texts,

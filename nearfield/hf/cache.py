@@ -21,8 +21,9 @@ from nearfield.cells.method import Cells
 from nearfield.checks import MOST, check_has, check_positive
 from nearfield.distributed.group import Ranks
 from nearfield.distributed.store import ShardedStore
-from nearfield.hf.config import by_layer
-from nearfield.hf.register import registered_methods
+from nearfield.exact import Exact
+from nearfield.hf.config import by_layer, read_config
+from nearfield.hf.register import registered_function
 from nearfield.hf.requests import RequestStores
 from nearfield.hf.shards import load_stores, save_stores
 from nearfield.hf.stored import StoredKeys
@@ -36,8 +37,11 @@ except ImportError as error:
     raise ImportError("nearfield.hf needs Transformers 5.5 or later: pip install 'nearfield[transformers]'") from error
 
 
-CacheMethod = Cells | IndexMethod
-"""What a layer of a cache attends by: `Cells`, `TopK`, `LazyGumbel`, or a method of your own like the last two."""
+CacheMethod = Cells | IndexMethod | Exact
+"""What a layer of a cache attends by: `Cells`, `TopK`, `LazyGumbel`, a method of your own like these two, or `Exact`."""
+
+UNGROUPED = Cells(segment=MOST)
+"""`Exact` for a store: its first segment never ends."""
 
 
 class StoreOptions(NamedTuple):
@@ -159,6 +163,8 @@ class RequestLayer(CellLayer):
 
 def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> CellStore | IndexStore:
     """An empty store for this method; raises where there is none."""
+    if isinstance(method, Exact):
+        method = UNGROUPED
     if isinstance(method, Cells):
         alone = options._asdict()
         ranks, balance = alone.pop("ranks"), alone.pop("balance")
@@ -170,7 +176,7 @@ def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> Cell
         together = {name: alone[name] for name in ("offload", "group_from", "eps")}
         return ShardedStore(method, ranks, balance=balance, audit=audit, **together)
     if not can_search(method):
-        raise TypeError(f"a cell cache attends by Cells(...), TopK(...) or LazyGumbel(...), got {method!r}")
+        raise TypeError(f"a cell cache attends by Cells(...), TopK(...), LazyGumbel(...) or Exact(), got {method!r}")
     if options.offload:
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
     if options.ranks is not None:
@@ -192,10 +198,12 @@ class CellCache(Cache):
     or `LazyGumbel`, to what an index finds that grows with the keys (`nearfield.knn.store.IndexStore`).
 
     Args:
-        method: `Cells(...)`, as for `CellStore`; `TopK(...)` or `LazyGumbel(...)`, as for `IndexStore`. A mapping gives layers
-            methods of their own: its keys are layer numbers, and `"default"` for all other layers (`Cells()` if it is missing).
-            None: what is registered for the model of `config`, layer by layer, where that is `TopK` or `LazyGumbel`; else
-            `Cells()`.
+        method: `Cells(...)`, as for `CellStore`; `TopK(...)` or `LazyGumbel(...)`, as for `IndexStore`; `Exact()` reads all keys
+            in every step, and offloads none. A mapping gives layers methods of their own: its keys are layer numbers, and
+            `"default"` for all other layers (`Cells()` if it is missing). Or the path of a file with such a mapping, as
+            `nearfield tune --cache` writes it. None: what is registered for the model of `config`: the `"cache"` of the file
+            that `hf.register` was given, if it says so much; else, layer by layer, its method where that is `TopK` or
+            `LazyGumbel`, and `Cells()` elsewhere.
         config: of the model. Layers that have a sliding window or another kind of state then get the cache that Transformers has
             for them, and new tokens attend to it exactly. Needed for models with such layers.
         audit: compare each step of each layer with exact attention over all stored keys; see `errors`. It may be switched on and
@@ -240,7 +248,7 @@ class CellCache(Cache):
 
     def __init__(
         self,
-        method: CacheMethod | Mapping[int | str, CacheMethod] | None = None,
+        method: CacheMethod | Mapping[int | str, CacheMethod] | str | os.PathLike[str] | None = None,
         *,
         config: Any = None,
         audit: bool = False,
@@ -263,6 +271,8 @@ class CellCache(Cache):
             raise TypeError(
                 f"config must be the config of a model, got {type(config).__name__}; write CellCache(config=model.config)"
             )
+        if isinstance(method, str | os.PathLike):
+            method = _from_file(method, config)
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         ranks = None if mesh is None else Ranks.of(mesh, check)
         options = StoreOptions(offload, resident, regroup, group_from, eps, ranks, balance)
@@ -599,8 +609,29 @@ def joined_windows(layers: Sequence[Any], number: int, longest: int) -> Any:
 
 
 def _registered(config: Any) -> dict[int | str, CacheMethod] | None:
-    """The registered methods of a model, with `Cells()` in place of those that no store can attend by; None: there are none."""
+    """What is registered for the cache of a model; if nothing is, its methods for prompts, with `Cells()` in place of those that
+    no index serves; None: there are none."""
     if config is None:
         return None
-    methods = registered_methods(getattr(config.get_text_config(decoder=True), "_attn_implementation", None) or "eager")
-    return None if methods is None else {layer: method if can_search(method) else Cells() for layer, method in methods.items()}
+    function = registered_function(getattr(config.get_text_config(decoder=True), "_attn_implementation", None) or "eager")
+    if function is None:
+        return None
+    if function.cache is not None:
+        return dict(function.cache)  # type: ignore[arg-type]  # the file was checked when it was registered
+    return {layer: method if can_search(method) else Cells() for layer, method in function.methods.items()}
+
+
+def _from_file(path: str | os.PathLike[str], config: Any) -> dict[int | str, CacheMethod]:
+    """What a file says about the cache of a model."""
+    found = read_config(path)
+    if found.cache is None:
+        raise ValueError(
+            f'config {os.fspath(path)} says nothing about a cache; `nearfield tune MODEL TEXT --cache` adds "cache" to it'
+        )
+    layers = None if config is None else getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if None not in (layers, found.num_hidden_layers) and layers != found.num_hidden_layers:
+        raise ValueError(
+            f"config {os.fspath(path)} is for a model of {found.num_hidden_layers} layers, but this one has {layers}; make one "
+            "for it with `nearfield tune MODEL TEXT --cache`"
+        )
+    return dict(found.cache)  # type: ignore[arg-type]

@@ -6,12 +6,19 @@
   "default": {"method": "Exact"},
   "layers": {
     "0": {"method": "Cells", "cell_size": 16, "probes": 18, "sinks": 16, "segment": 1024}
+  },
+  "cache": {
+    "default": {"method": "Exact"},
+    "layers": {
+      "0": {"method": "Cells", "probes": 30}
+    }
   }
 }
 
 Optional are `num_hidden_layers`, which keeps the file from being used with a model of another depth; `default`, for layers that
-are not listed (`Auto` if it is missing); `prefill`, as in `hf.register`; and `about`, which may hold anything, such as how the
-file was made. A method takes the arguments of its class. A partition or an index is written the same way:
+are not listed (`Auto` if it is missing); `prefill`, as in `hf.register`; `cache`, which says the same of the steps of an answer,
+with an `hf.CellCache` (`Cells` for layers that it does not list); and `about`, here and in `cache`, which may hold anything, such
+as how the file was made. A method takes the arguments of its class. A partition or an index is written the same way:
 `{"index": {"name": "KMeansIndex", ...}}`.
 """
 
@@ -28,6 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nearfield.auto import Auto
+from nearfield.cells.cache.store import check_method
 from nearfield.cells.method import Cells
 from nearfield.cells.partition import BUILT_IN
 from nearfield.checks import check_positive
@@ -39,7 +47,8 @@ from nearfield.problem import Method
 
 FORMAT, VERSION = "nearfield-layers", 1
 
-ENTRIES = ("format", "version", "about", "num_hidden_layers", "prefill", "default", "layers")
+ENTRIES = ("format", "version", "about", "num_hidden_layers", "prefill", "default", "layers", "cache")
+CACHE_ENTRIES = ("about", "default", "layers")
 
 PREFILLS = ("strict", "shared")
 
@@ -47,6 +56,9 @@ PREFILL_SHARE = 128
 """How many rows of a prompt open cells together with `prefill="shared"`."""
 
 METHODS: dict[str, type] = {one.__name__: one for one in (Exact, TopK, LazyGumbel, Cells, Auto)}
+
+CACHE_METHODS: dict[str, type] = {name: one for name, one in METHODS.items() if one is not Auto}
+"""What the steps of an answer attend by."""
 
 PARTS: dict[str, dict[str, type]] = {
     "partition": {**BUILT_IN},
@@ -66,6 +78,12 @@ class LayerConfig:
     methods: Mapping[int | str, Method]
     num_hidden_layers: int | None = None
     prefill: str | None = None
+    cache: Mapping[int | str, Method] | None = None
+    """what the steps of an answer attend by, like `methods`; None: nothing is said about them"""
+    about: Any = dataclasses.field(default=None, compare=False)
+    """how `methods` were chosen"""
+    cache_about: Any = dataclasses.field(default=None, compare=False)
+    """how those of `cache` were"""
 
 
 def check_prefill(prefill: object) -> None:
@@ -115,21 +133,34 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LayerConf
     return _parse_config(given, f"config {path}")
 
 
-def write_config(path: Path, config: LayerConfig, about: Mapping[str, Any] | None = None) -> None:
+def write_config(path: Path, config: LayerConfig) -> None:
     """Write a file for `read_config`, with one line per layer."""
-    numbered = {layer: method for layer, method in config.methods.items() if isinstance(layer, int)}
-    lines = [f'  "format": "{FORMAT}", "version": {VERSION}']
-    if about:
-        lines.append('  "about": ' + json.dumps(about, indent=2).replace("\n", "\n  "))
+    lines = [f'"format": "{FORMAT}", "version": {VERSION}', *_about(config.about)]
     if config.num_hidden_layers is not None:
-        lines.append(f'  "num_hidden_layers": {config.num_hidden_layers}')
+        lines.append(f'"num_hidden_layers": {config.num_hidden_layers}')
     if config.prefill is not None:
-        lines.append(f'  "prefill": "{config.prefill}"')
-    if "default" in config.methods:
-        lines.append(f'  "default": {json.dumps(describe(config.methods["default"]))}')
-    listed = ",\n".join(f'    "{layer}": {json.dumps(describe(method))}' for layer, method in sorted(numbered.items()))
-    lines.append('  "layers": {\n' + listed + "\n  }" if numbered else '  "layers": {}')
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        lines.append(f'"prefill": "{config.prefill}"')
+    lines += _written(config.methods)
+    if config.cache is not None:
+        lines.append('"cache": ' + _block([*_about(config.cache_about), *_written(config.cache)]))
+    path.write_text(_block(lines) + "\n", encoding="utf-8")
+
+
+def _about(about: Any) -> list[str]:
+    return ['"about": ' + json.dumps(about, indent=2)] if about else []
+
+
+def _written(methods: Mapping[int | str, Method]) -> list[str]:
+    """The entries "default" and "layers"."""
+    described = {layer: json.dumps(describe(method)) for layer, method in methods.items()}
+    listed = [f'"{layer}": {described[layer]}' for layer in sorted(layer for layer in described if isinstance(layer, int))]
+    default = [f'"default": {described["default"]}'] if "default" in described else []
+    return [*default, '"layers": ' + (_block(listed) if listed else "{}")]
+
+
+def _block(lines: list[str]) -> str:
+    """An object of these entries, further in than what it is in."""
+    return "{\n  " + ",\n".join(lines).replace("\n", "\n  ") + "\n}"
 
 
 def describe(method: Method) -> dict[str, Any]:
@@ -184,18 +215,40 @@ def _parse_config(given: object, where: str) -> LayerConfig:
         check_positive("num_hidden_layers", depth, optional=True)
         if "prefill" in given:
             check_prefill(given["prefill"])
+    methods = _parse_methods(where, given, depth, METHODS)
+    found = LayerConfig(methods, depth, given.get("prefill"), about=given.get("about"))
+    if "cache" not in given:
+        return found
+    cache = given["cache"]
+    return dataclasses.replace(found, cache=_parse_cache(f"{where}, cache", cache, depth), cache_about=cache.get("about"))
+
+
+def _parse_cache(where: str, given: object, depth: int | None) -> dict[int | str, Method]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f'{where} must be an object such as {{"layers": {{"0": {{"method": "Cells"}}}}}}, got {given!r}')
+    _check_known(where, given, CACHE_ENTRIES)
+    methods = _parse_methods(where, given, depth, CACHE_METHODS)
+    for layer, method in methods.items():
+        if isinstance(method, Cells):
+            with _errors_naming(f"{where}, {layer if layer == 'default' else f'layer {layer}'}"):
+                check_method(method)
+    return methods
+
+
+def _parse_methods(where: str, given: Mapping[str, Any], depth: int | None, known: Mapping[str, type]) -> dict[int | str, Method]:
+    """What the entries "default" and "layers" say."""
     layers = given.get("layers", {})
     if not isinstance(layers, Mapping):
         raise ValueError(f'{where}: "layers" must be an object from layer numbers to methods, got {layers!r}')
     methods: dict[int | str, Method] = {}
     if "default" in given:
-        methods["default"] = parse_method(f"{where}, default", given["default"])
+        methods["default"] = _parse(f"{where}, default", given["default"], "method", known)
     for name, method in layers.items():
         layer = _parse_layer(where, name, depth)
         if layer in methods:
             raise ValueError(f"{where}: layer {layer} appears twice; remove one of them")
-        methods[layer] = parse_method(f"{where}, layer {layer}", method)
-    return LayerConfig(methods, depth, given.get("prefill"))
+        methods[layer] = _parse(f"{where}, layer {layer}", method, "method", known)
+    return methods
 
 
 def _parse_layer(where: str, name: Any, depth: int | None) -> int:

@@ -45,8 +45,9 @@ def register(
         name: what to call it. A name may be registered again; it then means the new method.
         method: as in `nearfield.attention`; None: its default. A mapping gives layers methods of their own: its keys are layer
             numbers, and `"default"` for all other layers (`Auto()` if it is missing).
-        config: instead of `method`, the path of a file that names the methods, or its contents as a dictionary. `nearfield eval`
-            writes such files; `nearfield.hf.config` describes them.
+        config: instead of `method`, the path of a file that names the methods, or its contents as a dictionary. `nearfield tune`
+            writes such files; `nearfield.hf.config` describes them. What a file says about steps of an answer (`"cache"`) is for
+            `CellCache(config=model.config)`. A file that says nothing else leaves prompts to `Auto()`, as `register()` does.
         prefill: `"strict"`, the default: every row opens cells by itself, unless its method says otherwise. `"shared"`: where a
             model in eval mode reads several tokens under a causal mask, and no gradient is wanted, `Cells` without a `share` of
             their own (also those of `Auto`) take `share=128`. Positions 0 to 127 open the same cells then, 128 to 255, and so
@@ -90,7 +91,8 @@ def register(
     found = LayerConfig(_methods(method)) if config is None else read_config(config)
     methods = {"default": Auto(), **found.methods}
     shared = (prefill or found.prefill) == "shared"
-    function = AttentionFunction(methods, found.num_hidden_layers, sharing_rows(methods) if shared else {}, mesh)
+    prompts = sharing_rows(methods) if shared else {}
+    function = AttentionFunction(methods, found.num_hidden_layers, prompts, mesh, found.cache)
     attentions.register(name, function)
     masks.register(name, make_mask if mesh is None else make_sharded_mask)
 
@@ -110,9 +112,15 @@ def is_registered(name: str) -> bool:
 
 def registered_methods(name: str) -> Mapping[int | str, Method] | None:
     """The methods by layer that this name means; None: `register` has not made it known."""
+    function = registered_function(name)
+    return None if function is None else function.methods
+
+
+def registered_function(name: str) -> AttentionFunction | None:
+    """What `register` has made of this name; None: it has not made it known."""
     attentions, _ = _interfaces()
     function = attentions().get(name)
-    return function.methods if isinstance(function, AttentionFunction) else None
+    return function if isinstance(function, AttentionFunction) else None
 
 
 def _check_name(name: object, attentions: Any) -> None:
@@ -144,6 +152,8 @@ class AttentionFunction:
     """methods that serve prompts in place of those of the same layer in `methods`"""
     mesh: Any = None
     """over whose ranks tokens are shared out; None: this process has all of them"""
+    cache: Mapping[int | str, Method] | None = None
+    """what a `CellCache` attends by that is told no method; None: what `methods` say"""
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
         """See `_serve`. What a compiled program cannot hold, the keys of a cell cache, is served outside of it."""

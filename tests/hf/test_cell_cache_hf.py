@@ -237,8 +237,20 @@ def test_methods_by_layer() -> None:
     assert [layer.store.method for layer in cache.layers] == [FEW, ALL]
     with pytest.raises(ValueError, match="got 'first'"):
         hf.CellCache({"first": ALL})
-    with pytest.raises(TypeError, match=r"attends by Cells\(...\), TopK\(...\) or LazyGumbel\(...\), got Exact"):
-        hf.CellCache(nearfield.Exact())  # type: ignore[arg-type]
+    told = r"attends by Cells\(...\), TopK\(...\), LazyGumbel\(...\) or Exact\(\), got Auto"
+    with pytest.raises(TypeError, match=told):
+        hf.CellCache(nearfield.Auto())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"group_from": 0}, {"offload": True}, {"eps": 0.1}])
+def test_an_exact_layer_reads_all_keys(nets: dict[str, tuple[Any, Any]], options: dict[str, Any]) -> None:
+    plain, ours = nets["llama"]
+    inputs = {"input_ids": tokens(1, LENGTH)}
+    cache = hf.CellCache({0: nearfield.Exact(), "default": ALL}, config=ours.config, **options)
+    for _ in range(2):
+        assert torch.equal(generated(ours, cache, inputs), generated(plain, DynamicCache(), inputs))
+        assert [layer.store.cells > 0 for layer in cache.layers] == [False, True]
+        cache.reset()
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import nearfield as nf
 from nearfield import hf
 from nearfield.app.evaluate.settings import PastTopK
 from nearfield.hf.config import LayerConfig, describe, read_config, write_config
+from nearfield.hf.register import registered_methods
 
 HEAD = {"format": "nearfield-layers", "version": 1}
 EXACT = {"method": "Exact"}
@@ -36,7 +37,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         11: nf.Auto(eps=0.05),
         "default": nf.Exact(),
     }
-    write_config(tmp_path / "config.json", LayerConfig(methods, 12), {"model": "some", "tokens": 8192})
+    write_config(tmp_path / "config.json", LayerConfig(methods, 12, about={"model": "some", "tokens": 8192}))
     again = read_config(tmp_path / "config.json")
     assert again == LayerConfig(methods, 12)
     assert read_config(json.loads((tmp_path / "config.json").read_text())) == again
@@ -154,3 +155,44 @@ def test_parts_of_your_own_cannot_be_written() -> None:
         describe(nf.Cells(partition=Own()))
     with pytest.raises(TypeError, match="as index only ExactIndex"):
         describe(nf.TopK(index=Own()))
+
+
+# What it says of a cache.
+
+
+def test_what_is_said_of_a_cache_is_read_again(tmp_path: Path) -> None:
+    cache: dict[int | str, Any] = {0: nf.Cells(8, 30), 1: nf.LazyGumbel(), "default": nf.Exact()}
+    config = LayerConfig({1: nf.TopK(3)}, 2, cache=cache, about={"tokens": 1}, cache_about={"tokens": 2})
+    path = tmp_path / "config.json"
+    write_config(path, config)
+    again = read_config(path)
+    assert again == config
+    assert (again.about, again.cache_about) == ({"tokens": 1}, {"tokens": 2})
+    assert sum(line.strip().startswith(('"0"', '"1"')) for line in path.read_text().splitlines()) == 3
+    assert read_config({**HEAD, "layers": {}}).cache is None
+    assert read_config({**HEAD, "cache": {}}).cache == {}
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ([], 'config, cache must be an object such as {"layers"'),
+        ({"layer": {}}, "'layer', did you mean 'layers'"),
+        ({"prefill": "shared"}, "'prefill'"),
+        ({"layers": {"2": EXACT}}, "config, cache: a model of 2 layers has no layer 2"),
+        ({"layers": {"0": {"method": "Auto"}}}, "cache, layer 0: method must be one of Exact, .*got 'Auto'"),
+        ({"layers": {"0": {"method": "Cells", "samples": 4}}}, "cache, layer 0: .*samples"),
+        ({"default": {"method": "Cells", "share": 64}}, "cache, default: .*share"),
+    ],
+)
+def test_what_is_wrong_with_a_cache_is_named(cache: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf.register(config={**HEAD, "num_hidden_layers": 2, "cache": cache})
+
+
+def test_a_file_about_a_cache_alone_leaves_prompts_to_auto() -> None:
+    hf.register("nearfield-cache-alone", config={**HEAD, "cache": {"default": {"method": "TopK", "k": 3}}})
+    net = model("llama")
+    net.set_attn_implementation("nearfield-cache-alone")
+    assert registered_methods("nearfield-cache-alone") == {"default": nf.Auto()}
+    assert [layer.store.method for layer in hf.CellCache(config=net.config).layers] == [nf.TopK(3)] * 2

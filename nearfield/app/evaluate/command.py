@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from nearfield.app import wide_console
 from nearfield.app.arguments import check_folder, check_model
-from nearfield.app.evaluate.models import load_model, placement, read_text, token_ids
-from nearfield.app.evaluate.report import environment, legend, save, save_plot, sentence, tabulated
+from nearfield.app.evaluate.models import layer_count, load_model, placement, read_text, token_ids
+from nearfield.app.evaluate.report import environment, save, save_plot, sentence, tabulated
 from nearfield.app.evaluate.run import Evaluation, evaluate
-from nearfield.app.evaluate.settings import Geometry, usual_segment
-from nearfield.hf.config import read_config
+from nearfield.app.evaluate.settings import AnswerGeometry, Geometry, usual_segment
+from nearfield.cells.sizes import GROUP_FROM, GROUP_FROM_ON_GPU
+from nearfield.hf.config import LayerConfig, read_config
 
 
 @dataclass
@@ -55,21 +59,16 @@ def run(
     download: bool,
 ) -> Evaluation:
     """All of `nearfield eval`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
-    console = wide_console(120)
     for path in texts:
         read_text(path)
     given = None if config is None else read_config(config)
     Geometry(tokens, segment or usual_segment(tokens), sinks, cell_size)  # raises if even that many tokens are too few
-    check_model(model_name)
-    check_folder("--out", out)
-    with console.status(f"loading {model_name}"):
-        model, tokenizer = load_model(model_name, *placement(device, dtype), download)
-        ids = {name: token_ids(tokenizer, path) for name, path in _named(texts).items()}
-    columns = (SpinnerColumn(), TextColumn("{task.description:<22}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    kept = None if tolerance is None else _kept(out, model_name)
+    loaded = _load(model_name, texts, out, kept, device, dtype, download)
+    with _bar(loaded.console) as bar:
         found = evaluate(
-            model,
-            ids,
+            loaded.model,
+            loaded.ids,
             tokens=tokens,
             methods=methods,
             budgets=budgets,
@@ -79,33 +78,136 @@ def run(
             config=given,
             tolerance=tolerance,
             ladder=ladder,
-            progress=Bar(progress, progress.add_task("", total=None)),
+            progress=bar,
         )
-    name = Path(model_name).stem if model_name.endswith(".gguf") else Path(model_name).name
-    where = environment(model)
+    _tell(found, loaded, tokens, out, kept)
+    return found
+
+
+def run_answers(
+    model_name: str,
+    texts: Sequence[Path],
+    *,
+    out: Path,
+    tokens: int,
+    written: int,
+    ladder: Sequence[float],
+    tolerance: float,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    download: bool,
+) -> Evaluation:
+    """All of `nearfield tune --cache`, likewise."""
+    from nearfield.app.evaluate.answer import evaluate_answers  # says what to install where Transformers is missing
+
+    for path in texts:
+        read_text(path)
+    AnswerGeometry(tokens, written)  # raises if even that many tokens are too few
+    kept = _kept(out, model_name)
+    loaded = _load(model_name, texts, out, kept, device, dtype, download)
+    with _bar(loaded.console) as bar:
+        found = evaluate_answers(
+            loaded.model, loaded.ids, tokens=tokens, written=written, tolerance=tolerance, ladder=ladder, progress=bar
+        )
+    _tell(found, loaded, tokens, out, kept)
+    return found
+
+
+class _Loaded(NamedTuple):
+    name: str
+    console: Console
+    model: Any
+    ids: dict[str, torch.Tensor]
+
+
+def _kept(out: Path, model_name: str) -> LayerConfig | None:
+    """What an earlier run has chosen for this model; None: there was none. Raises ValueError where the file is another one."""
+    path, name = out / "config.json", _name(model_name)
+    if not path.exists():
+        return None
+    try:
+        found = read_config(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; give another folder with --out") from error
+    for about in (found.about, found.cache_about):
+        if isinstance(about, Mapping) and about.get("model", name) != name:
+            raise ValueError(f"{path} is for {about['model']}, not for {name}; give another folder with --out")
+    return found
+
+
+def _load(
+    model_name: str,
+    texts: Sequence[Path],
+    out: Path,
+    kept: LayerConfig | None,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    download: bool,
+) -> _Loaded:
+    """A model, and texts as its tokens."""
+    console, name = wide_console(120), _name(model_name)
+    check_model(model_name)
+    check_folder("--out", out)
+    with console.status(f"loading {model_name}"):
+        model, tokenizer = load_model(model_name, *placement(device, dtype), download)
+        ids = {name: token_ids(tokenizer, path) for name, path in _named(texts).items()}
+    layers = layer_count(model)
+    if kept is not None and kept.num_hidden_layers not in (None, layers):
+        raise ValueError(
+            f"{out / 'config.json'} is for a model of {kept.num_hidden_layers} layers, but {name} has {layers}; give another "
+            "folder with --out"
+        )
+    return _Loaded(name, console, model, ids)
+
+
+def _name(model_name: str) -> str:
+    return Path(model_name).stem if model_name.endswith(".gguf") else Path(model_name).name
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Bar]:
+    columns = (SpinnerColumn(), TextColumn("{task.description:<22}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Bar(progress, progress.add_task("", total=None))
+
+
+def _tell(found: Evaluation, loaded: _Loaded, tokens: int, out: Path, kept: LayerConfig | None) -> None:
+    """Print and save the results."""
+    console, name = loaded.console, loaded.name
+    where = environment(loaded.model)
     title = f"{name}, {found.geometry.tokens:,} tokens of {', '.join(found.texts)}; {where['device']}, {where['dtype']}"
     console.print(title, highlight=False, markup=False)
     if found.geometry.tokens < tokens:
         console.print(f"(--tokens {tokens:,} is more than the shortest text or the model allows)", highlight=False)
     console.print(tabulated(found))
-    console.print(legend(found), highlight=False)
+    console.print(found.geometry.legend, highlight=False)
     if found.recommendation is not None:
-        console.print(sentence(found.recommendation, found.exact.keys or 1.0), highlight=False, style="bold green")
+        console.print(sentence(found), highlight=False, style="bold green")
     else:
         console.print(
             "`nearfield tune`, or --tolerance 0.4, also chooses budgets by layer that raise perplexity by at most 0.4%.",
             highlight=False,
         )
-    written = save(found, {"environment": where, "model": name}, out)
+    written = save(found, {"environment": where, "model": name}, out, kept)
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no plot: it needs matplotlib: pip install 'nearfield[plots]'", markup=False)
     else:
-        written.append(out / "eval.png")
+        written.append(out / f"{found.geometry.name}.png")
         save_plot(found, title, written[-1])
     console.print("written: " + ", ".join(map(str, written)), highlight=False, markup=False, soft_wrap=True)
     if found.recommendation is not None:
-        console.print(f'use it: nearfield.hf.register(config="{out / "config.json"}")', highlight=False, markup=False)
-    return found
+        console.print(_how_to_use(found.geometry, out, loaded.model.device), highlight=False, markup=False, soft_wrap=True)
+
+
+def _how_to_use(geometry: Geometry | AnswerGeometry, out: Path, device: torch.device) -> str:
+    told = f'use it: nearfield.hf.register(config="{out / "config.json"}")'
+    if isinstance(geometry, Geometry):
+        return told
+    group_from = GROUP_FROM_ON_GPU if device.type == "cuda" else GROUP_FROM
+    if geometry.prompt >= group_from:
+        return f"{told}, then CellCache(config=model.config)"
+    exact = f"without group_from, a cache is exact up to {group_from:,} keys"
+    return f"{told}, then CellCache(config=model.config, group_from=0); {exact}"
 
 
 def _named(texts: Sequence[Path]) -> dict[str, Path]:

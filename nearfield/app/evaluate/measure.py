@@ -54,7 +54,12 @@ def token_losses(model: Any, ids: Tensor, tick: Callable[[], None] | None = None
     Args:
         tick: called after each layer.
     """
-    states = final_states(model, ids, tick)
+    return losses_of(model, final_states(model, ids, tick), ids)
+
+
+def losses_of(model: Any, states: Tensor, ids: Tensor) -> Tensor:
+    """The same for tokens `[1, n]` and what the model's head gets at each of them, `[1, n, width]`; that of the last one may be
+    left out."""
     found = []
     for block in row_blocks((1, ids.shape[1] - 1), bytes_of_logits(model)):
         logits = head(model, states[:, block], ids)
@@ -65,7 +70,7 @@ def token_losses(model: Any, ids: Tensor, tick: Callable[[], None] | None = None
 
 def final_states(model: Any, ids: Tensor, tick: Callable[[], None] | None = None) -> Tensor:
     """The input of the model's head, `[1, n, width]`."""
-    with _ticking(model, tick):
+    with ticking(model, tick):
         states: Tensor = model.base_model(ids, use_cache=False).last_hidden_state
     return states
 
@@ -95,7 +100,8 @@ def head(model: Any, states: Tensor, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def _ticking(model: Any, tick: Callable[[], None] | None) -> Iterator[None]:
+def ticking(model: Any, tick: Callable[[], None] | None) -> Iterator[None]:
+    """Inside: `tick` is called after each layer."""
     layers = [part for part in model.modules() if getattr(part, "layer_idx", None) is not None]
     hooks = [part.register_forward_hook(lambda *_: tick()) for part in layers] if tick else []
     try:

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import nearfield
 from nearfield.app.environment import environment as machine
 from nearfield.app.evaluate.run import Evaluation, Recommendation, SettingResult
 from nearfield.app.evaluate.settings import PastTopK, Setting, percent
-from nearfield.hf.config import describe, write_config
+from nearfield.hf.config import LayerConfig, describe, write_config
 
 NUMBER = r"(?:-?\d[\d.eE+-]*|null)"
 
@@ -66,22 +67,14 @@ def _table_row(result: SettingResult) -> list[str]:
     return [*cells, f"{result.seconds:.1f}"]
 
 
-def legend(found: Evaluation) -> str:
-    geometry = found.geometry
-    return (
-        f"{geometry.tokens:,} tokens. A row reads its own segment of {geometry.segment:,} keys and the first {geometry.sinks} "
-        f"exactly; a budget is the share of its past, {geometry.past:,.0f} keys on average, that it reads besides. topk reads as "
-        "many keys as cells, the heaviest ones, and drops the rest (a perfect index). Excess: of perplexity over that of exact "
-        "attention, ± its standard error. Error: relative error of an output row, mean over rows."
-    )
-
-
-def sentence(recommendation: Recommendation, all_keys: float) -> str:
+def sentence(found: Evaluation) -> str:
     """The recommendation in words."""
+    recommendation, all_keys = found.recommendation, found.exact.keys or 1.0
+    assert recommendation is not None
     chosen, limit = recommendation.chosen, percent(recommendation.tolerance)
     rungs, keys = chosen.mixture.rungs, chosen.mixture.keys
     if set(rungs) == {-1}:
-        return f"Within {limit} of exact perplexity: exact attention only. A larger --tolerance or --cell-size 8 may help."
+        return f"Within {limit} of exact perplexity: exact attention only. {found.geometry.remedy}"
     counted = Counter("exact" if rung < 0 else recommendation.ladder[rung].label for rung in rungs)
     order = [*(setting.label for setting in recommendation.ladder), "exact"]
     parts = ", ".join(f"{label} ({counted[label]})" for label in sorted(counted, key=order.index))
@@ -96,10 +89,7 @@ def as_json(found: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
     geometry, chosen = found.geometry, found.recommendation
     whole = {
         **about,
-        "tokens": geometry.tokens,
-        "segment": geometry.segment,
-        "sinks": geometry.sinks,
-        "past_keys_mean": geometry.past,
+        **geometry.sizes,
         "layers": found.layers,
         "texts": found.texts,
         "settings": [_as_json(result) for result in (found.exact, *found.results)],
@@ -152,7 +142,7 @@ def _round(error: float) -> float | None:
 def _recommended(chosen: Recommendation, found: Evaluation) -> dict[str, Any]:
     return {
         "tolerance": chosen.tolerance,
-        "in_words": sentence(chosen, found.exact.keys or 1.0),
+        "in_words": sentence(found),
         "ladder": [{"label": setting.label, "method": _described(setting)} for setting in chosen.ladder],
         "rung_by_layer": list(chosen.chosen.mixture.rungs),
         "sensitivity_by_layer": [_round(x) for x in chosen.sensitivity.tolist()],
@@ -169,15 +159,26 @@ def _recommended(chosen: Recommendation, found: Evaluation) -> dict[str, Any]:
     }
 
 
-def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write `eval.json`, and `config.json` if there is a recommendation; returns the paths."""
+def save(found: Evaluation, about: Mapping[str, Any], folder: Path, kept: LayerConfig | None = None) -> list[Path]:
+    """Write `eval.json` (`cache.json` for answers), and `config.json` if there is a recommendation; returns the paths.
+
+    `kept`: of a `config.json` for the same model, what it says about the other part, prompts or answers, is kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / "eval.json"]
+    written = [folder / f"{found.geometry.name}.json"]
     written[0].write_text(json_text(as_json(found, about)), encoding="utf-8")
     if found.recommendation is not None:
         written.append(folder / "config.json")
-        write_config(written[1], found.recommendation.config, _about(found, found.recommendation, about))
+        write_config(written[1], _joined(found.recommendation.config, _about(found, found.recommendation, about), kept))
     return written
+
+
+def _joined(new: LayerConfig, about: Mapping[str, Any], kept: LayerConfig | None) -> LayerConfig:
+    """What was chosen now for prompts or for answers, with what was chosen before for the other."""
+    if new.cache is None:
+        others = {} if kept is None else {"cache": kept.cache, "cache_about": kept.cache_about}
+        return replace(new, about=about, **others)
+    return replace(kept or new, num_hidden_layers=new.num_hidden_layers, cache=new.cache, cache_about=about)
 
 
 def _about(found: Evaluation, chosen: Recommendation, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _about(found: Evaluation, chosen: Recommendation, about: Mapping[str, Any]) 
     exact = found.exact.perplexities
     return {
         "model": about.get("model"),
-        "tokens": found.geometry.tokens,
+        **{name: size for name, size in found.geometry.sizes.items() if name in ("tokens", "written")},
         "tolerance": percent(chosen.tolerance),
         "keys_per_query": round(chosen.chosen.mixture.keys, 1),
         "keys_per_query_exact": found.exact.keys,
@@ -197,11 +198,25 @@ def _about(found: Evaluation, chosen: Recommendation, about: Mapping[str, Any]) 
     }
 
 
-COLOURS = {"cells": "#4C6EF5", "topk": "#E8590C", "auto": "#37B24D", "config": "#7048E8"}
+COLOURS = {
+    "cells": "#4C6EF5",
+    "topk": "#E8590C",
+    "auto": "#37B24D",
+    "config": "#7048E8",
+    "small cells": "#E8590C",
+    "default": "#37B24D",
+}
 
 CHOSEN, GREY, INK = "#2B8A3E", "#868E96", "#212529"
 
-NAMES = {"cells": "Cells", "topk": "Exact top-k", "auto": "Auto()", "config": "config"}
+NAMES = {
+    "cells": "Cells",
+    "topk": "Exact top-k",
+    "auto": "Auto()",
+    "config": "config",
+    "small cells": "Small cells",
+    "default": "CellCache()",
+}
 
 UNIT = "relative error of a row, mean over rows"
 
@@ -333,19 +348,25 @@ def _draw_choice(axes: Any, found: Evaluation) -> None:
     """The choice for each layer: a bar as high as its rung."""
     chosen = found.recommendation
     assert chosen is not None
-    labels = [percent(setting.budget) if setting.budget else setting.label for setting in chosen.ladder]
-    order = sorted(range(len(labels)), key=lambda rung: chosen.ladder[rung].budget or 0.0)
-    height = {rung: place + 1 for place, rung in enumerate(order)} | {-1: len(order) + 1}
-    heights = [height[rung] for rung in chosen.chosen.mixture.rungs]
-    colours = [GREY if rung < 0 else CHOSEN for rung in chosen.chosen.mixture.rungs]
+    budgets = sorted({setting.budget or 0.0 for setting in chosen.ladder})
+    kinds = list(dict.fromkeys(setting.kind for setting in chosen.ladder))
+    colour = {kinds[0]: CHOSEN} | {kind: COLOURS[kind] for kind in kinds[1:]}
+    heights, colours = [], []
+    for rung in chosen.chosen.mixture.rungs:
+        heights.append(len(budgets) + 1 if rung < 0 else 1 + budgets.index(chosen.ladder[rung].budget or 0.0))
+        colours.append(GREY if rung < 0 else colour[chosen.ladder[rung].kind])
     axes.bar(range(len(heights)), heights, color=colours, width=0.78)
-    axes.set_yticks(range(1, len(order) + 2), [*(labels[rung] for rung in order), "exact"])
-    axes.set_ylim(0, len(order) + 1.4)
+    if len(kinds) > 1:
+        for kind in kinds:
+            axes.bar(0, 0, color=colour[kind], label=NAMES[kind])
+        axes.legend(frameon=False, fontsize=9, ncols=len(kinds), loc="upper right", bbox_to_anchor=(1.0, 1.13), borderaxespad=0)
+    axes.set_yticks(range(1, len(budgets) + 2), [*map(percent, budgets), "exact"])
+    axes.set_ylim(0, len(budgets) + 1.4)
     axes.set_xlim(-0.6, len(heights) - 0.4)
     _plain(axes)
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("layer")
-    axes.set_ylabel("budget, of the past")
+    axes.set_ylabel(found.geometry.budget)
     share = chosen.chosen.mixture.keys / (found.exact.keys or 1.0)
     axes.set_title(f"Chosen by layer: {share:.0%} of the keys, perplexity {100 * chosen.chosen.excess:+.2f}%")
 

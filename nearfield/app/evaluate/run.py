@@ -25,6 +25,7 @@ from nearfield.app.evaluate.settings import (
     BUDGETS,
     LADDER,
     TRIALS,
+    AnswerGeometry,
     Geometry,
     Ladder,
     Setting,
@@ -73,10 +74,10 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of `evaluate`."""
+    """The results of `evaluate`, or of `evaluate_answers`."""
 
     texts: list[str]
-    geometry: Geometry
+    geometry: Geometry | AnswerGeometry
     layers: int
     exact: SettingResult
     results: list[SettingResult]
@@ -93,7 +94,9 @@ class Progress(Protocol):
     def at(self, what: str) -> None: ...
 
 
-class _Silent:
+class Silent:
+    """Reports to nobody."""
+
     def start(self, steps: int) -> None: ...
 
     def step(self) -> None: ...
@@ -130,8 +133,8 @@ def evaluate(
             no mixture.
         ladder: budgets of cells to choose from for each layer.
     """
-    progress = progress or _Silent()
-    count = _common_length(model, texts, tokens)
+    progress = progress or Silent()
+    count = common_length(model, texts, tokens)
     geometry = Geometry(count, segment or usual_segment(count), sinks, cell_size)
     settings = geometry.settings(methods, budgets)
     rungs = _rungs(geometry, settings, ladder) if tolerance is not None else []
@@ -160,11 +163,11 @@ def evaluate(
     recommendation = None
     if tolerance is not None:
         errors_of_rungs = errors.at([tried.index(setting) for setting in rungs])
-        recommendation = _recommend(passes, rungs, errors_of_rungs, tolerance, [exact, *results])
+        recommendation = recommend(passes, rungs, errors_of_rungs, tolerance, [exact, *results])
     return Evaluation(list(texts), geometry, layer_count(model), exact, results, recommendation)
 
 
-def _common_length(model: Any, texts: Mapping[str, Tensor], tokens: int) -> int:
+def common_length(model: Any, texts: Mapping[str, Tensor], tokens: int) -> int:
     """The most tokens that all texts and the model have, up to `tokens`."""
     if not texts:
         raise ValueError("at least one text is needed")
@@ -212,8 +215,16 @@ class _Passes:
         return SettingResult(setting, [compared(ours, exact) for ours, exact in zip(losses, self.exact, strict=True)], seconds)
 
 
-def _recommend(
-    passes: _Passes, ladder: Sequence[Setting], errors: LayerErrors, tolerance: float, results: Sequence[SettingResult]
+class Passes(Protocol):
+    """What a choice needs to measure."""
+
+    def sensitivity(self, layers: Sequence[int]) -> Tensor: ...
+
+    def result_of(self, setting: Setting) -> SettingResult: ...
+
+
+def recommend(
+    passes: Passes, ladder: Sequence[Setting], errors: LayerErrors, tolerance: float, results: Sequence[SettingResult]
 ) -> Recommendation:
     """The cheapest mixture of the settings in `ladder`; known `results` are not measured again."""
     layers = errors.keys.shape[1]

@@ -1,16 +1,18 @@
-"""What to compare: methods at budgets; and the choice of a budget for each layer."""
+"""What to compare: methods at budgets, for prompts and for answers; and the choice of a budget for each layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from nearfield.auto import Auto
 from nearfield.cells.method import Cells
+from nearfield.cells.sizes import CacheSizes
 from nearfield.checks import check_positive
 from nearfield.chunks import row_blocks
 from nearfield.problem import Call, Method, Problem
@@ -121,6 +123,12 @@ class Geometry:
     sinks: int = SINKS
     cell_size: int = CELL_SIZE
 
+    name: ClassVar[str] = "eval"
+    """of files of results"""
+    remedy: ClassVar[str] = "A larger --tolerance or --cell-size 8 may help."
+    """where nothing but exact attention is within a tolerance"""
+    budget: ClassVar[str] = "budget, of the past"
+
     def __post_init__(self) -> None:
         if self.tokens < 2 * self.segment:
             raise ValueError(
@@ -129,6 +137,21 @@ class Geometry:
             )
         if self.sinks >= self.segment:
             raise ValueError(f"sinks must be fewer than the {self.segment:,} keys of a segment, got {self.sinks:,}")
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """By their names in files."""
+        return {"tokens": self.tokens, "segment": self.segment, "sinks": self.sinks, "past_keys_mean": self.past}
+
+    @property
+    def legend(self) -> str:
+        """What a table of results needs to be understood."""
+        return (
+            f"{self.tokens:,} tokens. A row reads its own segment of {self.segment:,} keys and the first {self.sinks} exactly; a "
+            f"budget is the share of its past, {self.past:,.0f} keys on average, that it reads besides. topk reads as many keys "
+            "as cells, the heaviest ones, and drops the rest (a perfect index). Excess: of perplexity over that of exact "
+            "attention, ± its standard error. Error: relative error of an output row, mean over rows."
+        )
 
     def _pasts(self) -> list[tuple[int, int]]:
         """(rows, keys of their past) for each segment that has a past."""
@@ -174,6 +197,82 @@ class Geometry:
             else:
                 found += [self.cells(budget) if kind == "cells" else self.topk(budget) for budget in sorted(set(budgets))]
         return found
+
+
+WRITTEN, MOST_WRITTEN = 512, 1000
+"""Tokens of an answer. With more of them than that, a cache would close a segment while it is measured."""
+
+FEWEST_GROUPED = CacheSizes.of(None, None, None, SINKS, group_from=0).next_close(0)
+"""Keys of a prompt: with fewer of them, a cache has no cells."""
+
+
+@dataclass(frozen=True)
+class AnswerGeometry:
+    """The sizes of a comparison of answers: a prompt that is read exactly, and `written` tokens, each a step that reads a cache.
+
+    A budget is the share of the prompt's keys that are in the cells which a step opens.
+    """
+
+    tokens: int
+    written: int = WRITTEN
+
+    name: ClassVar[str] = "cache"
+    remedy: ClassVar[str] = "A larger --tolerance, or larger budgets on the --ladder, may help."
+    budget: ClassVar[str] = "budget, of the prompt's keys"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.written <= MOST_WRITTEN:
+            raise ValueError(f"written must be 1 to {MOST_WRITTEN:,} tokens, got {self.written:,}")
+        if self.prompt < FEWEST_GROUPED:
+            raise ValueError(
+                f"{self.tokens:,} tokens, {self.written:,} of them an answer, leave a prompt of {max(0, self.prompt):,}, but a "
+                f"cache has cells from {FEWEST_GROUPED:,} on; give more tokens, or fewer of them as an answer"
+            )
+
+    @property
+    def prompt(self) -> int:
+        """Keys of the prompt. The step that reads its last token is the first of the answer."""
+        return self.tokens - self.written - 1
+
+    @property
+    def all_keys(self) -> float:
+        """Keys that a step sees, mean over the answer."""
+        return self.prompt + (self.written + 1) / 2
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        return {"tokens": self.tokens, "written": self.written}
+
+    @property
+    def legend(self) -> str:
+        return (
+            f"The last {self.written:,} of {self.tokens:,} tokens, as steps of an answer; all before are read exactly. A budget "
+            "is the share of the prompt's keys that are in the cells which a step opens; `default` is `CellCache()`, and small "
+            "cells have half as many keys. Keys: those that a step reads; the moments of a cell count as one and a half. Excess: "
+            "of perplexity over that of exact attention, ± its standard error. Error: relative error of a step. Many steps are "
+            "served at a time here, so their time says little about that of one."
+        )
+
+    def settings(self, budgets: Sequence[float]) -> list[Setting]:
+        """Cells of the size that a cache gives them, and of half that size, at all budgets; each method once."""
+        found: dict[Cells, Setting] = {}
+        for kind, size in (("cells", None), ("small cells", half_cell_size(self.prompt))):
+            for budget in sorted(set(budgets)):
+                if not 0.0 < budget <= 1.0:
+                    raise ValueError(f"a budget must be more than 0% and at most 100%, got {percent(budget)}")
+                method = Cells(size, max(1, round(budget * _cells_of(self.prompt, size))))
+                found.setdefault(method, Setting(kind, method, budget))
+        return list(found.values())
+
+
+def half_cell_size(keys: int) -> int:
+    """Half as many keys as a cell of a cache has after a prompt of so many keys."""
+    return max(4, round(keys / _cells_of(keys) / 2))
+
+
+def _cells_of(keys: int, cell_size: int | None = None) -> int:
+    """How many cells a cache makes of a prompt."""
+    return CacheSizes.of(None, cell_size, None, SINKS).cells(0, keys)
 
 
 def usual_segment(tokens: int) -> int:

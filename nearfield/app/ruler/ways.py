@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nearfield.app.evaluate.measure import attending
+from nearfield.app.evaluate.settings import half_cell_size
 from nearfield.app.peers.answering import AnswerCache, write
 from nearfield.app.peers.cache import PeerCache, PeerLayer, by_peer
 from nearfield.app.peers.rules import RULES, Rule, budget_of
@@ -227,9 +228,8 @@ class BudgetWay(CellWay):
 
 def cache_of_budget(share: float, tokens: int) -> Cells:
     """Cells for a cache that reads this share of a prompt, with cells of half the default size."""
-    sizes = CacheSizes.of(None, None, None, 16)
-    size = max(4, round(tokens / max(1, sizes.cells(0, tokens)) / 2))
-    always = sizes.window + 16
+    size = half_cell_size(tokens)
+    always = CacheSizes.of(None, None, None, 16).window + 16
     return Cells(cell_size=size, probes=max(1, (budget_of(share, tokens) - always) // size))
 
 
