@@ -1,14 +1,16 @@
 """Attention to vLLM's pages on a GPU, outside of vLLM, on tensors in its layout: steps of 1, 16 and 64 requests, short requests
-where long ones are allowed, blocks that become full, chunks of prompts.
+where long ones are allowed, blocks that become full, chunks of prompts, errors.
 
 python benchmarks/bench_pages_gpu.py --minutes 8                   # results/pages_gpu.json, case by case
 python benchmarks/bench_pages_gpu.py --section steps --only 1x131072 64x131072 --out $OUT
 python benchmarks/bench_pages_gpu.py --quick                       # tiny sizes, on a CPU too; nothing written
 
 One layer of the 8B shape: 32 query heads, 8 heads of keys of 128, bfloat16, blocks of 256 keys that lie anywhere, keys in sqrt(n)
-clusters. A step is captured in a CUDA graph, over as many copies of the pages as it takes to leave the L2 cache behind. "paged"
-is exact attention to the same pages by the same kernels, split over programs as in flash decoding; "sdpa" the fastest backend of
-SDPA over keys and values that lie in one piece. An error is the mean of |output - exact| / |exact| over rows and heads.
+clusters, of which 128 keys in a row come from one. "errors" also has clusters strewn over all positions, the worst there is for
+cells that end with their block. A step is captured in a CUDA graph, over as many copies of the pages as it takes to leave the L2
+cache behind. "paged" is exact attention to the same pages by the same kernels, split over programs as in flash decoding; "sdpa"
+the fastest backend of SDPA over keys and values that lie in one piece. An error is the mean of |output - exact| / |exact| over
+rows and heads.
 
 "short" is what requests pay that are exact because they are short: the default in a graph that was captured for 131,072 keys,
 beside the same kernels in one for no more keys than there are.
@@ -41,26 +43,30 @@ SHORT, MOST = ((1, 2048), (1, 8000), (16, 2048), (16, 8000), (64, 2048), (64, 80
 CHUNKS = ((8192, 8192), (8192, 32_768), (8192, 131_072))
 EXACT = Reach(64, 1 << 30, None)
 CELLS = Reach(64, 0, None)
-SECTIONS = ("steps", "short", "blocks", "chunks")
+SECTIONS = ("steps", "errors", "short", "blocks", "chunks")
 DEFAULT = Settings().reach(on_card=True)
 BEYOND_CACHE = 256 << 20 if CUDA else 1
 """Bytes that a timed graph goes through at least."""
 MOST_BYTES = 100 << 30
 KINDS = 4
 """Requests of a batch have so many different keys."""
+RUN = 128
+"""So many keys in a row come from one cluster."""
 
 
 class Pages:
     """Requests of one length, in blocks that lie anywhere."""
 
-    def __init__(self, requests: int, length: int, layout: PageLayout, size_of_group: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, requests: int, length: int, layout: PageLayout, size_of_group: int, dtype: torch.dtype, run: int = RUN
+    ) -> None:
         self.requests, self.length, self.layout = requests, length, layout
         blocks = -(-length // layout.size)
         self.pages = layout.empty(requests * blocks, dtype, DEVICE)
         order = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0))
         self.table = order.view(requests, blocks).to(DEVICE, torch.int32)
         self.kinds = [
-            tuple(x[0] for x in clustered(length, layout.dim, layout.heads, seed, group=size_of_group))
+            tuple(x[0] for x in clustered(length, layout.dim, layout.heads, seed, run, size_of_group))
             for seed in range(min(KINDS, requests))
         ]
         place = torch.arange(length, device=DEVICE)
@@ -105,10 +111,20 @@ def graphed(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
     return captured(run) if CUDA else run
 
 
-def steps(requests: int, length: int, layout: PageLayout, group: int, dtype: torch.dtype) -> dict[str, Any]:
-    held = Pages(requests, length, layout, group, dtype)
+def error_of(held: Pages) -> dict[str, float]:
     found, wanted = held.step(CELLS)().double(), held.step(EXACT)().double()
     error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-12)
+    return {"error": float(error.mean()), "far_off": float((error > 0.3).double().mean())}
+
+
+def errors(length: int, layout: PageLayout, group: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Of one request's last rows, by how its clusters lie."""
+    return {name: error_of(Pages(1, length, layout, group, dtype, run)) for name, run in (("runs", RUN), ("strewn", 1))}
+
+
+def steps(requests: int, length: int, layout: PageLayout, group: int, dtype: torch.dtype) -> dict[str, Any]:
+    held = Pages(requests, length, layout, group, dtype)
+    error = error_of(held)
     copies = held.copies()
     calls = {name: graphed([held.step(reach, x) for x in copies]) for name, reach in (("cells", CELLS), ("paged", EXACT))}
     keys = [torch.stack([kind[i].to(dtype) for kind in held.kinds]) for i in (1, 2)]
@@ -131,8 +147,7 @@ def steps(requests: int, length: int, layout: PageLayout, group: int, dtype: tor
         "ms": ms,
         "least_ms": {name: min(times) / counts[name] for name, times in runs.items()},
         "paged_over_cells": ms["paged"] / ms["cells"],
-        "error": float(error.mean()),
-        "far_off": float((error > 0.3).double().mean()),
+        **error,
         "keys_read": opened * layout.size // layout.cells + length - (near - 1) * layout.size,
         "cells": (near - 1) * layout.cells,
         "page_bytes": copies[0].stride(0) * copies[0].element_size(),
@@ -222,6 +237,7 @@ def main() -> None:
         layout, dtype, group = PageLayout(2, 32, 16, 16), torch.float32, 2
         cases: dict[str, Callable[[], dict[str, Any]]] = {
             "steps/2x200": lambda: steps(2, 200, layout, group, dtype),
+            "errors/200": lambda: errors(200, layout, group, dtype),
             "short/2x100": lambda: short(2, 100, 1000, Reach(16, 200, None), layout, group, dtype),
             "blocks/4": lambda: blocks(4, layout, dtype),
             "chunks/20x100": lambda: chunk(20, 100, layout, group, dtype),
@@ -229,6 +245,7 @@ def main() -> None:
     else:
         layout, dtype, group = PageLayout(HEADS, SIZE, DIM, DIM), DTYPE, GROUP
         cases = {f"steps/{b}x{n}": (lambda b=b, n=n: steps(b, n, layout, group, dtype)) for b, n in STEPS}
+        cases |= {f"errors/{n}": (lambda n=n: errors(n, layout, group, dtype)) for n in (*LENGTHS, 1_048_576)}
         cases |= {f"short/{b}x{n}": (lambda b=b, n=n: short(b, n, MOST, DEFAULT, layout, group, dtype)) for b, n in SHORT}
         cases |= {f"blocks/{n}": (lambda n=n: blocks(n, layout, dtype)) for n in (1, 64, 8192)}
         cases |= {f"chunks/{r}x{n}": (lambda r=r, n=n: chunk(r, n, layout, group, dtype)) for r, n in CHUNKS}
@@ -243,7 +260,7 @@ def main() -> None:
             print(f"no time left for {name}")
             continue
         found.setdefault(section, {})[own] = case()
-        print(f"{time.monotonic() - begun:7.1f} s  {name}: {found[section][own]['ms']}", flush=True)
+        print(f"{time.monotonic() - begun:7.1f} s  {name}: {found[section][own].get('ms', found[section][own])}", flush=True)
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()

@@ -6,8 +6,8 @@ make .venv-vllm/.installed smollm2
 .venv-vllm/bin/python benchmarks/bench_vllm.py --quick              # one short case of each, nothing written
 
 Each engine is a process of its own, one after the other; of several rounds the shortest counts. With `quality`, all rows of texts
-attend as those of an answer do ("prefill": "cells"), and vLLM tells the logarithm of each token's probability. "default" reads all
-keys where that is faster, which on a CPU it always was; "cells" are used with `exact_below` = 0.
+attend as those of an answer do ("prefill": "cells"), and vLLM tells the logarithm of each token's probability. "default" reads
+all keys where that is faster, which on a CPU it always was; "cells" are used with `exact_below` = 0.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def step(dim: int, dtype: torch.dtype) -> None:
             buffer.storage = buffer.storage.to(dtype)
         query = torch.randn(2, 4, dim).to(dtype)
         with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
-            cache_decode.decode(store.state, query, dim**-0.5, store.probes, 4096)
+            cache_decode.decode(store.state, query, dim**-0.5, store.probes)
 
 
 def close(dim: int, dtype: torch.dtype) -> None:

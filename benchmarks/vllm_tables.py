@@ -40,9 +40,50 @@ def speed() -> list[list[str]]:
     return found
 
 
+def steps() -> list[list[str]]:
+    """A step of one layer on a GPU: by cells, exact attention to the same pages, and SDPA over keys in one piece."""
+    found = [["requests", "keys of each", "exact, µs", "SDPA, µs", "cells, µs", "times as fast", "keys read", "error"]]
+    for row in pages("steps").values():
+        ms = {name: f"{1e3 * x:,.0f}" for name, x in row["ms"].items()}
+        own = f"{row['requests']}", f"{row['length']:,}", ms["paged"], ms.get("sdpa", ""), ms["cells"]
+        found.append([*own, f"{row['paged_over_cells']:.2f}", f"{row['keys_read']:,}", f"{row['error']:.1%}"])
+    return found
+
+
+def errors() -> list[list[str]]:
+    """Of cells that end with their block, on made-up keys."""
+    found = [["keys", "clusters in runs of 128: error", "rows over 30%", "clusters strewn: error", "rows over 30%"]]
+    for length, row in pages("errors").items():
+        told = [f"{row[family][name]:.1%}" for family in ("runs", "strewn") for name in ("error", "far_off")]
+        found.append([f"{int(length):,}", *told])
+    return found
+
+
+def short() -> list[list[str]]:
+    """Requests that are exact since they are short, in a graph for long ones."""
+    found = [["requests", "keys of each", "in a graph for as many keys, µs", "for 131,072, µs"]]
+    for row in pages("short").values():
+        found.append([f"{row['requests']}", f"{row['length']:,}", *(f"{1e3 * row['ms'][x]:,.0f}" for x in ("paged", "default"))])
+    return found
+
+
+def prompts() -> list[list[str]]:
+    """The last rows of a prompt, read exactly."""
+    found = [["rows", "keys", "pages, ms", "SDPA over keys in one piece, ms"]]
+    for row in pages("chunks").values():
+        found.append([f"{row['rows']:,}", f"{row['length']:,}", *(f"{row['ms'][name]:.2f}" for name in ("paged", "sdpa"))])
+    return found
+
+
+def pages(section: str) -> dict[str, Any]:
+    rows: dict[str, Any] = read_sections("pages_gpu")[section]["rows"]
+    return rows
+
+
 def excess(way: dict[str, Any]) -> str:
     return f"{way['excess']:+.2%} ± {way['stderr']:.2%}"
 
 
 def rows(name: str) -> list[list[str]]:
-    return {"blocks": blocks, "quality": quality, "speed": speed}[name]()
+    tables = (blocks, quality, speed, steps, errors, short, prompts)
+    return {table.__name__: table for table in tables}[name]()

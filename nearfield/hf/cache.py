@@ -199,11 +199,11 @@ class CellCache(Cache):
 
     Args:
         method: `Cells(...)`, as for `CellStore`; `TopK(...)` or `LazyGumbel(...)`, as for `IndexStore`; `Exact()` reads all keys
-            in every step, and offloads none. A mapping gives layers methods of their own: its keys are layer numbers, and
-            `"default"` for all other layers (`Cells()` if it is missing). Or the path of a file with such a mapping, as
-            `nearfield tune --cache` writes it. None: what is registered for the model of `config`: the `"cache"` of the file
-            that `hf.register` was given, if it says so much; else, layer by layer, its method where that is `TopK` or
-            `LazyGumbel`, and `Cells()` elsewhere.
+            in every step, and offloads none (with a `mesh`, one rank has all of them). A mapping gives layers methods of their
+            own: its keys are layer numbers, and `"default"` for all other layers (`Cells()` if it is missing). Or the path of a
+            file with such a mapping, as `nearfield tune --cache` writes it. None: what is registered for the model of `config`:
+            the `"cache"` of the file that `hf.register` was given, if it has one; else, layer by layer, its method where that is
+            `TopK` or `LazyGumbel`, and `Cells()` elsewhere.
         config: of the model. Layers that have a sliding window or another kind of state then get the cache that Transformers has
             for them, and new tokens attend to it exactly. Needed for models with such layers.
         audit: compare each step of each layer with exact attention over all stored keys; see `errors`. It may be switched on and

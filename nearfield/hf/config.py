@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nearfield import user_cache
 from nearfield.auto import Auto
 from nearfield.cells.cache.store import check_method
 from nearfield.cells.method import Cells
@@ -66,7 +67,7 @@ PARTS: dict[str, dict[str, type]] = {
 }
 """Arguments of methods that are objects themselves, and the classes they may have."""
 
-REMEDY = "`nearfield eval MODEL TEXT --tolerance 0.4` writes such a file"
+REMEDY = "`nearfield tune MODEL TEXT` writes such a file, for a CellCache with --cache"
 
 M = TypeVar("M")
 
@@ -134,7 +135,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> LayerConf
 
 
 def write_config(path: Path, config: LayerConfig) -> None:
-    """Write a file for `read_config`, with one line per layer."""
+    """Write a file for `read_config`, with one line per layer. Until all of it is written, what was there stays as it was."""
     lines = [f'"format": "{FORMAT}", "version": {VERSION}', *_about(config.about)]
     if config.num_hidden_layers is not None:
         lines.append(f'"num_hidden_layers": {config.num_hidden_layers}')
@@ -143,7 +144,8 @@ def write_config(path: Path, config: LayerConfig) -> None:
     lines += _written(config.methods)
     if config.cache is not None:
         lines.append('"cache": ' + _block([*_about(config.cache_about), *_written(config.cache)]))
-    path.write_text(_block(lines) + "\n", encoding="utf-8")
+    target = Path(os.path.realpath(path))  # of a link, the file it leads to
+    user_cache.replace_bytes(target, (_block(lines) + "\n").encode())
 
 
 def _about(about: Any) -> list[str]:
@@ -207,7 +209,7 @@ def _parse_config(given: object, where: str) -> LayerConfig:
     if given.get("version") != VERSION:
         raise ValueError(
             f"{where} has version {given.get('version')!r}, and this nearfield reads version {VERSION}; "
-            "write it again with `nearfield eval`, or use the nearfield that wrote it"
+            "write it again with `nearfield tune`, or use the nearfield that wrote it"
         )
     _check_known(where, given, ENTRIES)
     depth = given.get("num_hidden_layers")

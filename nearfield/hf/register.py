@@ -226,7 +226,7 @@ class AttentionFunction:
         if layers is not None and layers != self.num_hidden_layers:
             raise ValueError(
                 f"the registered config is for a model of {self.num_hidden_layers} layers, but this one has {layers}; make one "
-                "for it with `nearfield eval MODEL TEXT --tolerance 0.4`, or leave num_hidden_layers out of the config"
+                "for it with `nearfield tune MODEL TEXT`, or leave num_hidden_layers out of the config"
             )
 
 

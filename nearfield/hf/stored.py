@@ -22,6 +22,10 @@ _ALLOWED = {
 """What a handle answers: nothing that needs numbers."""
 
 
+class UnreadableError(RuntimeError):
+    """Something other than nearfield's attention has computed with the keys or values of a `CellCache`."""
+
+
 class StoredKeys(Tensor):
     """A handle for the keys (or values) `[batch, heads, length, dim]` of a store: shape, dtype and device, but no numbers.
 
@@ -59,7 +63,7 @@ class StoredKeys(Tensor):
 
 def refuse(func: Any) -> Any:
     # Not a TypeError, which Python may take as a hint to try the other operand.
-    raise RuntimeError(
+    raise UnreadableError(
         f"{getattr(func, '__name__', func)} was called on the keys or values of a CellCache, which only attention registered by "
         'nearfield can read: hf.register(); model.set_attn_implementation("nearfield"). If the model itself changes them before '
         "attending, use Transformers' DynamicCache"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
@@ -133,6 +132,12 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
         self.on_card = device.type == "cuda"
         if self.on_card:
             self.prepare_card()
+        else:
+            spec, self.reach = kv_cache_spec, self.settings.reach(on_card=False)
+            is_alone = self.reach.first_near(vllm_config.model_config.max_model_len - 1, spec.block_size) == 1
+            dims = spec.head_size, spec.head_size_v
+            self.form = _form_of(vllm_config.cache_config.cache_dtype, spec.dtype, spec.block_size, *dims, is_alone)
+            self.layout = PageLayout(spec.num_kv_heads, spec.block_size, *dims, self.form is not None)
 
     def prepare_card(self) -> None:
         """Makes what a step needs there. Raises where the kernels cannot serve such requests."""
@@ -141,7 +146,7 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
         spec, vllm_config, device = self.kv_cache_spec, self.vllm_config, self.device
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         reach, most = self.settings.reach(on_card=True), model.max_model_len
-        layout = _layout_of(spec, vllm_config.cache_config.cache_dtype, device)
+        layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
         group = model.get_num_attention_heads(parallel) // max(1, model.get_num_kv_heads(parallel))
         reason = unsupported(reach, layout, group, most)
         if reason is not None:
@@ -174,11 +179,9 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
 
     def _ask_cpu(self, made: CellsMetadata, common: CommonAttentionMetadata) -> None:
         """Says which requests vLLM's own kernel serves, all that come one after the other at once."""
-        spec, reach = self.kv_cache_spec, self.settings.reach(on_card=False)
-        is_short = [reach.first_near(length - 1, spec.block_size) == 1 for length in made.lengths]
+        is_short = [self.reach.first_near(length - 1, self.layout.size) == 1 for length in made.lengths]
         made.is_exact = [exact or short for exact, short in zip(made.is_exact, is_short, strict=True)]
-        layout = _layout_of(spec, self.vllm_config.cache_config.cache_dtype, self.device)
-        if not layout.by_columns:
+        if self.form is None:
             return
         from nearfield.vllm.stock import ExactRows
 
@@ -190,9 +193,10 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
                 common.query_start_loc[first : stop + 1],
                 common.seq_lens[first:stop],
                 made.block_table[first:stop],
-                layout,
+                self.layout,
                 heads,
-                spec.dtype,
+                self.kv_cache_spec.dtype,
+                self.form,
             )
             for first, stop in _stretches(served)
         ]
@@ -227,19 +231,11 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
         return made
 
 
-def _layout_of(spec: Any, cache_dtype: str, device: torch.device) -> PageLayout:
-    heads, size, dim, value_dim = spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v
-    return PageLayout(heads, size, dim, value_dim, _has_columns(cache_dtype, spec.dtype, size, dim, value_dim, device))
+def _form_of(cache_dtype: str, dtype: torch.dtype, size: int, dim: int, value_dim: int, is_alone: bool) -> str | None:
+    """In which form vLLM's own kernel for CPUs reads and writes pages; None: it does not."""
+    from nearfield.vllm.stock import form_of
 
-
-@functools.cache
-def _has_columns(cache_dtype: str, dtype: torch.dtype, size: int, dim: int, value_dim: int, device: torch.device) -> bool:
-    """Whether pages are such that vLLM's own kernel can read them."""
-    if device.type != "cpu":
-        return False
-    from nearfield.vllm.stock import reads
-
-    return reads(cache_dtype, dtype, size, dim, value_dim)
+    return form_of(cache_dtype, dtype, size, dim, value_dim, is_alone)
 
 
 def _stretches(which: Sequence[bool]) -> list[tuple[int, int]]:
@@ -288,29 +284,37 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         self.reach = self.settings.reach(vllm_config.device_config.device_type == "cuda")
         self.exactly = replace(self.reach, exact_below=NEVER)
         self.most = vllm_config.model_config.max_model_len
+        self.known: dict[Any, tuple[PageLayout, str | None, bool]] = {}
 
-    def _layout(self, kv_cache: Tensor) -> PageLayout:
-        _, heads, size, wide = kv_cache.shape
-        dims = self.head_size, wide - self.head_size
-        by_columns = _has_columns(self.kv_cache_dtype, kv_cache.dtype, size, *dims, kv_cache.device)
-        return PageLayout(heads, size, *dims, by_columns)
+    def _about(self, kv_cache: Tensor) -> tuple[PageLayout, str | None, bool]:
+        """How pages lie, the form in which vLLM's own kernel reads them, and whether anybody reads their cells."""
+        what = kv_cache.shape[1:], kv_cache.dtype, kv_cache.device
+        found = self.known.get(what)
+        if found is None:
+            _, heads, size, wide = kv_cache.shape
+            dims, has_cells = (self.head_size, wide - self.head_size), self.reach.first_near(self.most - 1, size) > 1
+            form = None
+            if kv_cache.device.type == "cpu":
+                form = _form_of(self.kv_cache_dtype, kv_cache.dtype, size, *dims, not has_cells)
+            found = self.known[what] = PageLayout(heads, size, *dims, form is not None), form, has_cells
+        return found
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         slots = slot_mapping[: len(key)]
         key, value = key[: len(slots)], value[: len(slots)]
-        layout = self._layout(kv_cache)
+        layout, form, has_cells = self._about(kv_cache)
         if kv_cache.is_cuda:
             from nearfield.vllm.steps import write
 
             write(kv_cache, layout, key, value, slots)
             return
-        if layout.by_columns:
+        if form is not None:
             from nearfield.vllm import stock
 
-            stock.write(kv_cache, layout, key, value, slots)
+            stock.write(kv_cache, layout, key, value, slots, form)
         else:
             write_keys(kv_cache, layout, key, value, slots)
-        if self.reach.first_near(self.most - 1, layout.size) > 1:  # Otherwise nobody reads them.
+        if has_cells:
             write_cells(kv_cache, layout, full_blocks(slots, layout.size))
 
     def forward(
@@ -331,7 +335,7 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
 
                 torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=output.device)
             return output.fill_(0)
-        layout, size = self._layout(kv_cache), kv_cache.shape[2]
+        layout, form, _ = self._about(kv_cache)
         if attn_metadata.rows is not None:
             self._forward_on_card(query, kv_cache, layout, attn_metadata, attn_metadata.rows, output)
             return output
@@ -340,9 +344,9 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         for some in attn_metadata.exactly:
             some.attend(query, kv_cache, layout, self.scale, into)
         for request, (start, stop) in enumerate(pairwise(attn_metadata.starts)):
-            if stop > start and not (layout.by_columns and attn_metadata.is_exact[request]):
+            if stop > start and not (form is not None and attn_metadata.is_exact[request]):
                 length = attn_metadata.lengths[request]
-                blocks = attn_metadata.block_table[request, : -(-length // size)].long()
+                blocks = attn_metadata.block_table[request, : -(-length // layout.size)].long()
                 reach = self.exactly if attn_metadata.is_exact[request] else self.reach
                 into[start:stop] = attend(query[start:stop], kv_cache, layout, blocks, length, reach, self.scale)
         return output

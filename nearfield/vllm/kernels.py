@@ -24,7 +24,7 @@ from nearfield.cells.cache.attention import RECENT as RECENT_KEYS
 from nearfield.cells.moments import MOST_VARIANCE as MOST_VARIANCE_OF
 from nearfield.cells.triton.decode import add_tile, largest, log2_of_sum, store_part
 from nearfield.cells.triton.far_field import LEAST_SCORE, VOID, cell_score, log2_cell_mass, squares
-from nearfield.kernels.launch import LN2, LOG2E, Kernel
+from nearfield.kernels.launch import LN2, LOG2E, Kernel, launch_dependents, wait_for_previous
 from nearfield.vllm.attend import MOST_SCORED_SPREAD as MOST_SCORED_SPREAD_OF
 
 RECENT = tl.constexpr(RECENT_KEYS)
@@ -273,9 +273,12 @@ def score_pages(
     BD: tl.constexpr,
     BV: tl.constexpr,
     IP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Jobs of an entry: tiles of cells, then tiles of the keys that the row reads one by one. Those that there are, which only
     the card knows, are dealt out in turn."""
+    launch_dependents(PDL)
     entry, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = entry % heads
     token = tl.load(tokens + entry // heads).to(tl.int64)
@@ -319,7 +322,7 @@ def score_pages(
         tl.store(recent_lse + (entry * group + row) * near_parts + part, recent, mask=real)
     else:
         cells = (near - 1) * CELLS
-        for tile in tl.range(job, (cells + BC - 1) // BC, cell_jobs, num_stages=1):
+        for tile in tl.range(job, (cells + BC - 1) // BC, cell_jobs, num_stages=STAGES):
             cell = tile * BC + tl.arange(0, BC)
             is_cell = cell < cells
             page = load_page(block_table, request, 1 + cell // CELLS, table_row, is_cell)
@@ -387,12 +390,14 @@ def choose_pages(
     BN: tl.constexpr,
     BP: tl.constexpr,
     BO: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The cells that a group opens: the page of each, its first place there, and how many keys it and those before it have.
 
     They lie in at most as many grains (runs of GRAIN cells), namely those whose best cells are best: only these are looked at.
     `probes` is the length of lists; a row opens `probes_of` its first near block.
     """
+    launch_dependents(PDL)
     none = -float("inf")
     entry = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + entry // heads).to(tl.int64)
@@ -401,6 +406,7 @@ def choose_pages(
     cells = (near - 1) * CELLS
     opened_stop += entry * probes
     slot = tl.arange(0, BO)
+    wait_for_previous(PDL)
     if cells == 0:
         tl.store(opened_stop + slot, tl.zeros([BO], tl.int32), mask=slot < probes)
     else:
@@ -432,20 +438,22 @@ def choose_pages(
         best = tl.max(tl.where(score > LEAST_SCORE, score - lse_i[None, :], VOID), 1)
         # Every grain has a cell that is as good as the grain.
         least = tl.where(found == wanted, least, VOID)
-        taken, into, _ = largest(best, best > LEAST_SCORE, wanted, least, STEPS, BP * GRAIN)
+        taken, _, _ = largest(best, best > LEAST_SCORE, wanted, least, STEPS, BP * GRAIN)
         tl.store(log2_masses + at, tl.full([BP * GRAIN, BG], none, tl.float32), mask=taken[:, None] & is_member[None, :])
         page = load_page(block_table, request, 1 + cell // CELLS, table_row, taken)
         about = page * part_page + (entry % heads) * part_head + cell % CELLS
-        end = tl.load(stop + about, mask=taken, other=0).to(tl.int32)
-        begin = tl.load(stop + about - 1, mask=taken & (cell % CELLS > 0), other=0).to(tl.int32)
+        end = tl.load(stop + about, mask=taken, other=0).to(tl.int64)
+        begin = tl.load(stop + about - 1, mask=taken & (cell % CELLS > 0), other=0).to(tl.int64)
+        # How many cells there are up to here, and how many keys they have. Both counts in one sum.
+        counted = taken.to(tl.int64) << 32
+        both = tl.cumsum(counted + tl.where(taken, end - begin, 0), 0)
+        into = (both >> 32) - 1
         tl.store(opened_page + entry * probes + into, page.to(tl.int32), mask=taken)
-        tl.store(opened_first + entry * probes + into, begin, mask=taken)
-        tl.store(opened_stop + into, end - begin, mask=taken)
-        tl.debug_barrier()
-        size = tl.load(opened_stop + slot, mask=slot < tl.sum(taken.to(tl.int32), 0), other=0)
-        after = tl.cumsum(size, 0)
-        tl.debug_barrier()  # All threads have read the sizes that others overwrite.
-        tl.store(opened_stop + slot, after, mask=slot < probes)
+        tl.store(opened_first + entry * probes + into, begin.to(tl.int32), mask=taken)
+        tl.store(opened_stop + into, (both & 0xFFFFFFFF).to(tl.int32), mask=taken)
+        total = tl.sum(counted + tl.where(taken, end - begin, 0), 0)
+        is_left = (slot >= (total >> 32)) & (slot < probes)
+        tl.store(opened_stop + slot, tl.zeros([BO], tl.int32) + (total & 0xFFFFFFFF).to(tl.int32), mask=is_left)
 
 
 @partial(Kernel, do_not_specialize=CHANGING)
@@ -494,8 +502,10 @@ def read_pages(
     BD: tl.constexpr,
     BV: tl.constexpr,
     IP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The first jobs of an entry read opened cells. To the others tiles of cells are dealt out; opened ones have no mass."""
+    launch_dependents(PDL)
     entry, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head = entry % heads
     token = tl.load(tokens + entry // heads).to(tl.int64)
@@ -510,6 +520,7 @@ def read_pages(
     l_i = tl.zeros([BR], tl.float32)
     if job >= readers:
         part = job - readers
+        wait_for_previous(PDL)
         for tile in tl.range(part, (cells + BC - 1) // BC, far_parts, num_stages=2):
             cell = tile * BC + tl.arange(0, BC)
             is_cell = cell < cells
@@ -527,6 +538,7 @@ def read_pages(
         opened_page += entry * probes
         opened_first += entry * probes
         opened_stop += entry * probes
+        wait_for_previous(PDL)
         total = tl.load(opened_stop + probes - 1)
         for tile in tl.range(job, (total + BK - 1) // BK, readers, num_stages=2):
             number = tile * BK + tl.arange(0, BK)
@@ -569,6 +581,7 @@ def merge_pages(
     PARTS: tl.constexpr,
     BP: tl.constexpr,
     BV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The output of one row and query head. Zeros where a row sees no key."""
     row = tl.program_id(0).to(tl.int64)
@@ -577,6 +590,7 @@ def merge_pages(
     part = tl.arange(0, PARTS)
     parts += row * part_count * value_dim + column[None, :]
     part_lse += row * part_count
+    wait_for_previous(PDL)
     lse = tl.load(part_lse + part, mask=part < part_count, other=-float("inf"))
     m_i = tl.max(lse, 0)
     base = tl.where(m_i > -float("inf"), m_i, 0.0)
@@ -591,6 +605,58 @@ def merge_pages(
     token = tl.load(tokens + row // query_heads).to(tl.int64)
     into = token * output_row + (row % query_heads) * value_dim + column
     tl.store(output + into, result.to(output.dtype.element_ty), mask=wide)
+
+
+@triton.jit
+def load_part(at, mask, FULL: tl.constexpr):
+    """FULL: nothing is masked."""
+    return tl.load(at) if FULL else tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def read_keys(
+    acc,
+    m_i,
+    l_i,
+    query,
+    length,
+    held,
+    blocks,
+    position,
+    most,
+    dim,
+    value_dim,
+    page_stride,
+    page_row,
+    scale,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    BK: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+    FULL: tl.constexpr,
+    IP: tl.constexpr,
+):
+    """Add some consecutive keys of a request to running softmaxes. `held`: a head of pages; MASKED: not all rows see all of them,
+    and there are `most`."""
+    column, value_column = tl.arange(0, BD), tl.arange(0, BV)
+    there = position < most
+    if SIZE % BK == 0 and not MASKED:  # They are in one block.
+        page = tl.load(blocks + tl.max(position, 0) // SIZE).to(tl.int64) * page_stride
+    elif MASKED:
+        page = tl.load(blocks + position // SIZE, mask=there, other=0).to(tl.int64) * page_stride
+    else:
+        page = tl.load(blocks + position // SIZE).to(tl.int64) * page_stride
+    held += page + (position % SIZE) * page_row
+    wide, value_wide = (column < dim)[:, None], (value_column < value_dim)[None, :]
+    if MASKED:
+        wide, value_wide = wide & there[None, :], value_wide & there[:, None]
+    key = load_part(held[None, :] + column[:, None], wide, FULL and not MASKED)
+    value = load_part(held[:, None] + dim + value_column[None, :], value_wide, FULL and not MASKED)
+    logits = tl.dot(query, key.to(query.dtype), input_precision=IP) * (scale * LOG2E)
+    if MASKED:
+        logits = tl.where(position[None, :] < length[:, None], logits, -float("inf"))
+    return add_tile(acc, m_i, l_i, logits, value.to(query.dtype), IP)
 
 
 @partial(Kernel, do_not_specialize=("requests", "table_row"))
@@ -620,6 +686,8 @@ def read_prompts(
     BK: tl.constexpr,
     BD: tl.constexpr,
     BV: tl.constexpr,
+    FULL: tl.constexpr,
+    STAGES: tl.constexpr,
     IP: tl.constexpr,
 ):
     """A tile of BM rows of one request with all queries that share a head of keys, exactly. Requests without `is_read` are left
@@ -647,17 +715,57 @@ def read_prompts(
         acc = tl.zeros([BM * BG, BV], tl.float32)
         m_i = tl.full([BM * BG], -float("inf"), tl.float32)
         l_i = tl.zeros([BM * BG], tl.float32)
-        for begin in tl.range(0, tl.max(length, 0), BK, num_stages=2):
-            position = begin + tl.arange(0, BK)
-            there = position < tl.max(length, 0)
-            page = load_page(block_table, request.to(tl.int64), position // SIZE, table_row, there)
-            held_at = page * page_stride + head * head_stride + (position % SIZE) * page_row
-            key = tl.load(pages + held_at[None, :] + column[:, None], mask=there[None, :] & wide[:, None], other=0.0)
-            value_at = held_at[:, None] + dim + value_column[None, :]
-            held = tl.load(pages + value_at, mask=there[:, None] & value_wide[None, :], other=0.0)
-            logits = tl.dot(query, key.to(query.dtype), input_precision=IP) * (scale * LOG2E)
-            logits = tl.where(position[None, :] < length[:, None], logits, -float("inf"))
-            acc, m_i, l_i = add_tile(acc, m_i, l_i, logits, held.to(query.dtype), IP)
+        most = tl.max(length, 0)
+        blocks, head_pages, key = block_table + request.to(tl.int64) * table_row, pages + head * head_stride, tl.arange(0, BK)
+        seen_by_all = tl.min(tl.where(real, length, most), 0) // BK * BK
+        for begin in tl.range(0, seen_by_all, BK, num_stages=STAGES):
+            acc, m_i, l_i = read_keys(
+                acc,
+                m_i,
+                l_i,
+                query,
+                length,
+                head_pages,
+                blocks,
+                begin + key,
+                most,
+                dim,
+                value_dim,
+                page_stride,
+                page_row,
+                scale,
+                False,
+                SIZE,
+                BK,
+                BD,
+                BV,
+                FULL,
+                IP,
+            )
+        for begin in tl.range(seen_by_all, most, BK, num_stages=1):
+            acc, m_i, l_i = read_keys(
+                acc,
+                m_i,
+                l_i,
+                query,
+                length,
+                head_pages,
+                blocks,
+                begin + key,
+                most,
+                dim,
+                value_dim,
+                page_stride,
+                page_row,
+                scale,
+                True,
+                SIZE,
+                BK,
+                BD,
+                BV,
+                FULL,
+                IP,
+            )
         result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
         into = token * output_row + (head * group + member) * value_dim
         tl.store(

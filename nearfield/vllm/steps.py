@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.decode import COMPARED_PER_WARP, GRAIN, MERGED_AT_A_TIME, STEPS, candidates
+from nearfield.cells.cache.decode import MERGED_AT_A_TIME, STEPS
 from nearfield.cells.partition.kmeans import sample_of
 from nearfield.cells.triton.limits import MOST_COMPARED, MOST_GROUP
 from nearfield.cells.triton.tiles import DecodeTiles
 from nearfield.cells.triton.tuning import decode_tiles
-from nearfield.kernels.launch import cdiv, next_power_of_2, padded, precision
+from nearfield.kernels.cards import shared_memory
+from nearfield.kernels.launch import cdiv, dependent_launch, next_power_of_2, padded, precision
 from nearfield.vllm.attend import Reach
 from nearfield.vllm.blocks import GROUPED
 from nearfield.vllm.kernels import choose_pages, group_blocks, merge_pages, read_pages, read_prompts, score_pages, write_pages
@@ -25,10 +26,29 @@ MOST_TILES = 32
 """of keys or cells that one program reads"""
 GROUPED_AT_A_TIME = 64
 """Keys of a block, of as many columns at most; fewer if they have more."""
-ROWS_OF_PROMPTS, KEYS_OF_PROMPTS = 64, 64
-"""Queries, and keys of up to 256 bytes, of a tile where a prompt is read exactly; less of both if they have more."""
+GRAIN = 8
+"""Consecutive cells in a grain. Cells are chosen from the grains whose best cells are best."""
+SCORED = 2
+"""Tiles of cells that a step of a cache would score go into one."""
+COMPARED_PER_WARP = 512
+SCORED_STAGES = 1
 SCRATCH_BYTES = 512 << 20
 """Rows attend some at a time where scores of cells, and what parts of a row have found, would take more than this."""
+
+
+class PromptTiles(NamedTuple):
+    """What a program reads at a time where a prompt is read exactly."""
+
+    queries: int
+    keys: int
+    """of up to 256 bytes; fewer of both if they have more"""
+    warps: int
+    stages: int
+
+
+ROOMY, NARROW = PromptTiles(256, 64, 8, 2), PromptTiles(64, 64, 4, 2)
+"""Where a block of threads has much shared memory, and elsewhere."""
+MUCH_SHARED = 200 << 10
 
 
 class StepRows(NamedTuple):
@@ -92,6 +112,11 @@ def probes_table(reach: Reach, layout: PageLayout, most: int, device: torch.devi
     blocks = reach.first_near(most - 1, layout.size) if most else 1
     opened = [0] + [reach.opened((near - 1) * layout.cells, (near - 1) * layout.size) for near in range(1, blocks + 1)]
     return torch.tensor(opened, dtype=torch.int32, device=device)
+
+
+def candidates(cells: int, probes: int) -> int:
+    """How many cells are compared to find the best ones."""
+    return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
 
 def unsupported(reach: Reach, layout: PageLayout, group: int, most: int) -> str | None:
@@ -185,10 +210,11 @@ class Plan(NamedTuple):
         size, entries = layout.size, rows * layout.heads
         blocks = reach.first_near(most - 1, size)
         cells, hidden = (blocks - 1) * layout.cells, (blocks - 1) * size
-        scored, probes = max(GRAIN, tiles.cells), reach.opened(cells, hidden)
+        scored, probes = SCORED * tiles.cells, reach.opened(cells, hidden)
         # Rows that see less may read more one by one: all that they see, below the length from which cells are used.
         most_near = min(most, max(reach.window + 2 * size, reach.exact_below - 1))
         cell_tiles, near_tiles, far_tiles = cdiv(cells, scored), cdiv(most_near, tiles.open_end), cdiv(cells, tiles.far)
+        opened_tiles = cdiv(probes * size, tiles.opened * layout.cells)
         return Plan(
             next_power_of_2(query_heads // layout.heads),
             cells,
@@ -198,7 +224,7 @@ class Plan(NamedTuple):
             probes,
             cdiv(near_tiles, _tiles_per_program(entries, near_tiles, tiles.open_end_tiles)),
             cdiv(far_tiles, _tiles_per_program(entries, far_tiles, 1)),
-            cdiv(probes * size, tiles.opened * layout.cells),
+            cdiv(opened_tiles, _tiles_per_program(entries, opened_tiles, 1)),
         )
 
     @property
@@ -271,6 +297,8 @@ def _decode(
     bounds = {"window": reach.window, "exact_below": min(reach.exact_below, 1 << 30)}
     wide = {"BR": max(16, members), "BD": padded(dim), "BV": padded(value_dim)}
     input_precision = precision(query.dtype)
+    pdl = dependent_launch(query)
+    dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     score_pages[(entries, cell_jobs + near_parts)](
         queries=query,
         pages=pages,
@@ -302,6 +330,8 @@ def _decode(
         GRAIN=GRAIN,
         **wide,
         IP=input_precision,
+        STAGES=SCORED_STAGES,
+        PDL=pdl,
         num_warps=tiles.warps,
     )
     if cells:
@@ -339,7 +369,9 @@ def _decode(
             BN=next_power_of_2(padded_cells // GRAIN),
             BP=compared // GRAIN,
             BO=next_power_of_2(probes),
+            PDL=pdl,
             num_warps=max(tiles.warps, min(16, compared * members // COMPARED_PER_WARP)),
+            **dependent,
         )
         read_pages[(entries, readers + far_parts)](
             queries=query,
@@ -371,7 +403,9 @@ def _decode(
             BG=members,
             **wide,
             IP=input_precision,
+            PDL=pdl,
             num_warps=tiles.warps,
+            **dependent,
         )
     columns = min(tiles.columns, padded(value_dim))
     merge_pages[(count * query_heads, cdiv(value_dim, columns))](
@@ -386,7 +420,9 @@ def _decode(
         PARTS=next_power_of_2(part_count),
         BP=min(MERGED_AT_A_TIME, next_power_of_2(part_count)),
         BV=columns,
+        PDL=pdl,
         num_warps=4,
+        **dependent,
     )
 
 
@@ -402,8 +438,10 @@ def read_exactly(
     query_heads, heads = query.shape[1], layout.heads
     group = query_heads // heads
     members = next_power_of_2(group)
-    wide = max(1, max(padded(layout.dim), padded(layout.value_dim)) * query.dtype.itemsize // 256)
-    of_a_tile = max(1, max(16, ROWS_OF_PROMPTS // wide) // members)
+    chosen = ROOMY if shared_memory(query.device) >= MUCH_SHARED else NARROW
+    columns = {"BD": padded(layout.dim), "BV": padded(layout.value_dim)}
+    wide = max(1, max(columns.values()) * query.dtype.itemsize // 256)
+    of_a_tile = max(1, max(16, chosen.queries // wide) // members)
     tiles = sum(cdiv(count, of_a_tile) for count in prompts.rows)
     if not tiles:
         return
@@ -429,9 +467,10 @@ def read_exactly(
         BQ=next_power_of_2(requests),
         BM=of_a_tile,
         BG=members,
-        BK=max(16, KEYS_OF_PROMPTS // wide),
-        BD=padded(layout.dim),
-        BV=padded(layout.value_dim),
+        BK=max(16, chosen.keys // wide),
+        **columns,
+        FULL=columns == {"BD": layout.dim, "BV": layout.value_dim},
+        STAGES=chosen.stages,
         IP=precision(query.dtype),
-        num_warps=4,
+        num_warps=chosen.warps,
     )

@@ -8,26 +8,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
 from nearfield.vllm.pages import PageLayout
 
-ISA = "vec"
+READABLE = "vec"
 """The form of the kernel whose pages can be read by others, too. For AMX there is another one, which packs keys in tiles."""
 
 
 @functools.cache
-def reads(kv_cache_dtype: str, dtype: torch.dtype, size: int, dim: int, value_dim: int) -> bool:
-    """Whether it serves blocks of so many keys, and this CPU."""
+def form_of(kv_cache_dtype: str, dtype: torch.dtype, size: int, dim: int, value_dim: int, is_alone: bool) -> str | None:
+    """The form that serves blocks of so many keys on this CPU; None: it does not. `is_alone`: nothing else reads these pages."""
     served = value_dim == dim and dim in CPUAttentionBackend.get_supported_head_sizes()
     if not served or kv_cache_dtype != "auto" or size % 32:
-        return False
-    return _get_attn_isa(dtype, size, dim) in (ISA, "amx")
+        return None
+    own: str = _get_attn_isa(dtype, size, dim)
+    return own if is_alone else READABLE if own in (READABLE, "amx") else None
 
 
-def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: Tensor, form: str = READABLE) -> None:
     """`write_keys`."""
-    ops.cpu_attn_reshape_and_cache(key, value, *_halves(pages, layout), slots, ISA)
+    ops.cpu_attn_reshape_and_cache(key, value, *_halves(pages, layout), slots, form)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,15 @@ class ExactRows:
     scheduled: Tensor
 
     @staticmethod
-    def of(starts: Tensor, lengths: Tensor, block_table: Tensor, layout: PageLayout, heads: int, dtype: torch.dtype) -> ExactRows:
+    def of(
+        starts: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+        layout: PageLayout,
+        heads: int,
+        dtype: torch.dtype,
+        form: str = READABLE,
+    ) -> ExactRows:
         """
         Args:
             starts: int32 `[requests + 1]`, of the rows of each request, and the end of the last one's.
@@ -59,8 +69,8 @@ class ExactRows:
             query_start_loc=own,
             causal=True,
             sliding_window_size=-1,
-            isa=ISA,
-            enable_kv_split=True,
+            isa=form,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
         return ExactRows(slice(first, stop), own, lengths, block_table, scheduled)
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,16 @@ from hf_models import VOCABULARY, model, tokens
 import nearfield as nf
 from nearfield import hf
 from nearfield.app.cli import app
-from nearfield.app.evaluate import answer
+from nearfield.app.evaluate import answer, command
 from nearfield.app.evaluate.answer import Prompt, evaluate_answers
 from nearfield.app.evaluate.measure import Perplexity, attending, ticks_per_pass, token_losses
 from nearfield.app.evaluate.models import load_model
-from nearfield.app.evaluate.report import sentence
+from nearfield.app.evaluate.report import save_config, sentence
 from nearfield.app.evaluate.run import Evaluation, Silent
 from nearfield.app.evaluate.settings import FEWEST_GROUPED, AnswerGeometry, Setting, half_cell_size
 from nearfield.cells.cache.store import CellStore
 from nearfield.hf.cache import UNGROUPED
-from nearfield.hf.config import read_config
+from nearfield.hf.config import LayerConfig, read_config
 
 WRITTEN = 150
 TOKENS = FEWEST_GROUPED + 200 + WRITTEN
@@ -83,9 +84,26 @@ def test_losses_are_those_of_a_cache_that_answers_step_by_step(family: str) -> N
     torch.testing.assert_close(mixed, steps_of_a_cache(made, ids, mixture), rtol=1e-4, atol=1e-4)
 
 
-def test_models_with_windows_alone_have_nothing_to_choose() -> None:
-    with pytest.raises(ValueError, match="all layers of MistralForCausalLM have sliding windows"):
-        Prompt(net("mistral"), tokens(1, TOKENS), WRITTEN, [None])
+def stateful() -> Any:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1))
+
+
+def unregistered() -> Any:
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: net("mistral"), "no layer of MistralForCausalLM keeps all of its keys"),
+        (stateful, "no layer of MambaForCausalLM keeps all of its keys"),
+        (unregistered, "the layers of BloomForCausalLM do not leave the keys .* give another model"),
+    ],
+)
+def test_models_whose_layers_take_no_cells_are_refused(make: Any, message: str) -> None:
+    made = make().eval()
+    with pytest.raises(ValueError, match=message):
+        Prompt(made, tokens(1, TOKENS), WRITTEN, [None])
 
 
 def test_an_exact_cache_reads_all_keys() -> None:
@@ -147,23 +165,26 @@ def test_errors_are_those_of_steps(found: tuple[Any, Tensor, Evaluation, Ticks])
             torch.testing.assert_close(setting.errors[layer], torch.stack(off).mean(0).double(), rtol=1e-3, atol=1e-5)
 
 
+def keys_of_a_step(method: Any) -> float:
+    """What a step by this method reads, mean over the answer, by the cells of a cache with as many keys."""
+    start = TOKENS - WRITTEN - 1
+    new = sum(place + 1 - start for place in range(start, TOKENS - 1)) / WRITTEN
+    if isinstance(method, nf.Exact):
+        return start + new
+    cache = CellStore(method, group_from=0)
+    keys = torch.randn(1, 2, start, 8, generator=torch.Generator().manual_seed(0))
+    cache.append(keys, keys)
+    cache.close()
+    cells, opened = cache.cells, min(cache.cells, cache.probes)
+    assert cells == round(cache.closed / (method.cell_size or 16))
+    # The end that is in no cell, the first keys, opened cells of the mean size, and a centroid, variances and a mean value.
+    return start - cache.closed + 16 + opened * cache.closed / cells + 1.5 * cells + new
+
+
 def test_what_a_step_reads_is_counted(found: tuple[Any, Tensor, Evaluation, Ticks]) -> None:
     measured = found[2]
-    start = TOKENS - WRITTEN - 1
-    places = range(start, TOKENS - 1)
-    assert measured.exact.keys == pytest.approx(sum(place + 1 for place in places) / WRITTEN)
-    for result in measured.results:
-        method = result.setting.method
-        cache = CellStore(method, group_from=0)
-        keys = torch.randn(1, 2, start, 8, generator=torch.Generator().manual_seed(0))
-        cache.append(keys, keys)
-        cache.close()
-        cells, opened = cache.cells, min(cache.cells, cache.probes)
-        assert cells == round(cache.closed / (method.cell_size or 16))
-        # The end that is in no cell, the first keys, opened cells of the mean size, and a centroid, variances and a mean value.
-        read = start - cache.closed + 16 + opened * cache.closed / cells + 1.5 * cells
-        new = sum(place + 1 - start for place in places) / WRITTEN
-        assert result.keys == pytest.approx(read + new)
+    for result in (measured.exact, *measured.results):
+        assert result.keys == pytest.approx(keys_of_a_step(result.setting.method))
 
 
 def test_progress_ends_with_what_it_was_said_to_be(found: tuple[Any, Tensor, Evaluation, Ticks]) -> None:
@@ -185,6 +206,9 @@ def test_the_choice_holds_in_a_cache(found: tuple[Any, Tensor, Evaluation, Ticks
     assert chosen.config.methods == {}
     assert chosen.config.cache is not None
     assert chosen.result.excess <= 0.02
+    by_layer = [chosen.ladder[rung].method if rung >= 0 else nf.Exact() for rung in chosen.chosen.mixture.rungs]
+    assert chosen.config.cache == {"default": nf.Exact(), **dict(enumerate(by_layer))}
+    assert chosen.chosen.mixture.keys == pytest.approx(sum(map(keys_of_a_step, by_layer)) / len(by_layer))
     assert chosen.chosen.mixture.keys < (measured.exact.keys or 0.0)
     exact = float(token_losses(made, ids)[-WRITTEN:].mean())
     losses = steps_of_a_cache(made, ids, dict(chosen.config.cache))
@@ -210,6 +234,22 @@ def test_of_several_texts_the_worst_one_counts() -> None:
         assert result.excess == pytest.approx(max(one.excess for one in each), abs=1e-5)
         assert result.errors is not None
         torch.testing.assert_close(result.errors, torch.stack([one.errors for one in each if one.errors is not None]).mean(0))
+
+
+def test_a_config_keeps_what_it_says_of_the_other_part(found: tuple[Any, Tensor, Evaluation, Ticks], tmp_path: Path) -> None:
+    measured, path = found[2], tmp_path / "config.json"
+    answers = measured.recommendation
+    assert answers is not None
+    prompts = replace(answers, config=LayerConfig({0: nf.Cells(4, 2)}, 2))
+    kept = None
+    for chosen, tokens_read in ((answers, 1), (prompts, 2), (answers, 3), (prompts, 4)):
+        geometry = replace(measured.geometry, tokens=TOKENS + tokens_read)
+        save_config(replace(measured, geometry=geometry, recommendation=chosen), {"model": "some"}, path, kept)
+        kept = read_config(path)
+        assert kept.cache == answers.config.cache
+        assert kept.methods == ({} if tokens_read == 1 else prompts.config.methods)
+        assert kept.cache_about["tokens"] == TOKENS + (1 if tokens_read < 3 else 3)
+        assert tokens_read == 1 or kept.about["tokens"] == TOKENS + (2 if tokens_read < 4 else 4)
 
 
 # Sizes.
@@ -291,6 +331,7 @@ def tune(folder: Path, out: Path, *more: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.replace("│", "").split())
 
 
+EXACT = {"method": "Exact"}
 CACHE = ("--cache", "--written", "100", "--ladder", "10,60", "--tolerance", "2")
 PROMPTS = ("--tokens", "512", "--ladder", "10,60", "--cell-size", "4", "--tolerance", "2")
 
@@ -376,6 +417,8 @@ def test_the_command_says_what_is_wrong(more: tuple[str, ...], message: str, fol
         ({"about": {"model": "gpt"}, "layers": {}}, "is for gpt, not for model"),
         ({"cache": {"about": {"model": "gpt"}}}, "is for gpt, not for model"),
         ({"num_hidden_layers": 3, "cache": {}}, "is for a model of 3 layers, but model has 2"),
+        ({"layers": {"0": EXACT, "2": EXACT}}, "names layer 2, but model has 2 layers, counted from 0"),
+        ({"cache": {"layers": {"7": EXACT}}}, "names layer 7, but model has 2 layers"),
     ],
 )
 def test_a_config_of_another_model_stays_as_it_is(
@@ -393,6 +436,39 @@ def test_a_config_of_another_model_stays_as_it_is(
     assert "give another folder with --out" in printed
     assert path.read_bytes() == before
     assert [one.name for one in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_in_the_place_of_a_config_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    code, printed = tune(folder, tmp_path, *CACHE)
+    assert code == 2
+    assert "is not a file" in printed
+    assert "give another folder with --out" in printed
+
+
+@pytest.mark.parametrize("meanwhile", ["prompts", "another model"])
+def test_what_another_run_has_written_meanwhile_is_kept(
+    meanwhile: str, found: tuple[Any, Tensor, Evaluation, Ticks], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measuring(*arguments: Any, **options: Any) -> Evaluation:
+        about = {"model": "model" if meanwhile == "prompts" else "gpt"}
+        config_of(tmp_path, about=about, layers={"1": {"method": "TopK", "k": 3}})
+        return found[2]
+
+    monkeypatch.setattr(answer, "evaluate_answers", measuring)
+    monkeypatch.setattr(command, "save_plot", lambda *arguments: None)
+    code, printed = tune(folder, tmp_path, *CACHE)
+    assert (tmp_path / "cache.json").exists()
+    made = read_config(tmp_path / "config.json")
+    assert made.methods == {1: nf.TopK(3)}
+    if meanwhile == "prompts":
+        assert code == 0, printed
+        assert found[2].recommendation is not None
+        assert made.cache == found[2].recommendation.config.cache
+    else:
+        assert code == 2
+        assert "is for gpt, not for model" in printed
+        assert made.cache is None
 
 
 # What a cache makes of a file.

@@ -32,9 +32,9 @@ import nearfield as nf
 from nearfield import hf
 from nearfield.app.cli import app
 from nearfield.app.evaluate import measure, report
-from nearfield.app.evaluate.measure import attending, compared, measure_errors, measure_sensitivity, token_losses
+from nearfield.app.evaluate.measure import LayerErrors, attending, compared, measure_errors, measure_sensitivity, token_losses
 from nearfield.app.evaluate.models import gguf_tokenizer, load_model
-from nearfield.app.evaluate.run import Evaluation, SettingResult, evaluate
+from nearfield.app.evaluate.run import Evaluation, SettingResult, evaluate, recommend
 from nearfield.app.evaluate.settings import Geometry, Ladder, PastTopK, Setting, Trial, choose_budgets, usual_segment
 from nearfield.hf.config import LayerConfig
 
@@ -288,12 +288,41 @@ def test_no_other_mixture_is_better_in_both(seed: int) -> None:
     assert all(a.keys > b.keys and a.predicted <= b.predicted for a, b in itertools.pairwise(path))
 
 
+def test_layers_that_a_config_does_not_name_attend_as_they_do_where_it_is_registered() -> None:
+    found = evaluate(model("llama"), {"one": tokens(1, 256)}, methods=["auto"], config=LayerConfig({1: nf.TopK(3)}))
+    assert found.results[-1].setting.method == {"default": nf.Auto(), 1: nf.TopK(3)}
+
+
 def test_layers_that_cannot_be_replaced_cost_nothing() -> None:
     ladder = random_ladder(0)
     ladder.keys[:, 2] = ladder.effects[:, 2] = torch.nan
     path = ladder.mixtures()
     assert all(mixture.rungs[2] == -1 and math.isfinite(mixture.keys) for mixture in path)
     assert path[0].keys == 100.0
+
+
+def test_each_layer_gets_the_rung_that_was_chosen_for_it() -> None:
+    ladder = [Setting("cells", nf.Cells(probes=1), 0.1), Setting("cells", nf.Cells(probes=5), 0.5)]
+    squared = torch.tensor([[0.01, 1.0, 9.0, torch.nan], [0.005, 0.1, 5.0, torch.nan]])
+    keys = torch.tensor([[10.0], [50.0]]).expand(2, 4).masked_fill(squared.isnan(), torch.nan)
+    effects: dict[tuple[Any, int], float] = {
+        (ladder[rung].method, layer): float(squared[rung, layer]) for rung in range(2) for layer in range(3)
+    }
+
+    class Passes:
+        def sensitivity(self, layers: Any) -> Tensor:
+            assert layers == [0, 1, 2]
+            return torch.tensor([1.0, 1.0, 1.0, torch.nan])
+
+        def result_of(self, setting: Setting) -> SettingResult:
+            assert isinstance(setting.method, dict)
+            excess = sum(effects.get((method, layer), 0.0) for layer, method in setting.method.items())
+            return SettingResult(setting, [measure.Perplexity(1.0, excess, 0.0)], 0.0)
+
+    found = recommend(Passes(), ladder, LayerErrors(squared[..., None], keys, squared, 100.0), 0.3, [])
+    assert found.chosen.mixture.rungs == (0, 1, -1, -1)
+    assert found.chosen.mixture.keys == pytest.approx((10 + 50 + 100) / 3)
+    assert found.config.methods == {"default": nf.Exact(), 0: ladder[0].method, 1: ladder[1].method, 2: nf.Exact()}
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.3, 5.0])
@@ -413,7 +442,7 @@ def test_tune_is_the_choice_of_eval_alone(folder: Path, tmp_path: Path) -> None:
         (("model", "one.txt", "--tokens", "50"), "at least 256 tokens"),
         (("model", "one.txt", "--segment", "256"), "segment of at most 150"),
         (("model", "one.txt", "--dtype", "int8"), "--dtype must be one of"),
-        (("model", "one.txt", "--config", "nothing.json"), "is not a file; `nearfield eval"),
+        (("model", "one.txt", "--config", "nothing.json"), "is not a file; `nearfield tune"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: tuple[str, ...], message: str, folder: Path) -> None:
@@ -431,7 +460,7 @@ def test_what_was_measured_is_json_whatever_it_is(tmp_path: Path) -> None:
     perplexities = [measure.Perplexity(x, x, x) for x in numbers]
     exact = SettingResult(Setting("exact", nf.Exact()), perplexities, 1.0, keys=256.5)
     found = Evaluation([str(x) for x in numbers], geometry, 2, exact, [], None)
-    (path,) = report.save(found, {"model": "some"}, tmp_path)
+    path = report.save(found, {"model": "some"}, tmp_path)
     assert json.loads(path.read_text())["settings"][0]["perplexity"] == [*numbers[:2], None, None, numbers[4]]
     assert '"excess": [0.00123456789012345, 0.002345678901234568, null, null, 17.25]' in path.read_text()
 

@@ -65,7 +65,7 @@ def test_what_is_no_method_of_the_library_cannot_be_written() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "nearfield eval MODEL TEXT"),
+        ({}, "nearfield tune MODEL TEXT"),
         ({"format": "other"}, '"format": "nearfield-layers"'),
         ({"format": "nearfield-layers"}, "version None, and this nearfield reads version 1; write it again"),
         ({**HEAD, "version": 2}, "version 2, and this nearfield reads version 1"),
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_named(config: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "cannot be read: .*line 1.*nearfield eval"),
+        (b"{", "cannot be read: .*line 1.*nearfield tune"),
         (b"\xff\xfe", "cannot be read: .*utf-8"),
         (b'{"format": "nearfield-layers", "version": 1, "layers": {"0": {}, "0": {}}}', "'0' appears twice"),
         (b"[]", "must be an object"),
@@ -110,7 +110,7 @@ def test_files_that_cannot_be_read(content: bytes, message: str, tmp_path: Path)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is not a file; `nearfield eval"):
+    with pytest.raises(FileNotFoundError, match="is not a file; `nearfield tune"):
         hf.register(config=str(tmp_path / "config.json"))
     with pytest.raises(TypeError, match="config must be a path or a dictionary, got 3"):
         hf.register(config=3)  # type: ignore[arg-type]
@@ -155,6 +155,32 @@ def test_parts_of_your_own_cannot_be_written() -> None:
         describe(nf.Cells(partition=Own()))
     with pytest.raises(TypeError, match="as index only ExactIndex"):
         describe(nf.TopK(index=Own()))
+
+
+def test_a_file_that_is_not_written_to_the_end_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    write_config(path, LayerConfig({0: nf.TopK(3)}))
+    before = path.read_bytes()
+
+    def write_half(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:50])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_half)
+        patch.setattr(Path, "write_text", lambda path, content, **options: write_half(path, content.encode()))
+        with pytest.raises(KeyboardInterrupt):
+            write_config(path, LayerConfig({0: nf.TopK(4)}))
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_of_a_link_the_file_that_it_leads_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "config.json")
+    write_config(tmp_path / "link.json", LayerConfig({0: nf.TopK(3)}))
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_config(tmp_path / "config.json").methods == {0: nf.TopK(3)}
 
 
 # What it says of a cache.

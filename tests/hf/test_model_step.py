@@ -194,13 +194,14 @@ def test_a_mask_is_compared_before_a_graph_is_captured(monkeypatch: pytest.Monke
 @ON_GPU
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_tokens_are_the_same(options: dict[str, Any], offload: bool) -> None:
+@pytest.mark.parametrize("method", [SIZES, {0: nearfield.Exact(), "default": SIZES}], ids=["cells", "by-layer"])
+def test_tokens_are_the_same(options: dict[str, Any], method: Any, offload: bool) -> None:
     """Over several segments, so that it is captured more than once."""
     made, ids = net("cuda"), tokens(2, 70)
     found = []
     for graph in (False, True):
         torch.manual_seed(1)
-        cache = hf.CellCache(SIZES, config=made.config, offload=offload)
+        cache = hf.CellCache(method, config=made.config, offload=offload)
         found.append(hf.generate(made, ids, cache=cache, graph=graph, max_new_tokens=90, **options))
         assert cache.get_seq_length() == 159
     assert torch.equal(*found)

@@ -30,7 +30,7 @@ def watch(once: bool) -> dict[str, float]:
 
     def watched(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, *rest: Any, **more: Any) -> Any:
         if metadata is not None:
-            layout = self._layout(kv_cache)
+            layout, _, _ = self._about(kv_cache)
             size = kv_cache.shape[2]
             for request, length in enumerate(metadata.lengths):
                 full = metadata.block_table[request, : length // size].long()
@@ -69,7 +69,7 @@ def go_the_way_of_a_card() -> None:
         self.prepare_card()
 
     backend.CellsMetadataBuilder.__init__ = made
-    backend._has_columns = lambda *_: False  # Pages are those of a card, too.
+    backend._form_of = lambda *_: None  # Pages are those of a card, too.
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:

@@ -68,8 +68,21 @@ def test_rows_read_all_their_keys(dtype: torch.dtype, tolerance: float, generato
 
 
 def test_what_it_does_not_read() -> None:
-    assert stock.reads("auto", torch.bfloat16, 256, 64, 64)
-    assert not stock.reads("auto", torch.bfloat16, 256, 64, 32)
-    assert not stock.reads("auto", torch.bfloat16, 48, 64, 64)
-    assert not stock.reads("auto", torch.bfloat16, 256, 72, 72)
-    assert not stock.reads("bfloat16", torch.float32, 256, 64, 64)
+    assert stock.form_of("auto", torch.bfloat16, 256, 64, 64, False) == stock.READABLE
+    for about in (
+        ("auto", torch.bfloat16, 256, 64, 32),
+        ("auto", torch.bfloat16, 48, 64, 64),
+        ("auto", torch.bfloat16, 256, 72, 72),
+        ("bfloat16", torch.float32, 256, 64, 64),
+    ):
+        assert stock.form_of(*about, False) is stock.form_of(*about, True) is None
+
+
+def test_pages_that_nobody_else_reads_have_the_form_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with AMX its kernel packs keys in tiles."""
+    monkeypatch.setattr(stock, "_get_attn_isa", lambda *_: "amx")
+    assert stock.form_of("auto", torch.float16, 512, 64, 64, True) == "amx"
+    assert stock.form_of("auto", torch.float16, 512, 64, 64, False) == stock.READABLE
+    monkeypatch.setattr(stock, "_get_attn_isa", lambda *_: "neon")
+    assert stock.form_of("auto", torch.float16, 1024, 64, 64, True) == "neon"
+    assert stock.form_of("auto", torch.float16, 1024, 64, 64, False) is None

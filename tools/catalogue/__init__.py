@@ -22,6 +22,7 @@ from catalogue import (
     stores,
     theory,
     triton,
+    tuning,
 )
 from catalogue.mutant import Mutant
 
@@ -36,6 +37,7 @@ AREAS = (
     cache,
     calibrate,
     commands,
+    tuning,
     chat,
     pilot,
     theory,

@@ -30,6 +30,7 @@ from nearfield.cells.trial import Prepared
 from nearfield.exact import Exact
 from nearfield.hf.cache import UNGROUPED, CellCache, CellLayer
 from nearfield.hf.config import LayerConfig
+from nearfield.hf.stored import UnreadableError
 
 ROWS = 128
 """So many steps at a time: each reads what it would read alone, while more rows would be a chunk of a prompt."""
@@ -109,13 +110,19 @@ class Prompt:
         in_cells = [layer for layer in cache.layers if isinstance(layer, CellLayer)]
         if not in_cells:
             raise ValueError(
-                f"all layers of {type(model).__name__} have sliding windows, so there is nothing for a cache of cells to do; "
-                "give another model"
+                f"no layer of {type(model).__name__} keeps all of its keys (they have sliding windows, or another kind of "
+                "state), so there is nothing for a cache of cells to do; give another model"
             )
         for layer in in_cells:
             layer.store = _Unread(UNGROUPED)
-        with torch.no_grad(), attending(model, Exact()), ticking(model, tick):
-            model.base_model(ids[:, : self.start], past_key_values=cache, use_cache=True)
+        try:
+            with torch.no_grad(), attending(model, Exact()), ticking(model, tick):
+                model.base_model(ids[:, : self.start], past_key_values=cache, use_cache=True)
+        except UnreadableError as error:
+            raise ValueError(
+                f"the layers of {type(model).__name__} do not leave the keys of their cache to the attention that is registered "
+                "with Transformers, so no cache of cells serves them; give another model"
+            ) from error
         self.layers: list[Any] = list(cache.layers)
         self.grouped: dict[int, dict[int | None, CellStore]] = {}
         for number, layer in enumerate(self.layers):

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from nearfield.app import wide_console
 from nearfield.app.arguments import check_folder, check_model
 from nearfield.app.evaluate.models import layer_count, load_model, placement, read_text, token_ids
-from nearfield.app.evaluate.report import environment, save, save_plot, sentence, tabulated
+from nearfield.app.evaluate.report import environment, save, save_config, save_plot, sentence, tabulated
 from nearfield.app.evaluate.run import Evaluation, evaluate
 from nearfield.app.evaluate.settings import AnswerGeometry, Geometry, usual_segment
 from nearfield.cells.sizes import GROUP_FROM, GROUP_FROM_ON_GPU
@@ -63,8 +63,11 @@ def run(
         read_text(path)
     given = None if config is None else read_config(config)
     Geometry(tokens, segment or usual_segment(tokens), sinks, cell_size)  # raises if even that many tokens are too few
-    kept = None if tolerance is None else _kept(out, model_name)
-    loaded = _load(model_name, texts, out, kept, device, dtype, download)
+    if tolerance is not None:
+        _kept(out, _name(model_name))
+    loaded = _load(model_name, texts, out, device, dtype, download)
+    if tolerance is not None:
+        _kept(out, loaded.name, layer_count(loaded.model))
     with _bar(loaded.console) as bar:
         found = evaluate(
             loaded.model,
@@ -80,7 +83,7 @@ def run(
             ladder=ladder,
             progress=bar,
         )
-    _tell(found, loaded, tokens, out, kept)
+    _tell(found, loaded, tokens, out)
     return found
 
 
@@ -103,13 +106,14 @@ def run_answers(
     for path in texts:
         read_text(path)
     AnswerGeometry(tokens, written)  # raises if even that many tokens are too few
-    kept = _kept(out, model_name)
-    loaded = _load(model_name, texts, out, kept, device, dtype, download)
+    _kept(out, _name(model_name))
+    loaded = _load(model_name, texts, out, device, dtype, download)
+    _kept(out, loaded.name, layer_count(loaded.model))
     with _bar(loaded.console) as bar:
         found = evaluate_answers(
             loaded.model, loaded.ids, tokens=tokens, written=written, tolerance=tolerance, ladder=ladder, progress=bar
         )
-    _tell(found, loaded, tokens, out, kept)
+    _tell(found, loaded, tokens, out)
     return found
 
 
@@ -120,44 +124,49 @@ class _Loaded(NamedTuple):
     ids: dict[str, torch.Tensor]
 
 
-def _kept(out: Path, model_name: str) -> LayerConfig | None:
-    """What an earlier run has chosen for this model; None: there was none. Raises ValueError where the file is another one."""
-    path, name = out / "config.json", _name(model_name)
+def _kept(out: Path, name: str, layers: int | None = None) -> LayerConfig | None:
+    """What earlier runs have chosen for this model, which has so many layers if that is known already; None: there were none.
+    Raises ValueError where the file is another one."""
+    path = out / "config.json"
     if not path.exists():
         return None
     try:
         found = read_config(path)
-    except ValueError as error:
+        _check_model(found, path, name, layers)
+    except (ValueError, OSError) as error:
         raise ValueError(f"{error}; give another folder with --out") from error
+    return found
+
+
+def _check_model(found: LayerConfig, path: Path, name: str, layers: int | None) -> None:
     for about in (found.about, found.cache_about):
         if isinstance(about, Mapping) and about.get("model", name) != name:
-            raise ValueError(f"{path} is for {about['model']}, not for {name}; give another folder with --out")
-    return found
+            raise ValueError(f"{path} is for {about['model']}, not for {name}")
+    if layers is None:
+        return
+    if found.num_hidden_layers not in (None, layers):
+        raise ValueError(f"{path} is for a model of {found.num_hidden_layers} layers, but {name} has {layers}")
+    last = max((layer for layer in (*found.methods, *(found.cache or ())) if isinstance(layer, int)), default=0)
+    if last >= layers:
+        raise ValueError(f"{path} names layer {last}, but {name} has {layers} layers, counted from 0")
 
 
 def _load(
     model_name: str,
     texts: Sequence[Path],
     out: Path,
-    kept: LayerConfig | None,
     device: torch.device | None,
     dtype: torch.dtype | None,
     download: bool,
 ) -> _Loaded:
     """A model, and texts as its tokens."""
-    console, name = wide_console(120), _name(model_name)
+    console = wide_console(120)
     check_model(model_name)
     check_folder("--out", out)
     with console.status(f"loading {model_name}"):
         model, tokenizer = load_model(model_name, *placement(device, dtype), download)
         ids = {name: token_ids(tokenizer, path) for name, path in _named(texts).items()}
-    layers = layer_count(model)
-    if kept is not None and kept.num_hidden_layers not in (None, layers):
-        raise ValueError(
-            f"{out / 'config.json'} is for a model of {kept.num_hidden_layers} layers, but {name} has {layers}; give another "
-            "folder with --out"
-        )
-    return _Loaded(name, console, model, ids)
+    return _Loaded(_name(model_name), console, model, ids)
 
 
 def _name(model_name: str) -> str:
@@ -171,7 +180,7 @@ def _bar(console: Console) -> Iterator[Bar]:
         yield Bar(progress, progress.add_task("", total=None))
 
 
-def _tell(found: Evaluation, loaded: _Loaded, tokens: int, out: Path, kept: LayerConfig | None) -> None:
+def _tell(found: Evaluation, loaded: _Loaded, tokens: int, out: Path) -> None:
     """Print and save the results."""
     console, name = loaded.console, loaded.name
     where = environment(loaded.model)
@@ -188,7 +197,12 @@ def _tell(found: Evaluation, loaded: _Loaded, tokens: int, out: Path, kept: Laye
             "`nearfield tune`, or --tolerance 0.4, also chooses budgets by layer that raise perplexity by at most 0.4%.",
             highlight=False,
         )
-    written = save(found, {"environment": where, "model": name}, out, kept)
+    about = {"environment": where, "model": name}
+    written = [save(found, about, out)]
+    if found.recommendation is not None:
+        written.append(out / "config.json")
+        # Another run may have written there since this one began.
+        save_config(found, about, written[-1], _kept(out, name, found.layers))
     if importlib.util.find_spec("matplotlib") is None:
         console.print("no plot: it needs matplotlib: pip install 'nearfield[plots]'", markup=False)
     else:

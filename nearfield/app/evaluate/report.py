@@ -159,18 +159,19 @@ def _recommended(chosen: Recommendation, found: Evaluation) -> dict[str, Any]:
     }
 
 
-def save(found: Evaluation, about: Mapping[str, Any], folder: Path, kept: LayerConfig | None = None) -> list[Path]:
-    """Write `eval.json` (`cache.json` for answers), and `config.json` if there is a recommendation; returns the paths.
-
-    `kept`: of a `config.json` for the same model, what it says about the other part, prompts or answers, is kept.
-    """
+def save(found: Evaluation, about: Mapping[str, Any], folder: Path) -> Path:
+    """Write `eval.json` (`cache.json` for answers) into a folder; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{found.geometry.name}.json"]
-    written[0].write_text(json_text(as_json(found, about)), encoding="utf-8")
-    if found.recommendation is not None:
-        written.append(folder / "config.json")
-        write_config(written[1], _joined(found.recommendation.config, _about(found, found.recommendation, about), kept))
-    return written
+    path = folder / f"{found.geometry.name}.json"
+    path.write_text(json_text(as_json(found, about)), encoding="utf-8")
+    return path
+
+
+def save_config(found: Evaluation, about: Mapping[str, Any], path: Path, kept: LayerConfig | None) -> None:
+    """Write what was chosen for prompts or for answers, and keep what `kept`, for the same model, says of the other."""
+    chosen = found.recommendation
+    assert chosen is not None
+    write_config(path, _joined(chosen.config, _about(found, chosen, about), kept))
 
 
 def _joined(new: LayerConfig, about: Mapping[str, Any], kept: LayerConfig | None) -> LayerConfig:
@@ -350,7 +351,7 @@ def _draw_choice(axes: Any, found: Evaluation) -> None:
     assert chosen is not None
     budgets = sorted({setting.budget or 0.0 for setting in chosen.ladder})
     kinds = list(dict.fromkeys(setting.kind for setting in chosen.ladder))
-    colour = {kinds[0]: CHOSEN} | {kind: COLOURS[kind] for kind in kinds[1:]}
+    colour = {kind: CHOSEN if len(kinds) == 1 else COLOURS[kind] for kind in kinds}
     heights, colours = [], []
     for rung in chosen.chosen.mixture.rungs:
         heights.append(len(budgets) + 1 if rung < 0 else 1 + budgets.index(chosen.ladder[rung].budget or 0.0))

@@ -33,6 +33,7 @@ from nearfield.app.evaluate.settings import (
     choose_budgets,
     usual_segment,
 )
+from nearfield.auto import Auto
 from nearfield.exact import Exact
 from nearfield.hf.config import LayerConfig, sharing_rows
 from nearfield.problem import Method
@@ -145,7 +146,7 @@ def evaluate(
                 f"config is for a model of {config.num_hidden_layers} layers, but this one has {layer_count(model)}; "
                 "choose one for it with a tolerance"
             )
-        by_layer = {"default": Exact(), **config.methods}
+        by_layer = {"default": Auto(), **config.methods}
         # The model reads each text at once, as a prompt.
         settings.append(Setting("config", by_layer | sharing_rows(by_layer) if config.prefill == "shared" else by_layer))
     passes = _Passes(model, {name: found[:, :count].to(model.device) for name, found in texts.items()}, progress)

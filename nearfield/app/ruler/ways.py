@@ -31,7 +31,7 @@ from nearfield.problem import Method
 # Last: without Transformers, nearfield.hf says what to install.
 from transformers.cache_utils import DynamicLayer  # isort: skip
 
-ALGORITHM = 1
+ALGORITHM = 2
 """To be raised by whoever changes what a way answers while its name and parameters stay: how keys are grouped, which cells are
 opened, how many by default. Answers by another number are not gone on with."""
 

@@ -41,8 +41,13 @@ def unsupported(state: CacheState, query: Tensor, probes: int) -> str | None:
     """What the kernels cannot serve of a query `[batch, heads, rows, dim]` to these keys; None: they serve it."""
     cells, group = len(state.tables), query.shape[1] // state.heads
     compared = next_power_of_2(group) * max(candidates(cells, probes), cells // GRAIN)
-    most_open = state.sizes.most_open(state.closed)
-    return unsupported_step(query, state.keys.storage, state.values.storage, cells, compared, most_open)
+    return unsupported_step(query, state.keys.storage, state.values.storage, cells, compared, most_open(state))
+
+
+def most_open(state: CacheState) -> int:
+    """How many keys may be in no closed segment until one is closed, or memory moves: a segment may be without end."""
+    room = state.keys.offset + state.keys.storage.shape[2] - state.closed
+    return min(state.sizes.most_open(state.closed), room)
 
 
 def candidates(cells: int, probes: int) -> int:
@@ -50,20 +55,20 @@ def candidates(cells: int, probes: int) -> int:
     return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
 
 
-def decode(state: CacheState, queries: Tensor, scale: float, probes: int, most_open: int) -> Tensor:
+def decode(state: CacheState, queries: Tensor, scale: float, probes: int) -> Tensor:
     """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]` at the position of the latest key.
 
-    `most_open`: how many keys may be in no closed segment; a captured graph serves all lengths up to it.
+    A captured graph serves all lengths with up to `most_open` keys in no closed segment.
     """
     keys, values = state.keys, state.values
-    open_end = state.length - state.closed
+    open_end, most = state.length - state.closed, most_open(state)
     if keys.offset != values.offset:
         raise RuntimeError(f"keys from {keys.offset} on are stored, and values from {values.offset} on: the cache is broken")
-    if open_end > most_open:
-        raise ValueError(f"{open_end} keys are in no closed segment, and there may be at most {most_open}")
+    if open_end > most:
+        raise ValueError(f"{open_end} keys are in no closed segment, and there may be at most {most}")
     is_captured = queries.is_cuda and torch.cuda.is_current_stream_capturing()
     # Rounded up, so that the kernels of a step are those of the step before.
-    reserved = most_open if is_captured else min(most_open, next_power_of_2(open_end))
+    reserved = most if is_captured else min(most, next_power_of_2(open_end))
     state.sync_device_length()
     pool = state.pool(probes)
     if state.key_padding is not None:  # which is a longer tensor at every step

@@ -522,7 +522,7 @@ class CellStore:
                 # The kernels need contiguous rows, and these may be a part of a larger tensor.
                 rows = query.reshape(-1, query.shape[1] // state.heads, query.shape[3]).contiguous()
                 with backends.device_guard(query.device):
-                    return decode.decode(state, rows, scale, probes, self.sizes.most_open(state.closed))
+                    return decode.decode(state, rows, scale, probes)
         queries = scaled_queries(query, state.heads, scale)
         return cached_attention(state, queries, first, query.shape[2], probes, self.watch)
 

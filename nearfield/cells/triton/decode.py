@@ -162,10 +162,11 @@ def add_tile(acc, m_i, l_i, logits, value, IP: tl.constexpr):
 
 @triton.jit
 def store_part(parts, part_lse, part, first_part, real, column, wide, acc, m_i, l_i, value_dim):
-    """Write one part of some rows. A part without weight has no mean; `merge_parts` ignores it."""
+    """Write one part of some rows. A part without weight has no mean, and what stands in its place is never looked at."""
     some = l_i > 0.0
     mean = acc / tl.where(some, l_i, 1.0)[:, None]
-    tl.store(parts + (first_part + part)[:, None] * value_dim + column[None, :], mean, mask=real[:, None] & wide[None, :])
+    into = parts + (first_part + part)[:, None] * value_dim + column[None, :]
+    tl.store(into, mean, mask=(real & some)[:, None] & wide[None, :])
     lse = tl.where(some, m_i + tl.log2(tl.where(some, l_i, 1.0)), -float("inf"))
     tl.store(part_lse + first_part + part, lse, mask=real)
 

@@ -14,10 +14,11 @@ from nearfield.cells.cache.attention import cached_attention, scaled_queries
 from nearfield.cells.cache.graph import StepGraph
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
+from nearfield.checks import MOST
 
 pytest.importorskip("triton")
 
-from nearfield.cells.cache.decode import GRAIN, STEPS, decode, unsupported
+from nearfield.cells.cache.decode import GRAIN, STEPS, decode, most_open, unsupported
 from nearfield.cells.cache.graph import captured_reads, check_capturable
 from nearfield.cells.triton import far_field
 from nearfield.cells.triton.decode import choose_and_read_open_end, merge_parts
@@ -59,8 +60,7 @@ def both(store: CellStore, group: int = 2, scale: float = 0.3) -> tuple[Tensor, 
     query = 2 * torch.randn(batch, heads * group, 1, dim, generator=seeded(7)).to(DEVICE)
     assert unsupported(state, query, store.probes) is None
     expected = cached_attention(state, scaled_queries(query, heads, scale), state.length - 1, 1, store.probes)
-    most_open = store.sizes.most_open(state.closed)
-    return decode(state, query.reshape(batch * heads, group, dim), scale, store.probes, most_open), expected
+    return decode(state, query.reshape(batch * heads, group, dim), scale, store.probes), expected
 
 
 def the(store: CellStore) -> CacheState:
@@ -216,6 +216,16 @@ def test_what_a_graph_cannot_go_on_with_is_said() -> None:
     store.append(*torch.randn(2, 2, 2, 1, 16, device=DEVICE), torch.tensor([[True], [False]]))
     with pytest.raises(ValueError, match="without padding"):
         check_capturable(store, query)
+
+
+def test_a_segment_without_end_is_read_as_far_as_there_is_room() -> None:
+    store = filled(100, segment=MOST)
+    query = torch.randn(2, 4, 1, 16, device=DEVICE)
+    assert check_capturable(store, query) is the(store)
+    assert_alike(both(store))
+    store.reserve(500)
+    assert most_open(the(store)) == 600
+    assert_alike(both(store))
 
 
 def test_more_than_the_kernels_have_room_for_is_not_theirs() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import nearfield as nf
 from nearfield.cells.cache.graph import StepGraph
 from nearfield.cells.cache.store import CellStore
+from nearfield.checks import MOST
 
 pytestmark = pytest.mark.gpu
 LENGTH = 700
@@ -32,12 +33,12 @@ def steps(store: CellStore, graph: StepGraph, data: tuple[Tensor, Tensor, Tensor
         torch.testing.assert_close(found, store.attend(data[2][:, :, at]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("segment", "offload"), [(64, False), (64, True), (MOST, False)])
 @pytest.mark.parametrize("first", [5, 600])
-def test_a_graph_goes_on(first: int, offload: bool) -> None:
-    """Also from fewer keys than a window has, over several segments, and after keys have been taken back."""
+def test_a_graph_goes_on(first: int, segment: int, offload: bool) -> None:
+    """Also from fewer keys than a window has, over several segments or in an endless one, and after keys have been taken back."""
     data = inputs()
-    store = CellStore(nf.Cells(segment=64, cell_size=16, probes=6), offload=offload)
+    store = CellStore(nf.Cells(segment=segment, cell_size=16, probes=6), offload=offload)
     store.append(*(x[:, :, :first] for x in data[:2]))
     store.attend(data[2][:, :, first - 1 : first])
     graph = StepGraph(store, *(x[:, :, first : first + 1].clone() for x in data))
