@@ -3,6 +3,7 @@
 python benchmarks/bench_distributed.py                             # as this machine has cores; writes results/distributed.json
 python benchmarks/bench_distributed.py --minutes 9                 # ends in time; the same again goes on from there
 python benchmarks/bench_distributed.py --section steps --lengths 1048576 --ranks 1 8 --out /tmp/found
+python benchmarks/bench_distributed.py --ranks 8 4 2 1 --turns 1   # measured in this order, each once
 python benchmarks/bench_distributed.py --device cuda --ranks 1     # NCCL with one rank: the same code, and a profile
 python benchmarks/bench_distributed.py --show                      # tables of what was measured
 python benchmarks/bench_distributed.py --quick                     # small sizes, nothing written
@@ -28,6 +29,7 @@ what part of that time arithmetic went on.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import multiprocessing
@@ -80,6 +82,7 @@ class Job(NamedTuple):
     device: str
     trace: str = ""
     """where to write the profile"""
+    turns: int = TURNS
 
     @property
     def key(self) -> str:
@@ -146,7 +149,7 @@ def of_prompt(job: Job, ranks: Ranks) -> dict[str, Any]:
     run = pass_of(job, ranks)
     run(min(1024, job.n // ranks.size))  # what is loaded and compiled at a first call
     ranks.sent.clear()
-    times = timed(partial(run, None), ranks, TURNS, job.device)
+    times = timed(partial(run, None), ranks, job.turns, job.device)
     return of_each({job.method: times}) | {"sent": {job.method: by_turn(ranks, len(times.seconds))}}
 
 
@@ -178,7 +181,7 @@ def torchs_own(job: Job, ranks: Ranks) -> dict[str, Any]:
                 if trains:
                     output.sum().backward()
 
-            times = timed(run, ranks, TURNS, job.device)
+            times = timed(run, ranks, job.turns, job.device)
     except Exception as error:  # whatever it is: that is the result
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     return of_each({"torch": times}) | {"sent": {}}
@@ -232,16 +235,22 @@ def of_profile(job: Job, ranks: Ranks) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
-    if job.trace:
-        recorded.export_chrome_trace(job.trace)
-    assert recorded.profiler is not None
-    streams: dict[int, list[tuple[int, int]]] = {}
-    for event in recorded.profiler.kineto_results.events():
+    with tempfile.TemporaryDirectory() as folder:
+        trace = job.trace or f"{folder}/trace.json"
+        recorded.export_chrome_trace(trace)
+        return {"overlap": overlap(streams_of(Path(trace)))}
+
+
+def streams_of(trace: Path) -> dict[int, list[tuple[int, int]]]:
+    """When each stream of a GPU began and ended to do something, in nanoseconds, by a trace of torch's profiler."""
+    text = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
+    found: dict[int, list[tuple[int, int]]] = {}
+    for event in json.loads(text)["traceEvents"]:
         # Annotations, such as those of NCCL, are on streams too, around what is done there.
-        if event.activity_type() in ("kernel", "gpu_memcpy", "gpu_memset"):
-            start = event.start_ns()
-            streams.setdefault(event.device_resource_id(), []).append((start, start + event.duration_ns()))
-    return {"overlap": overlap(streams)}
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start, stop = event["ts"], event["ts"] + event["dur"]
+            found.setdefault(event["tid"], []).append((round(1000 * start), round(1000 * stop)))
+    return found
 
 
 def overlap(streams: Mapping[int, Iterable[tuple[int, int]]]) -> dict[str, float]:
@@ -348,8 +357,9 @@ def jobs_of(
     device: str,
     exact: bool = True,
     trace: str = "",
+    turns: int = TURNS,
 ) -> list[Job]:
-    """All cases, short ones first."""
+    """All cases, short ones first, and numbers of ranks in the order given."""
     found = []
     for n in lengths:
         for section in sections:
@@ -359,7 +369,7 @@ def jobs_of(
                 methods = ["cells"]
                 if exact and n <= MOST_EXACT.get(section, 0):
                     methods += ["exact", "torch"] if ranks > 1 else ["exact"]
-                found += [Job(section, method, n, ranks, threads, device, trace) for method in methods]
+                found += [Job(section, method, n, ranks, threads, device, trace, turns) for method in methods]
     return found
 
 
@@ -448,11 +458,12 @@ def show(rows: Sequence[Mapping[str, Any]], section: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--ranks", nargs="+", type=int, help=f"default: {RANKS}, and on GPUs as many as there are")
+    parser.add_argument("--ranks", nargs="+", type=int, help=f"in this order; default: {RANKS}, and on GPUs as many as there are")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=THREADS, help="of each rank (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--no-exact", action="store_true", help="leave out exact attention, which takes the square of the length")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of prompts and training, at most (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after that")
     parser.add_argument("--out", type=Path, help=f"folder for {NAME}.json")
     parser.add_argument("--trace", default="", metavar="FILE", help="write the profile there (.json.gz), to look at")
@@ -462,6 +473,8 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         record.RESULTS = options.out
+    if options.turns < 1:
+        parser.error("--turns must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a GPU")
     counts = options.ranks or (RANKS if options.device == "cpu" else (torch.cuda.device_count(),))
@@ -471,7 +484,8 @@ def main() -> None:
     if options.show:
         found = {key: case["results"] for key, case in read().items()}
     else:
-        jobs = jobs_of(options.section, lengths, counts, options.threads, options.device, not options.no_exact, options.trace)
+        measured = options.threads, options.device, not options.no_exact, options.trace, options.turns
+        jobs = jobs_of(options.section, lengths, counts, *measured)
         found = measure(jobs, options.minutes, saves=not options.quick)
     for section in options.section:
         show([*found.values()], section)

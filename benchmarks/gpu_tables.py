@@ -415,7 +415,11 @@ def distributed(cases: dict[str, Any]) -> str:
     head = ["machine", "", "keys", "ranks x threads", "seconds", "efficiency", "of CPU time", "times the ideal"]
     head += ["MB sent", "ring", "all-gather"]
     order = ("prompts", "training", "steps", "profile")
-    rows, found = sorted(cases.values(), key=lambda row: (order.index(row["section"]), row["n"], row["method"], row["ranks"])), []
+
+    def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
+        return order.index(row["section"]), row["n"], row["method"], row["cpus"], row["device"], row["ranks"]
+
+    rows, found = sorted(cases.values(), key=place_of), []
     names = {"global": "step, best of all", "local": "step, best of each"}
     for row in rows:
         for name, seconds in row.get("seconds", {}).items():
@@ -426,9 +430,11 @@ def distributed(cases: dict[str, Any]) -> str:
             if row["device"] == "cpu" and row["ranks"] * row["threads"] > row["cpus"]:  # they wait for each other's cores
                 parts[0] = None
             ideal = row["seconds"].get("ideal")
-            place = f"{row['cpus']} cores" if row["device"] == "cpu" else row["gpu"]
+            place, ranks = row.get("gpu"), f"{row['ranks']}"
+            if row["device"] == "cpu":
+                place, ranks = f"{row['cpus']} cores", f"{row['ranks']} x {row['threads']}"
             what = names.get(name, f"{'prompt' if row['section'] == 'prompts' else row['section']}, {name}")
-            cells = [place, what, f"{row['n']:,}", f"{row['ranks']} x {row['threads']}", f"{own:.3g}"]
+            cells = [place, what, f"{row['n']:,}", ranks, f"{own:.3g}"]
             cells += ["" if part is None else f"{part:.2f}" for part in parts]
             cells += ["" if ideal is None else f"{own / statistics.median(ideal):.2f}"]
             sizes = [sum(row["sent"].get(name, {}).values()), *row["by_formula"].values()]

@@ -98,6 +98,32 @@ cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 # That of GPUs does, too; a causal mask ends at the last key of the last row. Seen in torch 2.11 and 2.13.
 gpu_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_gpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+def gpu_flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the inputs of `gpu_flash`, from the output and lse of all that a row attends to. Seen in torch 2.13."""
+    # Only dropout reads the state of random numbers. The lse is read as if it were contiguous.
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    return _gpu_flash_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        lse.contiguous(),
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=query.shape[2],
+        max_k=key.shape[2],
+        dropout_p=0.0,
+        is_causal=is_causal,
+        philox_seed=state,
+        philox_offset=state,
+        scale=scale,
+    )
 
 
 @functools.cache
@@ -105,6 +131,14 @@ def has_gpu_flash(device: torch.device) -> bool:
     """Whether `gpu_flash` serves this card: NVIDIA's from Ampere on. Others may align a causal mask in another way. Seen in torch
     2.11 and 2.13."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def has_gpu_flash_backward(device: torch.device, dim: int) -> bool:
+    """Whether `gpu_flash_backward` serves heads of so many columns on this card, where `gpu_flash` does: there are cards that
+    have no room for 193 to 224. Seen in torch 2.13."""
+    capability = torch.cuda.get_device_capability(device)
+    return not 192 < dim <= 224 or not ((8, 6) <= capability < (9, 0) or capability >= (12, 0))
 
 
 def _float32_products(a: Tensor, b: Tensor) -> Tensor:

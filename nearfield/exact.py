@@ -123,14 +123,10 @@ def flash_keys(problem: Problem) -> int | None:
     there is no such number. It has no gradient of the log-normaliser.
     """
     query, key, value = problem.query, problem.key, problem.value
-    if query.is_cuda and not _compat.has_gpu_flash(query.device):
-        return None
     has_mask = problem.attn_mask is not None or problem.window is not None or problem.dropout_p > 0
     if has_mask or not problem.has_plain_logits or is_traced() or _compat.in_functorch_transform():
         return None
-    dims = {x.shape[3] for x in (query, key, value)}
-    dtypes = {x.dtype for x in (query, key, value)}
-    if len(dims) > 1 or max(dims) > 256 or max(dims) % 8 or len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+    if not fits_flash(query, key, value):
         return None
     if needs_grad(query, key, value) or problem.scale <= 0:
         return None
@@ -140,6 +136,24 @@ def flash_keys(problem: Problem) -> int | None:
     return rows + offset if offset >= 0 and rows + offset <= length else None
 
 
+def fits_flash(query: Tensor, key: Tensor, value: Tensor, trained: bool = False) -> bool:
+    """Whether torch's flash attention of GPUs takes such inputs, and with `trained` its backward pass too."""
+    if query.is_cuda and not _compat.has_gpu_flash(query.device):
+        return False
+    dims = {x.shape[3] for x in (query, key, value)}
+    dtypes = {x.dtype for x in (query, key, value)}
+    dim = max(dims)
+    if len(dims) > 1 or not 0 < dim <= 256 or dim % 8 or len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+        return False
+    return not (trained and query.is_cuda) or _compat.has_gpu_flash_backward(query.device, dim)
+
+
+def as_flash_reads(x: Tensor) -> Tensor:
+    """The same numbers in rows whose columns are neighbours, and which begin at multiples of 16 bytes."""
+    is_aligned = not any(n % 8 for n in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    return x if x.stride(3) == 1 and is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
 def _flash(problem: Problem, keys: int) -> Outcome:
     """Output and log-normalisers in one pass: in torch it would take a table of logits in float32 beside it."""
     group = problem.query.shape[1] // problem.key.shape[1]
@@ -147,8 +161,7 @@ def _flash(problem: Problem, keys: int) -> Outcome:
     if group > 1:
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     is_causal = problem.is_causal and problem.offset < keys - 1
-    # The kernel reads rows whose columns are neighbours.
-    inputs = (x if x.stride(3) == 1 else x.contiguous() for x in (problem.query, key, value))
+    inputs = map(as_flash_reads, (problem.query, key, value))
     output, lse, *_ = _compat.gpu_flash(*inputs, 0.0, is_causal, False, scale=problem.scale)
     return Outcome(output, lse)
 

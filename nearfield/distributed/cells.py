@@ -45,7 +45,7 @@ class ByCells:
     def begin(self, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
         """The cells of all keys. This rank groups its share, unless it has `kept` what it found."""
         batch, kv_heads = key.shape[:2]
-        seen = self._seen(batch * kv_heads, padding, key.device)
+        seen = self._seen(batch * kv_heads, padding)
         closed = closed_keys(seen, self.recipe.sizes._replace(group=1, share=1))[:, 0].tolist()
         dealt = Dealt(self.recipe, tuple(closed), self.keys.length, self.ranks.size)
         if not kept:
@@ -54,13 +54,14 @@ class ByCells:
         cells = dealt.together(list(found)).unflatten(0, (batch, kv_heads))
         return Begun(kept, cells, torch.tensor(closed).view(batch, kv_heads).tolist())
 
-    def _seen(self, entries: int, padding: Tensor | None, device: torch.device) -> Tensor:
-        """`[entries, 1]`: how many keys the last row of the sequence sees, which sees the most."""
+    def _seen(self, entries: int, padding: Tensor | None) -> Tensor:
+        """`[entries, 1]`: how many keys the last row of the sequence sees, which sees the most. Without padding it is on the CPU:
+        nobody need wait for a GPU."""
         length = self.keys.length if self.rows.length else 0
         if self.facts.is_causal:
             length = max(0, min(length, self.rows.length + self.facts.offset))
         if padding is None:
-            return torch.full((entries, 1), length, device=device)
+            return torch.full((entries, 1), length)
         counts = padding[..., :length].sum(-1, keepdim=True)
         return counts.expand(-1, entries // len(counts), -1).reshape(entries, 1)
 
@@ -78,6 +79,7 @@ class ByCells:
         flat = [torch.cat(part) if part else entries[0, :0] for part in parts]
         coming = self.ranks.start_exchange("keys to group", flat, [(count, key.shape[3]) for count in counts])
         own = [entry for entry, _ in wanted[rank]]
+        visible = torch.full((len(own), 1), int(seen[0, 0]), device=key.device) if padding is None else seen[own]
         keys = key.new_zeros(len(own), dealt.length, key.shape[3])
         for other, pending in enumerate(coming):
             come = pending.wait()
@@ -91,7 +93,7 @@ class ByCells:
             # As in `Problem.grouped`: what padding hides comes last.
             order = counted.logical_not().to(torch.int8).argsort(dim=1, stable=True)
             keys = keys.gather(1, order[..., None].expand_as(keys)).masked_fill(~counted.gather(1, order)[..., None], 0)
-        return keys, seen[own]
+        return keys, visible
 
     def _grouped(self, part: Part) -> Rows:
         """Keys and values of a part as they are grouped: the same on all ranks, whatever rows they have."""

@@ -20,7 +20,7 @@ from nearfield.vllm.blocks import GROUPED
 from nearfield.vllm.kernels import choose_pages, group_blocks, merge_pages, read_pages, read_prompts, score_pages, write_pages
 from nearfield.vllm.pages import PageLayout
 
-PROGRAMS = 2048
+PROGRAMS = 512
 """With more programs than about this, each reads more tiles: what programs have found has to be merged."""
 MOST_TILES = 32
 """of keys or cells that one program reads"""
@@ -31,7 +31,7 @@ GRAIN = 8
 SCORED = 2
 """Tiles of cells that a step of a cache would score go into one."""
 COMPARED_PER_WARP = 512
-SCORED_STAGES = 1
+SCORED_STAGES = 2
 SCRATCH_BYTES = 512 << 20
 """Rows attend some at a time where scores of cells, and what parts of a row have found, would take more than this."""
 
@@ -46,7 +46,7 @@ class PromptTiles(NamedTuple):
     stages: int
 
 
-ROOMY, NARROW = PromptTiles(256, 64, 8, 2), PromptTiles(64, 64, 4, 2)
+ROOMY, NARROW = PromptTiles(256, 128, 8, 2), PromptTiles(64, 64, 4, 2)
 """Where a block of threads has much shared memory, and elsewhere."""
 MUCH_SHARED = 200 << 10
 

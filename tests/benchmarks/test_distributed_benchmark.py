@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from nearfield.distributed import Ranks
 
@@ -38,6 +40,8 @@ def test_prompts_and_training(section: str, method: str, bench: Any, alone: Rank
     assert min(found["seconds"][method]) > 0
     # One rank has nobody to send anything to.
     assert found["sent"][method] == {}
+    once = bench.of_prompt(bench.Job(section, method, 600, 1, 1, "cpu", turns=1), alone)
+    assert len(once["seconds"][method]) == 1
 
 
 def test_steps(bench: Any, alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +78,8 @@ def test_what_is_measured(bench: Any) -> None:
     assert set(keys) - set(by_cells) == {f"prompts/{x}" for x in ("exact/262144/1x2", "exact/262144/8x2", "torch/262144/8x2")}
     on_gpu = bench.jobs_of(bench.SECTIONS, (262_144,), (1,), 2, "cuda", exact=False, trace="trace.json.gz")
     assert [job.key for job in on_gpu] == [f"{section}/cells/262144/1 cuda" for section in bench.SECTIONS]
+    given = bench.jobs_of(["prompts"], (262_144,), (8, 4, 2, 1), 2, "cpu", exact=False, turns=1)
+    assert [(job.ranks, job.turns) for job in given] == [(8, 1), (4, 1), (2, 1), (1, 1)]
 
 
 def test_a_call_ends_in_time_and_the_next_one_goes_on(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +123,40 @@ def test_times_that_streams_have_in_common(bench: Any) -> None:
     spans = {7: [(0, 10), (10, 20), (15, 30), (50, 60)], 9: [(25, 35), (58, 59)], 11: [(34, 40)]}
     found = bench.overlap({stream: [(a * million, b * million) for a, b in own] for stream, own in spans.items()})
     assert found == {"arithmetic_ms": 40.0, "exchange_ms": 16.0, "both_ms": 6.0}
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_streams_of_a_trace(name: str, bench: Any, tmp_path: Path) -> None:
+    """Only what a GPU does counts: no annotations around it, and nothing of the CPU."""
+    rows: list[tuple[str, str, int, float, float]] = [
+        ("kernel", "flash", 7, 1000.5, 10.25),
+        ("gpu_memcpy", "Memcpy DtoD", 7, 1010.75, 4.25),
+        ("gpu_memset", "Memset", 9, 1004.0, 1.5),
+        ("kernel", "ncclDevKernel_AllGather", 9, 1008.0, 4.0),
+        ("gpu_user_annotation", "nccl:all_gather", 9, 1000.0, 90.0),
+        ("user_annotation", "nccl:all_gather", 7, 1000.0, 90.0),
+        ("cpu_op", "aten::mm", 7, 1000.0, 90.0),
+    ]
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": kind, "name": what, "pid": 0, "tid": stream, "ts": start, "dur": took}
+        for kind, what, stream, start, took in rows
+    ]
+    events.append({"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "python"}})
+    text, path = json.dumps({"traceEvents": events}).encode(), tmp_path / name
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    found = bench.streams_of(path)
+    assert found == {7: [(1_000_500, 1_010_750), (1_010_750, 1_015_000)], 9: [(1_004_000, 1_005_500), (1_008_000, 1_012_000)]}
+    assert bench.overlap(found) == {"arithmetic_ms": 0.0145, "exchange_ms": 0.0055, "both_ms": 0.0055}
+
+
+def test_a_trace_of_the_profiler_is_read(bench: Any, tmp_path: Path) -> None:
+    """Of a CPU it names no stream of a GPU."""
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        torch.ones(3).sum()
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert bench.streams_of(tmp_path / "trace.json") == {}
+    with pytest.raises(SystemExit, match="names no stream"):
+        bench.overlap({})
 
 
 def test_the_tables(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

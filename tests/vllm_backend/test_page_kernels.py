@@ -203,15 +203,18 @@ def test_tokens_without_a_slot_are_written_nowhere() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("group", [1, 3])
-def test_prompts_are_read_exactly(dtype: torch.dtype, group: int, poisoned: None) -> None:
-    batch, counts = Batch(group=group, dtype=dtype).written(by_kernels=False), (40, 17, 1, 25)
+@pytest.mark.parametrize(
+    ("group", "layout"), [(1, LAYOUT), (3, LAYOUT), (2, PageLayout(1, 128, 16, 16)), (2, PageLayout(3, 64, 24, 8))]
+)
+def test_prompts_are_read_exactly(dtype: torch.dtype, group: int, layout: PageLayout, poisoned: None) -> None:
+    """In blocks smaller than a tile of keys, and in larger ones; with columns that fill a tile, and fewer."""
+    batch, counts = Batch((333, 17, 64, 290), layout, group, dtype).written(by_kernels=False), (40, 17, 1, 25)
     rows, starts = batch.rows(counts)
     query = batch.query[: starts[-1]]
     is_read = torch.tensor([1, 1, 0, 1], dtype=torch.int8, device=DEVICE)
-    output = torch.full((starts[-1], 2 * group, 16), 7.0, device=DEVICE, dtype=dtype)
+    output = torch.full((starts[-1], layout.heads * group, layout.value_dim), 7.0, device=DEVICE, dtype=dtype)
     start = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-    read_exactly(query, batch.pages, LAYOUT, rows, Prompts(start, is_read, (40, 17, 25)), SCALE, output)
+    read_exactly(query, batch.pages, layout, rows, Prompts(start, is_read, (40, 17, 25)), SCALE, output)
     expected = batch.expected(counts, Reach(16, ALL, None))
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     read = torch.arange(starts[-1]) != 57

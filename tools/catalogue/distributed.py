@@ -5,6 +5,7 @@ from __future__ import annotations
 from catalogue.mutant import Mutant
 
 EQUAL = ("test_sharded.py::test_equal_to_one_process",)
+BY_KERNELS = ("test_flash.py::test_the_kernels_of_a_gpu_over_ranks",)
 
 MUTANTS = (
     Mutant(
@@ -153,6 +154,41 @@ MUTANTS = (
         "yield [*before, _Block(",
         "yield [_Block(",
         EQUAL,
+    ),
+    Mutant(
+        "ranks: on a GPU rows see all keys of their piece",
+        "Flash._blocks",
+        "work.offset is not None, slice(None)",
+        "False, slice(None)",
+        BY_KERNELS,
+    ),
+    Mutant(
+        "ranks: weights of the backward pass have the normalisers of other rows",
+        "Flash.backward",
+        "lse[of_rows]",
+        "lse[:, x.member, : x.rows.stop - x.rows.start]",
+        BY_KERNELS,
+    ),
+    Mutant(
+        "ranks: normalisers lie anywhere in memory",
+        "gpu_flash_backward",
+        "lse.contiguous()",
+        "lse",
+        BY_KERNELS,
+    ),
+    Mutant(
+        "ranks: kernels of a GPU are asked for all there is",
+        "Flash._serves",
+        "return fits_flash(*inputs, trained=trained)",
+        "return True",
+        ("test_what_the_kernels_of_a_gpu_do_not_serve",),
+    ),
+    Mutant(
+        "exact: rows for flash attention begin anywhere in memory",
+        "as_flash_reads",
+        "x.data_ptr() % 16 == 0",
+        "True",
+        ("test_rows_as_kernels_read_them",),
     ),
     Mutant(
         "ranks: packed sequences end where their rows do",

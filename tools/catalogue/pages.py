@@ -139,9 +139,16 @@ MUTANTS = (
     Mutant(
         "pages: kernels: each cell begins at the start of its block",
         "choose_pages",
-        "tl.store(opened_first + entry * probes + into, begin, mask=taken)",
-        "tl.store(opened_first + entry * probes + into, begin * 0, mask=taken)",
+        "begin.to(tl.int32), mask=taken)",
+        "begin.to(tl.int32) * 0, mask=taken)",
         (KERNELS,),
+    ),
+    Mutant(
+        "pages: kernels: lists of cells end where they are full",
+        "choose_pages",
+        "is_left = (slot >= (total >> 32)) & (slot < probes)",
+        "is_left = slot < 0",
+        (KERNELS, "test_a_bound_that_is_too_large_changes_nothing"),
     ),
     Mutant(
         "pages: kernels: the cell behind the right one",
@@ -159,9 +166,23 @@ MUTANTS = (
     ),
     Mutant(
         "pages: kernels: rows of prompts see the next token",
-        "read_prompts",
+        "read_keys",
         "position[None, :] < length[:, None]",
         "position[None, :] <= length[:, None]",
+        (PROMPTS,),
+    ),
+    Mutant(
+        "pages: kernels: rows of prompts see what only the last of them sees",
+        "read_prompts",
+        "tl.min(tl.where(real, length, most), 0) // BK * BK",
+        "most // BK * BK",
+        (PROMPTS,),
+    ),
+    Mutant(
+        "pages: kernels: keys of prompts in the block of the first one",
+        "read_keys",
+        "if SIZE % BK == 0 and not MASKED:",
+        "if not MASKED:",
         (PROMPTS,),
     ),
     Mutant(
