@@ -133,3 +133,16 @@ def test_other_models_are_left_to_transformers(gguf_qwen: Any, tmp_path: Path) -
 def test_parts_of_other_models_are_refused(gguf_qwen: Any) -> None:
     with pytest.raises(ValueError, match="no such part of a model of type qwen2"):
         gguf_qwen.transformers_name("blk.0.ssm.weight")
+
+
+def test_ruler_gets_a_model_that_was_unpacked(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, asked = load("ruler_packed"), []
+    monkeypatch.setattr(packed.command, "load_model", packed.command.load_model)
+    monkeypatch.setattr(packed.gguf_qwen, "load", lambda folder, device, dtype: (folder, device, dtype))
+    monkeypatch.setattr(packed, "load_tokenizer", lambda name, download: ("tokenizer", name, download))
+    monkeypatch.setattr(packed, "app", asked.append)
+    packed.main(["models/some", "--lengths", "4096"])
+    assert asked == [["ruler", "models/some", "--lengths", "4096"]]
+    cpu = torch.device("cpu")
+    found = packed.command.load_model("models/some", cpu, torch.float32, False)
+    assert found == ((Path("models/some"), cpu, torch.float32), ("tokenizer", "models/some", False))
