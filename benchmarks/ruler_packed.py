@@ -1,4 +1,4 @@
-"""`nearfield ruler` for a model whose weights are packed, as `fetch_model.py --gguf` leaves them: torch unpacks them where it runs.
+"""`nearfield ruler` for a model whose weights are packed, as `fetch_model.py --gguf` leaves them, and unpacked where it runs.
 
 python benchmarks/fetch_model.py qwen --gguf
 python benchmarks/ruler_packed.py models/qwen2.5-coder-1.5b-gguf --lengths 32768 --samples 50 --batch 33 --watch 0
