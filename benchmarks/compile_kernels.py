@@ -243,7 +243,8 @@ def pages(dim: int, dtype: torch.dtype) -> None:
     numbers = torch.arange(3, dtype=torch.int32)
     rows = page_steps.StepRows(numbers, numbers, numbers, torch.zeros(3, 8, dtype=torch.int32), 2048)
     query, probes_of = torch.randn(3, 8, dim).to(dtype), page_steps.probes_table(reach, layout, 2048, torch.device("cpu"))
-    page_steps.decode(query, held, layout, rows, reach, probes_of, 0.1, torch.empty_like(query))
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        page_steps.decode(query, held, layout, rows, reach, probes_of, 0.1, torch.empty_like(query))
     prompts = page_steps.Prompts(torch.arange(2, dtype=torch.int32), torch.ones(1, dtype=torch.int8), (3,))
     page_steps.read_exactly(query, held, layout, rows, prompts, 0.1, torch.empty_like(query))
 

@@ -11,6 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -173,11 +174,13 @@ def captured(call: Callable[[], T]) -> Callable[[], T]:
     with torch.cuda.graph(graph):
         output = call()
 
-    def replay(reads: Callable[[], T] = call) -> T:  # The graph reads what the call refers to, so that has to stay.
-        graph.replay()
-        return output
+    return partial(_replayed, graph, output, call)
 
-    return replay
+
+def _replayed(graph: torch.cuda.CUDAGraph, output: T, reads: Callable[[], T]) -> T:
+    """`reads`: the graph reads what this refers to, so it has to stay."""
+    graph.replay()
+    return output
 
 
 def peak_megabytes(call: Call, inputs: Collection[Tensor]) -> dict[str, float] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ from vllm.v1.attention.backend import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
-from nearfield.vllm.attend import attend  # noqa: E402
+from nearfield.vllm.attend import Reach, attend  # noqa: E402
 from nearfield.vllm.blocks import full_blocks, write_cells, write_keys  # noqa: E402
-from nearfield.vllm.pages import MOST_KEYS, PageLayout  # noqa: E402
+from nearfield.vllm.pages import MOST_KEYS, READABLE, PageLayout  # noqa: E402
 from nearfield.vllm.settings import NEVER, Settings  # noqa: E402
 
 if TYPE_CHECKING:
@@ -134,10 +135,9 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
             self.prepare_card()
         else:
             spec, self.reach = kv_cache_spec, self.settings.reach(on_card=False)
-            is_alone = self.reach.first_near(vllm_config.model_config.max_model_len - 1, spec.block_size) == 1
-            dims = spec.head_size, spec.head_size_v
-            self.form = _form_of(vllm_config.cache_config.cache_dtype, spec.dtype, spec.block_size, *dims, is_alone)
-            self.layout = PageLayout(spec.num_kv_heads, spec.block_size, *dims, self.form is not None)
+            sizes = spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v
+            most = vllm_config.model_config.max_model_len
+            self.about = _about(self.reach, most, vllm_config.cache_config.cache_dtype, spec.dtype, *sizes, device)
 
     def prepare_card(self) -> None:
         """Makes what a step needs there. Raises where the kernels cannot serve such requests."""
@@ -179,9 +179,10 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
 
     def _ask_cpu(self, made: CellsMetadata, common: CommonAttentionMetadata) -> None:
         """Says which requests vLLM's own kernel serves, all that come one after the other at once."""
-        is_short = [self.reach.first_near(length - 1, self.layout.size) == 1 for length in made.lengths]
+        layout, form = self.about.layout, self.about.form
+        is_short = [self.reach.first_near(length - 1, layout.size) == 1 for length in made.lengths]
         made.is_exact = [exact or short for exact, short in zip(made.is_exact, is_short, strict=True)]
-        if self.form is None:
+        if form is None:
             return
         from nearfield.vllm.stock import ExactRows
 
@@ -193,10 +194,10 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
                 common.query_start_loc[first : stop + 1],
                 common.seq_lens[first:stop],
                 made.block_table[first:stop],
-                self.layout,
+                layout,
                 heads,
                 self.kv_cache_spec.dtype,
-                self.form,
+                form,
             )
             for first, stop in _stretches(served)
         ]
@@ -231,11 +232,40 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
         return made
 
 
-def _form_of(cache_dtype: str, dtype: torch.dtype, size: int, dim: int, value_dim: int, is_alone: bool) -> str | None:
-    """In which form vLLM's own kernel for CPUs reads and writes pages; None: it does not."""
+class _About(NamedTuple):
+    """How the pages of a layer lie."""
+
+    layout: PageLayout
+    form: str | None
+    """in which vLLM's own kernel for CPUs reads and writes them; None: it does not"""
+    has_cells: bool
+    """whether any row reads cells"""
+
+
+@functools.cache
+def _about(
+    reach: Reach,
+    most: int,
+    cache_dtype: str,
+    dtype: torch.dtype,
+    heads: int,
+    size: int,
+    dim: int,
+    value_dim: int,
+    device: torch.device,
+) -> _About:
+    """Where no request has more than `most` keys."""
+    has_cells = reach.first_near(most - 1, size) > 1
+    form = _form_of(cache_dtype, dtype, size, dim, value_dim, not has_cells) if device.type == "cpu" else None
+    layout = PageLayout(heads, size, dim, value_dim, by_columns=form == READABLE, is_packed=form not in (None, READABLE))
+    return _About(layout, form, has_cells)
+
+
+def _form_of(*asked: Any) -> str | None:
+    """See `stock.form_of`."""
     from nearfield.vllm.stock import form_of
 
-    return form_of(cache_dtype, dtype, size, dim, value_dim, is_alone)
+    return form_of(*asked)
 
 
 def _stretches(which: Sequence[bool]) -> list[tuple[int, int]]:
@@ -284,20 +314,11 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         self.reach = self.settings.reach(vllm_config.device_config.device_type == "cuda")
         self.exactly = replace(self.reach, exact_below=NEVER)
         self.most = vllm_config.model_config.max_model_len
-        self.known: dict[Any, tuple[PageLayout, str | None, bool]] = {}
 
-    def _about(self, kv_cache: Tensor) -> tuple[PageLayout, str | None, bool]:
-        """How pages lie, the form in which vLLM's own kernel reads them, and whether anybody reads their cells."""
-        what = kv_cache.shape[1:], kv_cache.dtype, kv_cache.device
-        found = self.known.get(what)
-        if found is None:
-            _, heads, size, wide = kv_cache.shape
-            dims, has_cells = (self.head_size, wide - self.head_size), self.reach.first_near(self.most - 1, size) > 1
-            form = None
-            if kv_cache.device.type == "cpu":
-                form = _form_of(self.kv_cache_dtype, kv_cache.dtype, size, *dims, not has_cells)
-            found = self.known[what] = PageLayout(heads, size, *dims, form is not None), form, has_cells
-        return found
+    def _about(self, kv_cache: Tensor) -> _About:
+        _, heads, size, wide = kv_cache.shape
+        sizes = heads, size, self.head_size, wide - self.head_size
+        return _about(self.reach, self.most, self.kv_cache_dtype, kv_cache.dtype, *sizes, kv_cache.device)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         slots = slot_mapping[: len(key)]

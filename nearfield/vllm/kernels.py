@@ -601,7 +601,7 @@ def merge_pages(
         p = tl.exp2(tl.load(part_lse + some, mask=some < part_count, other=-float("inf")) - base)
         found = tl.load(parts + some[:, None] * value_dim, mask=(p > 0.0)[:, None] & wide[None, :], other=0.0)
         acc += tl.sum(p[:, None] * found, 0)
-    result = acc / tl.where(l_i > 0.0, l_i, 1.0)
+    result = acc / tl.where(l_i == 0.0, 1.0, l_i)
     token = tl.load(tokens + row // query_heads).to(tl.int64)
     into = token * output_row + (row % query_heads) * value_dim + column
     tl.store(output + into, result.to(output.dtype.element_ty), mask=wide)
@@ -718,55 +718,34 @@ def read_prompts(
         most = tl.max(length, 0)
         blocks, head_pages, key = block_table + request.to(tl.int64) * table_row, pages + head * head_stride, tl.arange(0, BK)
         seen_by_all = tl.min(tl.where(real, length, most), 0) // BK * BK
-        for begin in tl.range(0, seen_by_all, BK, num_stages=STAGES):
-            acc, m_i, l_i = read_keys(
-                acc,
-                m_i,
-                l_i,
-                query,
-                length,
-                head_pages,
-                blocks,
-                begin + key,
-                most,
-                dim,
-                value_dim,
-                page_stride,
-                page_row,
-                scale,
-                False,
-                SIZE,
-                BK,
-                BD,
-                BV,
-                FULL,
-                IP,
-            )
-        for begin in tl.range(seen_by_all, most, BK, num_stages=1):
-            acc, m_i, l_i = read_keys(
-                acc,
-                m_i,
-                l_i,
-                query,
-                length,
-                head_pages,
-                blocks,
-                begin + key,
-                most,
-                dim,
-                value_dim,
-                page_stride,
-                page_row,
-                scale,
-                True,
-                SIZE,
-                BK,
-                BD,
-                BV,
-                FULL,
-                IP,
-            )
-        result = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+        for masked in tl.static_range(2):
+            from_key = masked * seen_by_all
+            to_key = most if masked else seen_by_all
+            for begin in tl.range(from_key, to_key, BK, num_stages=1 if masked else STAGES):
+                acc, m_i, l_i = read_keys(
+                    acc,
+                    m_i,
+                    l_i,
+                    query,
+                    length,
+                    head_pages,
+                    blocks,
+                    begin + key,
+                    most,
+                    dim,
+                    value_dim,
+                    page_stride,
+                    page_row,
+                    scale,
+                    masked == 1,
+                    SIZE,
+                    BK,
+                    BD,
+                    BV,
+                    FULL,
+                    IP,
+                )
+        result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
         into = token * output_row + (head * group + member) * value_dim
         tl.store(
             output + into[:, None] + value_column[None, :],

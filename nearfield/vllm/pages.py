@@ -1,7 +1,8 @@
 """Where the cells of a block lie: behind its keys and values, in the padding of its page.
 
 A cache of pages is `[blocks, heads, size, dim + value_dim]`: keys, and behind each its value. A page is one block for all heads.
-Or, `by_columns`, what vLLM's own kernel for CPUs reads: the keys of a block and head, column by column, and then its values.
+Or, `by_columns`, as one form of vLLM's own kernel for CPUs has them: the keys of a block and head, column by column, and then its
+values. Or as its other forms have them, which nothing else reads.
 vLLM lets a backend ask for more room in each page, counts it, and never looks at it. Cells lie there, head by head:
 
     centroid    bfloat16 [cells, dim]
@@ -29,6 +30,10 @@ CELL_SIZE = 16
 """Keys of a cell on average: then cells take a tenth of a page of 16-bit numbers."""
 
 
+READABLE = "vec"
+"""vLLM's name for the form of its kernel whose pages are `by_columns`."""
+
+
 class Summary(NamedTuple):
     """The cells of blocks `[blocks, heads, ...]`: parts of pages, or copies of them. See the module."""
 
@@ -50,6 +55,8 @@ class PageLayout:
     dim: int
     value_dim: int
     by_columns: bool = False
+    is_packed: bool = False
+    """only vLLM's own kernel knows where keys and values are"""
 
     def __post_init__(self) -> None:
         if not CELL_SIZE <= self.size <= MOST_KEYS or self.size % CELL_SIZE:
@@ -90,15 +97,21 @@ class PageLayout:
 
     def keys(self, pages: Tensor) -> Tensor:
         """`[blocks, heads, size, dim]` of pages `[blocks, heads, size, dim + value_dim]`, where they lie."""
+        self._check_readable()
         if not self.by_columns:
             return pages[..., : self.dim]
         return pages.flatten(2)[..., : self.size * self.dim].unflatten(2, (self.dim, self.size)).transpose(2, 3)
 
     def values(self, pages: Tensor) -> Tensor:
         """The same for values."""
+        self._check_readable()
         if not self.by_columns:
             return pages[..., self.dim :]
         return pages.flatten(2)[..., self.size * self.dim :].unflatten(2, (self.size, self.value_dim))
+
+    def _check_readable(self) -> None:
+        if self.is_packed:
+            raise RuntimeError("these pages are packed, as vLLM's own kernel has them; nothing else reads them")
 
     def summaries(self, pages: Tensor) -> Summary:
         """The cells of all pages of a cache `[blocks, heads, size, dim + value_dim]`, where they lie."""

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.decode import MERGED_AT_A_TIME, STEPS
+from nearfield.cells.cache.decode import MERGED_AT_A_TIME, STEPS, candidates
 from nearfield.cells.partition.kmeans import sample_of
 from nearfield.cells.triton.limits import MOST_COMPARED, MOST_GROUP
 from nearfield.cells.triton.tiles import DecodeTiles
-from nearfield.cells.triton.tuning import decode_tiles
-from nearfield.kernels.cards import shared_memory
+from nearfield.cells.triton.tuning import decode_tiles, fitting_warps
+from nearfield.kernels import cards
 from nearfield.kernels.launch import cdiv, dependent_launch, next_power_of_2, padded, precision
 from nearfield.vllm.attend import Reach
 from nearfield.vllm.blocks import GROUPED
@@ -31,7 +31,9 @@ GRAIN = 8
 SCORED = 2
 """Tiles of cells that a step of a cache would score go into one."""
 COMPARED_PER_WARP = 512
+"""Fewer than in a step of a cache, where a program has more to do besides."""
 SCORED_STAGES = 2
+"""So many tiles of cells are loaded ahead."""
 SCRATCH_BYTES = 512 << 20
 """Rows attend some at a time where scores of cells, and what parts of a row have found, would take more than this."""
 
@@ -46,9 +48,9 @@ class PromptTiles(NamedTuple):
     stages: int
 
 
-ROOMY, NARROW = PromptTiles(256, 128, 8, 2), PromptTiles(64, 64, 4, 2)
-"""Where a block of threads has much shared memory, and elsewhere."""
-MUCH_SHARED = 200 << 10
+PROMPT_TILES = {"9.0": PromptTiles(256, 128, 8, 2), "10.0": PromptTiles(128, 128, 8, 2)}
+"""By class of cards, in 16 bits."""
+OTHER_PROMPT_TILES = PromptTiles(64, 64, 4, 2)
 
 
 class StepRows(NamedTuple):
@@ -114,18 +116,15 @@ def probes_table(reach: Reach, layout: PageLayout, most: int, device: torch.devi
     return torch.tensor(opened, dtype=torch.int32, device=device)
 
 
-def candidates(cells: int, probes: int) -> int:
-    """How many cells are compared to find the best ones."""
-    return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
-
-
 def unsupported(reach: Reach, layout: PageLayout, group: int, most: int) -> str | None:
     """What the kernels cannot serve of requests of at most so many keys, in words for an error; None: they serve it all."""
     if group > MOST_GROUP:
         return f"more than {MOST_GROUP} query heads per head of keys"
     blocks = reach.first_near(max(0, most - 1), layout.size) - 1
     cells = blocks * layout.cells
-    compared = next_power_of_2(group) * max(candidates(cells, reach.opened(cells, blocks * layout.size)), cdiv(cells, GRAIN))
+    compared = next_power_of_2(group) * max(
+        candidates(cells, reach.opened(cells, blocks * layout.size), GRAIN), cdiv(cells, GRAIN)
+    )
     if compared > MOST_COMPARED:
         return f"{cells} cells for {group} query heads per head of keys; allow shorter requests, or fewer probes"
     return None
@@ -335,7 +334,7 @@ def _decode(
         num_warps=tiles.warps,
     )
     if cells:
-        compared = candidates(padded_cells, probes)
+        compared = candidates(padded_cells, probes, GRAIN)
         choose_pages[(entries,)](
             scores=scores,
             log2_masses=log2_masses,
@@ -431,6 +430,12 @@ def _tiles_per_program(entries: int, tiles: int, least: int) -> int:
     return max(least, min(MOST_TILES, next_power_of_2(entries * tiles // PROGRAMS)))
 
 
+@functools.cache
+def _prompt_tiles(dtype: torch.dtype, device: torch.device, imposed: str) -> PromptTiles:
+    known = PROMPT_TILES if dtype.itemsize == 2 else {}
+    return known.get(cards.class_of(device, imposed), OTHER_PROMPT_TILES)
+
+
 def read_exactly(
     query: Tensor, pages: Tensor, layout: PageLayout, rows: StepRows, prompts: Prompts, scale: float, output: Tensor
 ) -> None:
@@ -438,7 +443,7 @@ def read_exactly(
     query_heads, heads = query.shape[1], layout.heads
     group = query_heads // heads
     members = next_power_of_2(group)
-    chosen = ROOMY if shared_memory(query.device) >= MUCH_SHARED else NARROW
+    chosen = _prompt_tiles(query.dtype, query.device, cards.imposed_class())
     columns = {"BD": padded(layout.dim), "BV": padded(layout.value_dim)}
     wide = max(1, max(columns.values()) * query.dtype.itemsize // 256)
     of_a_tile = max(1, max(16, chosen.queries // wide) // members)
@@ -472,5 +477,5 @@ def read_exactly(
         FULL=columns == {"BD": layout.dim, "BV": layout.value_dim},
         STAGES=chosen.stages,
         IP=precision(query.dtype),
-        num_warps=chosen.warps,
+        num_warps=fitting_warps(chosen.warps, layout.dim, layout.value_dim),
     )

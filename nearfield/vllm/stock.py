@@ -1,4 +1,5 @@
-"""vLLM's own kernel for CPUs, for rows that read all of their keys: in C++, and fast. It reads pages `by_columns`."""
+"""vLLM's own kernel for CPUs, for rows that read all of their keys: in C++, and fast. It has several forms, each with an order of
+its own for the numbers of a page."""
 
 from __future__ import annotations
 
@@ -11,10 +12,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
-from nearfield.vllm.pages import PageLayout
-
-READABLE = "vec"
-"""The form of the kernel whose pages can be read by others, too. For AMX there is another one, which packs keys in tiles."""
+from nearfield.vllm.pages import READABLE, PageLayout
 
 
 @functools.cache

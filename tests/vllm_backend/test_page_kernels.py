@@ -116,6 +116,22 @@ def test_large_spreads_are_told_apart_on_a_card(poisoned: None) -> None:
     torch.testing.assert_close(batch.decoded(counts, reach), batch.expected(counts, reach), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("what", ["query", "near key", "far key", "near value", "far value"])
+def test_what_is_not_a_number_is_never_left_out(what: str, poisoned: None) -> None:
+    batch, reach, counts = Batch(), Reach(16, 0, 3), (1, 1, 1, 1)
+    place = 320 if "near" in what else 100
+    held = {"key": batch.key, "value": batch.value}.get(what.split()[-1])
+    if held is None:
+        batch.query[0, 0, 2] = torch.nan
+    else:
+        held[0][place, 1, 2] = torch.nan
+    batch.written(by_kernels=False)
+    found, wanted = batch.decoded(counts, reach), batch.expected(counts, reach)
+    assert bool(wanted[0].isnan().any())
+    assert torch.equal(found.isnan(), wanted.isnan())
+    torch.testing.assert_close(found[1:], wanted[1:], rtol=2e-5, atol=2e-5)
+
+
 def test_rows_of_one_request_attend_each_by_itself(poisoned: None) -> None:
     batch, reach, counts = Batch().written(by_kernels=False), Reach(16, 50, 3), (23, 2, 0, 9)
     torch.testing.assert_close(batch.decoded(counts, reach), batch.expected(counts, reach), rtol=2e-5, atol=2e-5)

@@ -50,9 +50,9 @@ def most_open(state: CacheState) -> int:
     return min(state.sizes.most_open(state.closed), room)
 
 
-def candidates(cells: int, probes: int) -> int:
+def candidates(cells: int, probes: int, grain: int = GRAIN) -> int:
     """How many cells are compared to find the best ones."""
-    return GRAIN * next_power_of_2(max(1, min(probes, cdiv(cells, GRAIN))))
+    return grain * next_power_of_2(max(1, min(probes, cdiv(cells, grain))))
 
 
 def decode(state: CacheState, queries: Tensor, scale: float, probes: int) -> Tensor:

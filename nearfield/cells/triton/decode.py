@@ -163,7 +163,7 @@ def add_tile(acc, m_i, l_i, logits, value, IP: tl.constexpr):
 @triton.jit
 def store_part(parts, part_lse, part, first_part, real, column, wide, acc, m_i, l_i, value_dim):
     """Write one part of some rows. A part without weight has no mean, and what stands in its place is never looked at."""
-    some = l_i > 0.0
+    some = (l_i > 0.0) | (l_i != l_i)  # What is NaN stays so.
     mean = acc / tl.where(some, l_i, 1.0)[:, None]
     into = parts + (first_part + part)[:, None] * value_dim + column[None, :]
     tl.store(into, mean, mask=(real & some)[:, None] & wide[None, :])
@@ -710,11 +710,11 @@ def merge_parts(
     l_i = tl.sum(weight, 0)
     far_l = tl.sum(tl.where((part >= first_far) & (part < first_far + far_parts), weight, 0.0), 0)
     p = tl.exp2(some_lse - base)
-    acc = far_l * tilt + tl.sum(tl.where((p > 0.0)[:, None], p[:, None] * found, 0.0), 0)
+    acc = far_l * tilt + tl.sum(tl.where((p == 0.0)[:, None], 0.0, p[:, None] * found), 0)
     for start in range(BP, part_count, BP):
         some = start + tl.arange(0, BP)
         p = tl.exp2(tl.load(part_lse + some, mask=some < part_count, other=-float("inf")) - base)
         found = tl.load(parts + some[:, None] * value_dim, mask=(p > 0.0)[:, None] & wide[None, :], other=0.0)
         acc += tl.sum(p[:, None] * found, 0)
-    result = acc / tl.where(l_i > 0.0, l_i, 1.0)
+    result = acc / tl.where(l_i == 0.0, 1.0, l_i)
     tl.store(output + row * value_dim + column, result.to(output.dtype.element_ty), mask=wide)

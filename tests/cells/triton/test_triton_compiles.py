@@ -55,7 +55,8 @@ def assert_all_fit(found: list[dict[str, Any]], name: str) -> None:
     assert {one["kernel"]: one["shared"] for one in found if one["shared"] > cards.SHARED[name]} == {}
     assert {one["kernel"]: one["columns"] for one in found if one["columns"] > TENSOR_COLUMNS} == {}
     dependent = _compat.has_dependent_launch() and cards.capability_of(name) >= cards.LEAST_DEPENDENT
-    assert {one["kernel"] for one in found if one["waits"]} == (STEP - {"score_cells"} if dependent else set())
+    waiting = (STEP - {"score_cells"}) | {"choose_pages", "read_pages", "merge_pages"}
+    assert {one["kernel"] for one in found if one["waits"]} == (waiting if dependent else set())
 
 
 @pytest.mark.slow
