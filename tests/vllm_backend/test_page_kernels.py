@@ -117,7 +117,7 @@ def test_large_spreads_are_told_apart_on_a_card(poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("what", ["query", "near key", "far key", "near value", "far value"])
-def test_what_is_not_a_number_is_never_left_out(what: str, poisoned: None) -> None:
+def test_what_is_not_a_number_in_pages_is_never_left_out(what: str, poisoned: None) -> None:
     batch, reach, counts = Batch(), Reach(16, 0, 3), (1, 1, 1, 1)
     place = 320 if "near" in what else 100
     held = {"key": batch.key, "value": batch.value}.get(what.split()[-1])

@@ -370,7 +370,7 @@ MUTANTS = (
     Mutant(
         "decode: parts that are not numbers count",
         "merge_parts",
-        "tl.where((p > 0.0)[:, None], p[:, None] * found, 0.0)",
+        "tl.where((p == 0.0)[:, None], 0.0, p[:, None] * found)",
         "p[:, None] * found",
         ("test_decode.py",),
     ),

@@ -59,15 +59,9 @@ def run(
     download: bool,
 ) -> Evaluation:
     """All of `nearfield eval`. Raises ValueError, OSError or ImportError with a remedy if it cannot be done."""
-    for path in texts:
-        read_text(path)
     given = None if config is None else read_config(config)
     Geometry(tokens, segment or usual_segment(tokens), sinks, cell_size)  # raises if even that many tokens are too few
-    if tolerance is not None:
-        _kept(out, _name(model_name))
-    loaded = _load(model_name, texts, out, device, dtype, download)
-    if tolerance is not None:
-        _kept(out, loaded.name, layer_count(loaded.model))
+    loaded = _load(model_name, texts, out, device, dtype, download, chooses=tolerance is not None)
     with _bar(loaded.console) as bar:
         found = evaluate(
             loaded.model,
@@ -103,12 +97,8 @@ def run_answers(
     """All of `nearfield tune --cache`, likewise."""
     from nearfield.app.evaluate.answer import evaluate_answers  # says what to install where Transformers is missing
 
-    for path in texts:
-        read_text(path)
     AnswerGeometry(tokens, written)  # raises if even that many tokens are too few
-    _kept(out, _name(model_name))
-    loaded = _load(model_name, texts, out, device, dtype, download)
-    _kept(out, loaded.name, layer_count(loaded.model))
+    loaded = _load(model_name, texts, out, device, dtype, download, chooses=True)
     with _bar(loaded.console) as bar:
         found = evaluate_answers(
             loaded.model, loaded.ids, tokens=tokens, written=written, tolerance=tolerance, ladder=ladder, progress=bar
@@ -158,15 +148,22 @@ def _load(
     device: torch.device | None,
     dtype: torch.dtype | None,
     download: bool,
+    chooses: bool,
 ) -> _Loaded:
-    """A model, and texts as its tokens."""
-    console = wide_console(120)
+    """A model, and texts as its tokens. `chooses`: a config will be written, beside which nothing of another model may lie."""
+    console, name = wide_console(120), _name(model_name)
+    for path in texts:
+        read_text(path)
+    if chooses:
+        _kept(out, name)
     check_model(model_name)
     check_folder("--out", out)
     with console.status(f"loading {model_name}"):
         model, tokenizer = load_model(model_name, *placement(device, dtype), download)
-        ids = {name: token_ids(tokenizer, path) for name, path in _named(texts).items()}
-    return _Loaded(_name(model_name), console, model, ids)
+        ids = {title: token_ids(tokenizer, path) for title, path in _named(texts).items()}
+    if chooses:
+        _kept(out, name, layer_count(model))
+    return _Loaded(name, console, model, ids)
 
 
 def _name(model_name: str) -> str:

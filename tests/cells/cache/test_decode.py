@@ -72,6 +72,24 @@ def assert_alike(found: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("what", ["query", "keys", "values"])
+@pytest.mark.parametrize("place", [3, 40, 202])
+def test_what_is_not_a_number_is_never_left_out(place: int, what: str) -> None:
+    """Of the first keys, of cells, and of the open end."""
+    store = filled(203)
+    state = the(store)
+    query = 2 * torch.randn(2, 4, 1, 16, generator=seeded(7)).to(DEVICE)
+    if what == "query":
+        query[0, 0, 0, 2] = torch.nan
+    else:
+        getattr(state, what).storage[0, 0, place, 2] = torch.nan
+    wanted = cached_attention(state, scaled_queries(query, 2, 0.3), state.length - 1, 1, 1000)
+    found = decode(state, query.reshape(4, 2, 16), 0.3, 1000)
+    assert bool(wanted.isnan().any())
+    assert torch.equal(found.isnan(), wanted.isnan())
+    torch.testing.assert_close(found[1:], wanted[1:], atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("length", [1, 20, 41, 100, 203])
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_step_is_the_step_in_torch(length: int, group: int) -> None:
