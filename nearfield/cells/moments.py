@@ -146,18 +146,17 @@ def without_moments(keys: Tensor, values: Tensor, cell_of: Tensor, spans: list[i
 def sum_up_(table: CellTable, keys: Tensor, values: Tensor, cells: slice) -> None:
     """Put the moments of these cells in the place of zeros, and add to `cross` what their members have a part in."""
     compute = table.centroid.dtype
-    centroid, variance, value = (x[cells] for x in (table.centroid, table.variance, table.value))
     share = table.size[cells].clamp(min=1).reciprocal()[:, None]
     for _, part in table.passes(cells):
         table.centroid.index_add_(0, table.cell[part], keys[table.order[part]].to(compute))
         table.value.index_add_(0, table.cell[part], values[table.order[part]].to(compute))
-    centroid.mul_(share)
-    value.mul_(share)
+    table.centroid[cells].mul_(share)
+    table.value[cells].mul_(share)
     for span, part in table.passes(cells):
         off_key, off_value = deviations(table, keys, values, part)
         table.variance.index_add_(0, table.cell[part], off_key.square())
         table.cross[span].addmm_(off_value.T, off_key)
-    variance.mul_(share).clamp_(max=MOST_VARIANCE)
+    table.variance[cells].mul_(share).clamp_(max=MOST_VARIANCE)
 
 
 def deviations(table: CellTable, keys: Tensor, values: Tensor, part: slice) -> tuple[Tensor, Tensor]:

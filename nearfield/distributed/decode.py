@@ -87,9 +87,10 @@ def attend_to_own(
     is_open = is_open.scatter_add_(1, opened, taken.to(torch.uint8)).bool()
     is_open = is_open.view(heads, 1, rows, -1).expand(-1, group_rows // rows, -1, -1).reshape(log_masses.shape)
     logits = [open_end.logits, sinks.logits, inside.logits, log_masses.masked_fill_(is_open, -torch.inf)]
-    weight, lse = weighted_softmax(torch.cat(logits, 2), None)
-    weights = weight.split([part.shape[2] for part in logits], 2)
-    return weighted_sum(flat, queries, rows, (open_end, sinks, inside), weights), lse
+    joined = torch.cat(logits, 2)
+    # Of a row that sees no key here, the output is no number, and does not count in `merged`.
+    weights = joined.softmax(2).split([part.shape[2] for part in logits], 2)
+    return weighted_sum(flat, queries, rows, (open_end, sinks, inside), weights), joined.logsumexp(2)
 
 
 def _latest(logits: Tensor, near: OpenEnd, first: int, rows: int) -> Tensor:
@@ -108,7 +109,7 @@ def choose(ranks: Ranks, scores: Tensor, seen: list[Tensor], rows: int, probes: 
     heads, group_rows, cells = scores.shape
     normaliser = None
     if group_rows > rows:
-        normaliser = torch.stack([logits.logsumexp(2) for logits in seen]).logsumexp(0)
+        normaliser = torch.cat(seen, 2).logsumexp(2)
         if balance == "global" and rows == 1:
             return choose_at_once(ranks, scores, normaliser, probes)
         if balance == "global":
@@ -126,29 +127,36 @@ def choose_at_once(ranks: Ranks, scores: Tensor, normaliser: Tensor, probes: int
     """`choose` for a group of queries in one row, in one exchange: `scores` `[heads, group, cells]`, and the `normaliser`
     `[heads, group]` over the own keys."""
     heads, group, cells = scores.shape
-    offered = scores.new_full((heads, group * probes, group), -torch.inf)
     opened = torch.zeros(heads, 0, dtype=torch.int64, device=scores.device)
     if cells:
         opened = best_columns(scores.flatten(0, 1), min(cells, probes))[1].view(heads, -1).sort(1)[0]
-        own = scores.gather(2, opened[:, None].expand(-1, group, -1)).transpose(1, 2)
-        # A cell that several queries offer counts once.
-        again = torch.nn.functional.pad(opened.diff(dim=1) == 0, (1, 0))
-        offered[:, : opened.shape[1]] = own.masked_fill(again[..., None], -torch.inf)
-    found = ranks.gather("scores", torch.cat([normaliser, offered.flatten(1)], 1))
-    whole = found[..., :group].logsumexp(0)
-    shares = (found[..., group:].view(ranks.size, heads, -1, group) - whole[:, None]).amax(3)
-    taken = among_best(shares, probes)[ranks.rank, :, : opened.shape[1]]
-    # No more than `probes` of them are taken.
-    taken, place = taken.to(torch.uint8).sort(1, descending=True)
-    return opened.gather(1, place)[:, :probes], taken[:, :probes].bool()
+    own = scores.gather(2, opened[:, None].expand(-1, group, -1))
+    # A cell that several queries offer counts once.
+    own[..., 1:].masked_fill_((opened[:, 1:] == opened[:, :-1])[:, None], -torch.inf)
+    if missing := group * probes - opened.shape[1]:
+        own = torch.nn.functional.pad(own, (0, missing), value=-torch.inf)
+        opened = torch.nn.functional.pad(opened, (0, missing))
+    found = ranks.gather("scores", torch.cat([normaliser[..., None], own], 2))
+    shares = (found[..., 1:] - found[..., :1].logsumexp(0)).amax(2)
+    best, place = _best_of_all(shares, probes)
+    place -= ranks.rank * shares.shape[2]
+    taken = (best > -torch.inf) & (place >= 0) & (place < shares.shape[2])
+    return opened.gather(1, place.clamp_(0, shares.shape[2] - 1)), taken
 
 
 def among_best(offered: Tensor, probes: int) -> Tensor:
     """`[ranks, rows, any]`: which of these scores are among the `probes` best of a row. Of equal ones those of lower ranks."""
     count, rows, each = offered.shape
-    best = offered.transpose(0, 1).reshape(rows, -1).sort(dim=1, descending=True, stable=True)[1][:, :probes]
-    taken = torch.zeros(rows, count * each, dtype=torch.bool, device=offered.device).scatter_(1, best, True)
+    taken = torch.zeros(rows, count * each, dtype=torch.bool, device=offered.device)
+    taken.scatter_(1, _best_of_all(offered, probes)[1], True)
     return taken.view(rows, count, each).transpose(0, 1) & (offered > -torch.inf)
+
+
+def _best_of_all(offered: Tensor, probes: int) -> tuple[Tensor, Tensor]:
+    """The best scores of each row, and their places among those of all ranks, one rank after the other."""
+    every = offered.transpose(0, 1).reshape(offered.shape[1], -1)
+    best, place = every.sort(dim=1, descending=True, stable=True)
+    return best[:, :probes], place[:, :probes]
 
 
 def merged(ranks: Ranks, output: Tensor, lse: Tensor) -> Tensor:

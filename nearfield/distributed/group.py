@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +24,31 @@ from nearfield._compat import meeting_store
 
 HEADER = 8
 """Numbers that ranks exchange before a call: a digest of its arguments, the length of their text, and up to six of its own."""
+CARRIED = 1 << 15
+"""Up to so many bytes are a small message. Each rank sends its own straight to all others, from the thread that asks for it, and
+what the others will send next has its place already. For a collective, gloo wakes a thread of its own first."""
 SMALL = 1 << 18
-"""Up to so many bytes in all, each rank sends its own straight to all others. Gloo gathers in a ring, from one to the next, which
-is for what takes longer to send than to arrive."""
+"""Up to so many bytes in all go straight to all others too, in one collective. Gloo gathers in a ring, from one to the next,
+which is for what takes longer to send than to arrive."""
+TAG = 0x6E66
+"""of small messages, apart from what whoever else uses the group sends"""
 PATIENCE = timedelta(seconds=3)
 """How long to wait for an answer of the others, to say which rank has failed."""
-
+NEAR = 16
+"""Ranks that see a failure are at most so many calls apart."""
 
 _LEFT: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """By process group, what this rank has left while the others were still at it."""
+
+_AHEAD: weakref.WeakKeyDictionary[Any, tuple[Tensor, list[Any]]] = weakref.WeakKeyDictionary()
+"""By process group, where the next small message of each rank comes, and what to wait for until it is there. A message that
+nobody expects yet has to wait for threads of both ranks, one after the other."""
+
+_GOING: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+"""By process group, the latest small messages of this rank: they go on their way even if it leaves half-way what they are of."""
+
+_CALM: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Process groups whose threads give way, see `_give_way`."""
 
 
 class RankError(RuntimeError):
@@ -49,32 +67,69 @@ def told(error: Exception | None) -> str | None:
 class Pending:
     """A tensor that is on its way."""
 
-    def __init__(self, ranks: Ranks, what: str, result: Tensor, work: Any) -> None:
-        self._ranks, self._what, self._result, self._work = ranks, what, result, work
+    def __init__(self, ranks: Ranks, what: str, result: Tensor, *works: Any) -> None:
+        self._ranks, self._what, self._result, self._works = ranks, what, result, works
 
     def wait(self) -> Tensor:
         """The tensor. On a GPU, it is the current stream that waits."""
         with self._ranks.guarded(self._what):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
+        return self._result
+
+
+class Carried(Pending):
+    """A tensor that is on its way together with what ranks say of the call: it is there if they agree."""
+
+    def __init__(self, agreement: Agreement, result: Tensor) -> None:
+        self._agreement, self._result = agreement, result
+
+    def wait(self) -> Tensor:
+        self._agreement.wait()
         return self._result
 
 
 class Agreement:
-    """What all ranks say of a call, on its way."""
+    """What all ranks say of a call."""
 
-    def __init__(self, ranks: Ranks, text: str, header: Tensor | Pending, numbers: int) -> None:
-        self._ranks, self._text, self._header, self._numbers = ranks, text, header, numbers
+    def __init__(self, ranks: Ranks, text: str, said: list[int], numbers: int) -> None:
+        self._ranks, self._text, self._numbers = ranks, text, numbers
+        self._said = said + [0] * (HEADER - len(said))
+        self._pending: Pending | None = None
+        self._found: list[list[int]] | None = None
+
+    def start(self) -> None:
+        """Send it to the others."""
+        header = torch.tensor(self._said)
+        self._pending = self._ranks.start_gather("checks", header.to(self._ranks._place).view(torch.uint8))
+
+    def start_with(self, what: str, x: Tensor) -> Pending:
+        """Send it together with a small tensor that ranks gather; see `Ranks.start_gather`.
+
+        Ranks that disagree may send messages of other sizes: nobody looks at more than the headers then.
+        """
+        ranks = self._ranks
+        self._said[1] += 1  # of a rank that sends a tensor, and of one that does not
+        header = torch.tensor(self._said).view(torch.uint8)
+        ranks.sent["checks"] += len(header) * (ranks.size - 1)
+        ranks.sent[what] += x.nbytes * (ranks.size - 1)
+        self._pending = ranks._start_small("checks", torch.cat([header, _bytes(x)]))
+        return Carried(self, _like(x, self._pending._result[:, len(header) :]))
 
     def wait(self) -> list[list[int]]:
         """The numbers of all ranks. Raises on every rank unless all make the same call."""
-        if isinstance(self._header, Pending):
-            ranks, pending = self._ranks, self._header
+        if self._found is None:
+            ranks = self._ranks
             ranks._unsettled = None
-            self._header = pending.wait().cpu()
-            if bool((self._header[:, :2] != self._header[0, :2]).any()):
+            if self._pending is None:
+                self.start()
+            assert self._pending is not None
+            self._found = self._pending.wait()[:, : 8 * HEADER].cpu().view(torch.int64).tolist()
+            if any(row[:2] != self._found[0][:2] for row in self._found):
                 ranks._tell_differences(self._text or "{}")
-            ranks._agreed = ranks._calls
-        return [row[2 : 2 + self._numbers] for row in self._header.tolist()]
+            # With a tensor, ranks have exchanged something since.
+            ranks._agreed = ranks._calls - self._said[1] % 2
+        return [row[2 : 2 + self._numbers] for row in self._found]
 
 
 class Ranks:
@@ -91,6 +146,9 @@ class Ranks:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.sent: Counter[str] = Counter()
         """bytes that this rank has sent, by what they were; a gathered tensor goes once to each other rank"""
+        if self.group not in _CALM:
+            _give_way()
+            _CALM.add(self.group)
         self._calls = 0
         self._agreed = 0
         """how many calls there were when the ranks last agreed"""
@@ -124,9 +182,15 @@ class Ranks:
 
     def start_gather(self, what: str, x: Tensor) -> Pending:
         """The tensors of all ranks, of one shape, as `[size, ...]`."""
+        is_small = x.device.type == "cpu" and self._place.type == "cpu" and x.nbytes <= CARRIED and x.nbytes * self.size <= SMALL
+        if is_small and self._unsettled is not None and self._unsettled._pending is None:
+            return self._unsettled.start_with(what, x)
         self.settle()
-        found = x.new_empty((self.size, *x.shape))
         self.sent[what] += x.nbytes * (self.size - 1)
+        if is_small:
+            pending = self._start_small(what, _bytes(x))
+            return Pending(self, what, _like(x, pending._result), *pending._works)
+        found = x.new_empty((self.size, *x.shape))
         with self.guarded(what):
             if x.device.type == "cpu" and found.nbytes <= SMALL:
                 work = dist.all_to_all_single(found.view(-1), x.reshape(-1).repeat(self.size), group=self.group, async_op=True)
@@ -135,6 +199,20 @@ class Ranks:
                 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 work = all_gather(found.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
             return Pending(self, what, found, work)
+
+    def _start_small(self, what: str, own: Tensor) -> Pending:
+        """The bytes of all ranks, each row with room for more."""
+        with self.guarded(what):
+            found, coming = _AHEAD.pop(self.group) if self.group in _AHEAD else self._expect()
+            _AHEAD[self.group] = self._expect()
+            found[self.rank, : len(own)] = own
+            going = [dist.isend(own, group=self.group, group_dst=rank, tag=TAG) for rank in self._others]
+            _GOING.setdefault(self.group, deque(maxlen=32 * self.size)).extend(going)
+            return Pending(self, what, found, *going, *coming)
+
+    def _expect(self) -> tuple[Tensor, list[Any]]:
+        found = torch.empty(self.size, 8 * HEADER + CARRIED, dtype=torch.uint8)
+        return found, [dist.irecv(found[rank], group=self.group, group_src=rank, tag=TAG) for rank in self._others]
 
     def gather(self, what: str, x: Tensor) -> Tensor:
         """`start_gather`, at once. With one rank nothing goes anywhere, and this is a view."""
@@ -207,18 +285,29 @@ class Ranks:
             return self.start_agree(call, numbers, moving, **facts).wait()
 
     def start_agree(
-        self, call: str, numbers: Sequence[int] = (), moving: Mapping[str, Any] | None = None, **facts: Any
+        self,
+        call: str,
+        numbers: Sequence[int] = (),
+        moving: Mapping[str, Any] | None = None,
+        held: bool = False,
+        **facts: Any,
     ) -> Agreement:
         """`agree`, whose answer is on its way. It is waited for where it is asked for, and at the latest before ranks exchange
-        anything else. The call must `settle` before it ends."""
+        anything else. The call must `settle` before it ends.
+
+        `held`: what this rank says goes together with the first tensor that is gathered, if that is small, and is compared before
+        anybody gets to see the tensor.
+        """
         text = json.dumps({"call": call, **facts, **(moving or {})}, default=str, sort_keys=True) if self.check else ""
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        said = [digest, len(text), *numbers]
-        header = torch.tensor(said + [0] * (HEADER - len(said)), dtype=torch.int64)
+        agreement = Agreement(self, text, [digest, 2 * len(text), *numbers], len(numbers))
         if self.size == 1 or not (self.check or numbers):
-            return Agreement(self, text, header.expand(self.size, -1), len(numbers))
-        self._unsettled = Agreement(self, text, self.start_gather("checks", header.to(self._place)), len(numbers))
-        return self._unsettled
+            agreement._found = [agreement._said] * self.size
+            return agreement
+        if not held:
+            agreement.start()
+        self._unsettled = agreement
+        return agreement
 
     def settle(self) -> None:
         """Wait for what ranks say of the call that is under way, unless somebody has waited for it."""
@@ -230,6 +319,10 @@ class Ranks:
         """Where ranks can exchange numbers that are read at once."""
         on_cpu = "cpu:gloo" in dist.get_backend_config(self.group) or dist.get_backend(self.group) == "gloo"
         return torch.device("cpu" if on_cpu else torch.accelerator.current_accelerator() or "cpu")
+
+    @cached_property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def _tell_differences(self, facts: str) -> None:
         calls = [json.loads(text) for text in self.texts("checks", facts)]
@@ -254,22 +347,24 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            missing = ", ".join(map(self.name, self._silent(what)))
+            missing = ", ".join(map(self.name, self._silent()))
             told = f"{missing} did not answer" if missing else "all ranks still answer; one of them may have come too late"
             raise RankError(
                 f"{self.name(self.rank)} waited for others ({what}) in vain: {told}. This group of processes cannot go on; start "
                 f"it again"
             ) from error
 
-    def _silent(self, what: str) -> list[int]:
+    def _silent(self) -> list[int]:
         """The ranks that do not say that they have seen this failure too."""
         store = meeting_store()
         # Ranks count alike what they do together: what they said of one failure says nothing of another.
-        failure = f"nearfield/{self.group.group_name}/{what}/{self._calls}"
-        keys = [f"{failure}/{rank}" for rank in range(self.size)]
+        failure = f"nearfield/{self.group.group_name}"
+        keys = [f"{failure}/{self._calls}/{rank}" for rank in range(self.size)]
         silent = []
         try:
-            store.set(keys[self.rank], "seen")
+            # What was sent last has reached some of the others and not all, who have got further or less far.
+            for calls in range(self._calls - NEAR, self._calls + NEAR + 1):
+                store.set(f"{failure}/{calls}/{self.rank}", "seen")
         except RuntimeError:
             return [0]  # Who keeps the store is gone.
         # However many are silent: twice as long in all, as some see a failure later than others.
@@ -281,6 +376,27 @@ class Ranks:
             except RuntimeError:
                 silent.append(rank)
         return silent
+
+
+def _give_way() -> None:
+    """Let no thread in which gloo receives push aside the one that sends. It would wait for the lock that the other holds, and
+    that in a loop which never sleeps: Linux lets it go on so for some 3 ms. Such a thread runs where a core is free, or when the
+    other waits."""
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # It may have ended, and not everybody may do this.
+            if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _like(x: Tensor, rows: Tensor) -> Tensor:
+    """Tensors like this one, in rows of bytes that have room for more."""
+    return rows[:, : x.nbytes].view(x.dtype).view(len(rows), *x.shape)
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:

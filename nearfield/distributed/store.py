@@ -36,8 +36,9 @@ class ShardedStore(CellStore):
         balance: "global": the best cells of all ranks are opened, as many as one machine would open; ranks compare their scores
             for that. "local": each rank opens as many, its own best ones, and asks nobody; a rank that has what a query looks for
             then opens too little of it, and the others what is of no use.
-        check: whether ranks compare what they are called with in each step; see `Ranks.agree`. A step then has one more exchange,
-            of 64 bytes, which is on its way while a rank scores its own cells. Nothing else is exchanged before it is there.
+        check: whether ranks compare what they are called with in each step; see `Ranks.agree`. Those are 64 bytes, which go
+            together with what a step exchanges first, if that is small and on the CPU. They are compared before anything is done
+            with it, and otherwise before anything else is exchanged.
         audit: as in `CellStore`; so are the next three. A look at the error takes two more exchanges.
         offload: of each rank's own keys, in its own machine's memory.
         group_from: of keys on all ranks together.
@@ -184,8 +185,10 @@ class ShardedStore(CellStore):
             if wrong is None and query.shape[2] > 1:
                 numbers = [int(share.values.view(slice(share.own.closed, share.own.length)).isfinite().all())]
             given = {"query": _described(query), "scale": scale, "audit": self.audit}
-            agreement = self._start_agree("attend", numbers, **given, error=told(wrong))
-            # The others' answer to a step arrives while this rank looks at its own keys.
+            # On a CPU, what ranks say goes together with what they exchange first, when each has looked at its own keys; on a
+            # GPU, it arrives while this rank looks at them.
+            held = share is None or share.sinks.device.type == "cpu"
+            agreement = self._start_agree("attend", numbers, held, **given, error=told(wrong))
             if wrong is not None or numbers:
                 found = agreement.wait()
                 if wrong is not None:
@@ -195,10 +198,10 @@ class ShardedStore(CellStore):
             self.ranks.settle()
             return output
 
-    def _start_agree(self, call: str, numbers: Sequence[int] = (), **facts: Any) -> Agreement:
+    def _start_agree(self, call: str, numbers: Sequence[int] = (), held: bool = False, **facts: Any) -> Agreement:
         share = self.share
         moving = {} if share is None else share.facts
-        return self.ranks.start_agree(f"ShardedStore.{call}", numbers, moving, **facts, **self._settings)
+        return self.ranks.start_agree(f"ShardedStore.{call}", numbers, moving, held, **facts, **self._settings)
 
     def _empty_state(self, key: Tensor, value: Tensor) -> CacheState:
         empty = super()._empty_state(key, value)

@@ -8,6 +8,7 @@ import runpy
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,12 +100,12 @@ def test_ranks_go_on_after_a_call_in_which_one_was_off(ranks: Crew) -> None:
         assert [*told[:2], told[3]] == [""] * 3
 
 
-def answers_later(group: Any, differs: bool) -> list[str]:
+def answers_later(group: Any, differs: bool, held: bool) -> list[str]:
     """What happens to a call whose answer nobody waits for, before it exchanges something, and to the next one."""
     ranks, said = Ranks(group), []
     try:
         with ranks.together("attention"):
-            ranks.start_agree("attention", query=[1, 2, 8 + (differs and ranks.rank == 1)])
+            ranks.start_agree("attention", held=held, query=[1, 2, 8 + (differs and ranks.rank == 1)])
             # Of other sizes on each rank, if it came to that.
             ranks.gather("rows", torch.zeros(1 + differs * ranks.rank))
         said.append("nothing")
@@ -113,11 +114,51 @@ def answers_later(group: Any, differs: bool) -> list[str]:
     return [*said, str(ranks.agree("attention", [7]))]
 
 
-def test_nothing_is_exchanged_before_ranks_are_known_to_agree(ranks: Crew) -> None:
-    assert ranks.run(answers_later, False, ranks=2) == [["nothing", "[[7], [7]]"]] * 2
-    for said, after in ranks.run(answers_later, True, ranks=2):
+@pytest.mark.parametrize("held", [False, True])
+def test_nothing_is_exchanged_before_ranks_are_known_to_agree(ranks: Crew, held: bool) -> None:
+    """Or together with what they say of the call: nobody gets to see it unless they agree."""
+    assert ranks.run(answers_later, False, held, ranks=2) == [["nothing", "[[7], [7]]"]] * 2
+    for said, after in ranks.run(answers_later, True, held, ranks=2):
         assert "rank 1 has query [1, 2, 9], but rank 0 [1, 2, 8]" in said
         assert after == "[[7], [7]]"
+
+
+def leaves_between(group: Any) -> list[str]:
+    """Rank 1 finds an error of its own after a tensor that went together with what ranks say of the call, and calls again."""
+    ranks, said = Ranks(group), []
+    for _ in range(2):
+        try:
+            with ranks.together("attention"):
+                ranks.start_agree("attention", held=True)
+                ranks.gather("rows", torch.zeros(1))
+                if ranks.rank == 1:
+                    raise ValueError("on one rank alone")
+            said.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+        if ranks.rank == 0:
+            break
+    return said
+
+
+def test_a_rank_that_leaves_after_the_first_tensor_sends_nothing_more(impatient: Crew) -> None:
+    found = impatient.run(leaves_between, ranks=2)
+    assert found[0] == ["nothing"]
+    assert found[1][0] == "on one rank alone"
+    assert "rank 1 has left attention (ValueError) half-way" in found[1][1]
+
+
+def policies(group: Any) -> list[int]:
+    """Of the threads in which gloo receives."""
+    Ranks(group)
+    tasks = [task for task in Path("/proc/self/task").glob("*") if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    return [os.sched_getscheduler(int(task.name)) for task in tasks]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has this")
+def test_threads_that_receive_give_way_to_the_one_that_sends(impatient: Crew) -> None:
+    for found in impatient.run(policies, ranks=2):
+        assert set(found) <= {os.SCHED_BATCH}
 
 
 def refuses(group: Any) -> list[list[int]]:

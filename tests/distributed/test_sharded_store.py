@@ -192,9 +192,9 @@ def test_one_rank_exchanges_nothing(ranks: Crew) -> None:
     assert ranks.run(alone_on_one_rank, ranks=1) == [(True, {})]
 
 
-def order_of_a_step(group: Any) -> list[str]:
+def order_of_a_step(group: Any, balance: str) -> list[str]:
     """When cells are scored, and when each exchange is waited for."""
-    store, source, events = ShardedStore(FEW, group), Source(*GROUPED), []
+    store, source, events = ShardedStore(FEW, group, balance=balance), Source(*GROUPED), []
     carry_out(store, GENERATION[:6], source, 2)
     score, wait = decode.score_cells, Pending.wait
 
@@ -213,8 +213,9 @@ def order_of_a_step(group: Any) -> list[str]:
     return events
 
 
-def test_a_step_waits_for_two_messages_and_a_check_that_has_come_meanwhile(ranks: Crew) -> None:
-    assert ranks.run(order_of_a_step, ranks=2) == [["scored", "checks", "scores", "outputs"]] * 2
+def test_a_step_waits_for_two_messages_and_its_check_comes_with_the_first(ranks: Crew) -> None:
+    assert ranks.run(order_of_a_step, "global", ranks=2) == [["scored", "checks", "outputs"]] * 2
+    assert ranks.run(order_of_a_step, "local", ranks=2) == [["scored", "checks"]] * 2
 
 
 def nobody_sees_a_key(group: Any) -> bool:

@@ -114,6 +114,27 @@ MUTANTS = (
         ("test_nothing_is_exchanged_before_ranks_are_known_to_agree",),
     ),
     Mutant(
+        "ranks: what goes together with a check is looked at before it",
+        "Carried.wait",
+        "self._agreement.wait()",
+        "self._agreement._pending.wait()",
+        ("test_nothing_is_exchanged_before_ranks_are_known_to_agree",),
+    ),
+    Mutant(
+        "ranks: what went together with a check was not exchanged",
+        "Agreement.wait",
+        "ranks._agreed = ranks._calls - self._said[1] % 2",
+        "ranks._agreed = ranks._calls",
+        ("test_a_rank_that_leaves_after_the_first_tensor_sends_nothing_more",),
+    ),
+    Mutant(
+        "ranks: threads that receive push aside the one that sends",
+        "distributed.group:_give_way",
+        '"gloo_tcp_loop"',
+        '"no such thread"',
+        ("test_threads_that_receive_give_way_to_the_one_that_sends",),
+    ),
+    Mutant(
         "ranks: keys are grouped as if the last rows saw none of their own",
         "ByCells._seen",
         "self.rows.length + self.facts.offset",

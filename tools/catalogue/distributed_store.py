@@ -16,7 +16,7 @@ MUTANTS = (
         "distributed.decode:choose",
         'return opened, among_best(ranks.gather("scores", offered), probes)[ranks.rank, :, : best.shape[1]]',
         "return opened, best > -torch.inf",
-        (CELLS,),
+        (SAME,),
     ),
     Mutant(
         "shards: outputs averaged whatever their normalisers are",
@@ -85,15 +85,15 @@ MUTANTS = (
     Mutant(
         "shards: in a step, shares of a group by the normaliser of one rank",
         "choose_at_once",
-        "whole = found[..., :group].logsumexp(0)",
-        "whole = found[0, ..., :group]",
+        "found[..., :1].logsumexp(0)",
+        "found[0, ..., :1]",
         (CELLS,),
     ),
     Mutant(
         "shards: a cell that two queries offer counts twice",
         "choose_at_once",
-        "own.masked_fill(again[..., None], -torch.inf)",
-        "own",
+        "own[..., 1:].masked_fill_((opened[:, 1:] == opened[:, :-1])[:, None], -torch.inf)",
+        "pass",
         (CELLS,),
     ),
     Mutant(
@@ -115,7 +115,7 @@ MUTANTS = (
         "ShardedStore.attend",
         "if wrong is not None or numbers:",
         "if True:",
-        ("test_a_step_waits_for_two_messages_and_a_check_that_has_come_meanwhile",),
+        ("test_a_step_waits_for_two_messages_and_its_check_comes_with_the_first",),
     ),
     Mutant(
         "shards: what a row without a key has found counts",
