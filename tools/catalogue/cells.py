@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         "cells: second order missing in engine and reference",
         "sum_up_",
-        "variance.mul_(share)",
-        "variance.mul_(0.0)",
+        "table.variance[cells].mul_(share)",
+        "table.variance[cells].mul_(0.0)",
         ("test_moments", "test_cells_by_hand"),
     ),
     Mutant(
