@@ -1,16 +1,26 @@
-"""What a CellCache costs sharp models, on a CPU: perplexity of the end of long texts, and errors of steps by layer.
+"""What cells cost sharp models, on a CPU: perplexity of the end of long texts, and errors of steps by layer.
 
 python benchmarks/bench_sharp.py                                        # Gemma, 32,768 tokens; writes results/sharp.json
+python benchmarks/bench_sharp.py --section reading                      # the same for whole texts that are read by Cells
 python benchmarks/bench_sharp.py --model models/smollm2-135m --tokens 8192
 python benchmarks/bench_sharp.py --kept FOLDER                          # keeps what was read there, and takes it from there
 python benchmarks/bench_sharp.py --quick                                # a tiny model, nothing written
 
-All but the last 448 tokens of a text are read exactly. These are then predicted with a `CellCache` that opens as many keys as on
-a GPU, 64 rows at a time, which reads what steps of one token do: a row opens cells by itself, and no segment is closed meanwhile.
+writing: all but the last 448 tokens of a text are read exactly. These are then predicted with a `CellCache` that opens as many
+keys as on a GPU, 64 rows at a time, which reads what steps of one token do: a row opens cells by itself, and no segment is closed
+meanwhile.
 
 keys, uncut     cells grouped as keys are large, spreads not cut off: how caches of 0.1 were
 keys            spreads cut off at 9
 queries         cells grouped as the last 64 queries of each head are large: `CellCache()`, which cuts off later in scores
+
+reading: whole texts in one pass, with the sizes of a GPU, where cells are larger, and the two iterations of its k-means. What
+counts is the last quarter of the tokens, which sees the most keys.
+
+usual           `Cells()`: cells grouped as keys are large
+usual, queries  `Cells(partition=KMeans(by_queries=True))`
+6%              the same two with 6% of the keys that a row sees on average, as `cells-6-both` of `nearfield ruler`
+6%, queries
 
 Errors are those of `audit`, relative to the norm of a row of exact attention's output. Texts that are not measured again stay as
 they are in the file.
@@ -24,6 +34,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +44,7 @@ import record
 import torch
 import torch.nn.functional as F
 from bench_perplexity_gpu import random_texts, tiny
-from perplexity_measure import stderr
+from perplexity_measure import losses_of, stderr
 from perplexity_texts import Text
 from real import SMOLLM2
 from torch import Tensor
@@ -43,10 +54,12 @@ from nearfield.app.evaluate.measure import attending
 from nearfield.app.evaluate.models import load_model
 from nearfield.app.peers.cache import PeerCache
 from nearfield.app.ruler.ways import WAYS as KNOWN_WAYS
+from nearfield.app.ruler.ways import cells_of_budget
 from nearfield.cells import far_field
 from nearfield.cells.cache import attention, segments
-from nearfield.cells.cache.stretch import LATEST
-from nearfield.cells.sizes import CacheSizes, default_cache_probes
+from nearfield.cells.partition.by_queries import LATEST
+from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS
+from nearfield.cells.sizes import CacheSizes, default_cache_probes, default_cell_size, default_probes, default_segment
 from nearfield.hf.cache import CellCache, CellLayer
 
 TOKENS, WRITTEN, ROWS = 32_768, 448, 64
@@ -54,6 +67,8 @@ LARGE = 0.3
 """The error from which on a row counts as far off."""
 WAYS = {"keys, uncut": (False, 1e8), "keys": (False, far_field.MOST_SPREAD), "queries": (True, far_field.MOST_SPREAD)}
 """Whether keys are grouped as queries are large, and where spreads are cut off."""
+READ = {"usual": (None, False), "usual, queries": (None, True), "6%": (0.06, False), "6%, queries": (0.06, True)}
+"""The share of the keys that rows read, and whether keys are grouped as queries are large."""
 
 
 class Prompt:
@@ -161,19 +176,65 @@ def study(model: Any, text: Text, written: int, kept: Path | None) -> dict[str, 
     return found
 
 
+def cells_for(tokens: int, share: float | None, by_queries: bool) -> nf.Cells:
+    partition = nf.KMeans(KERNEL_ITERATIONS, by_queries=by_queries)
+    if share is not None:
+        return replace(cells_of_budget(share, tokens), partition=partition)
+    size = default_cell_size(tokens, True, True)
+    probes = default_probes(tokens, size, True, True, 1)
+    return nf.Cells(size, probes, segment=default_segment(tokens, True), partition=partition)
+
+
+@torch.no_grad()
+def read_study(model: Any, text: Text) -> dict[str, Any]:
+    """Losses of the last quarter of a text that is read in one pass."""
+    begun, ids = time.perf_counter(), text.ids
+    first, tokens = 3 * ids.shape[1] // 4, ids.shape[1]
+    found: dict[str, Any] = {**text.about, "ways": {}}
+
+    def read(method: nf.Exact | nf.Cells) -> Tensor:
+        with attending(model, method):
+            states = model.base_model(ids, use_cache=False).last_hidden_state
+        return losses_of(model, states[:, first:-1], ids[0, first + 1 :])
+
+    exact = read(nf.Exact())
+    found["loss"] = float(exact.mean())
+    for name, (share, by_queries) in READ.items():
+        difference = read(cells_for(tokens, share, by_queries)) - exact
+        found["ways"][name] = {
+            "difference": float(difference.mean()),
+            "absolute": float(difference.abs().mean()),
+            "stderr": stderr(difference),
+        }
+        excess, spent = math.expm1(float(difference.mean())), time.perf_counter() - begun
+        print(f"{spent:7.1f} s  {text.name}, read by {name}: {excess:+.2%}", flush=True)
+    return found
+
+
+def read_pooled(texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """By way, over all texts: excess of perplexity and its standard error."""
+    return {name: excess_of([text["ways"][name] for text in texts], [text["kind"] for text in texts]) for name in READ}
+
+
+def excess_of(own: list[dict[str, Any]], kinds: list[str]) -> dict[str, Any]:
+    excess = math.expm1(sum(one["difference"] for one in own) / len(own))
+    return {
+        "excess": excess,
+        "stderr": (1 + excess) * math.sqrt(sum(one["stderr"] ** 2 for one in own)) / len(own),
+        "absolute": sum(one["absolute"] for one in own) / len(own),
+        "excess_by_kind": {kind: math.expm1(one["difference"]) for kind, one in zip(kinds, own, strict=True)},
+    }
+
+
 def pooled(texts: list[dict[str, Any]]) -> dict[str, Any]:
     """By way, over all texts: excess of perplexity, its standard error, mean error of a step, share of rows that are far off."""
     made = {}
     for name in WAYS:
         own = [text["ways"][name] for text in texts]
-        excess = math.expm1(sum(one["difference"] for one in own) / len(own))
         errors, off = ([x for one in own for x in one[what].values()] for what in ("error", "far_off"))
         made[name] = {
             "keys_read": sum(one["keys_read"] for one in own) / len(own),
-            "excess": excess,
-            "stderr": (1 + excess) * math.sqrt(sum(one["stderr"] ** 2 for one in own)) / len(own),
-            "absolute": sum(one["absolute"] for one in own) / len(own),
-            "excess_by_kind": {text["kind"]: math.expm1(text["ways"][name]["difference"]) for text in texts},
+            **excess_of(own, [text["kind"] for text in texts]),
             "error": sum(errors) / len(errors),
             "far_off": sum(off) / len(off),
         }
@@ -191,11 +252,21 @@ def show(title: str, found: dict[str, Any]) -> None:
     record.show(shown)
 
 
+def show_reading(title: str, found: dict[str, Any]) -> None:
+    kinds = [text["kind"] for text in found["texts"].values()]
+    shown = record.table("way", "excess", *kinds, title=title, words=("way",))
+    for name, way in found["pooled"].items():
+        by_kind = [f"{way['excess_by_kind'][kind]:+.2%}" for kind in kinds]
+        shown.add_row(name, f"{way['excess']:+.2%} ± {way['stderr']:.2%}", *by_kind)
+    record.show(shown)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=SMOLLM2.parent / "gemma-3-270m", help="folder of a causal language model")
     parser.add_argument("--text", type=Path, action="append", default=[], help="a book; default: the essays of RULER")
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--section", choices=("writing", "reading"), default="writing")
     parser.add_argument("--kinds", nargs="+", choices=perplexity_texts.KINDS, default=perplexity_texts.KINDS)
     parser.add_argument("--kept", type=Path, metavar="FOLDER", help="where what was read is kept, and taken from")
     parser.add_argument("--quick", action="store_true", help="a tiny model, nothing written")
@@ -210,15 +281,19 @@ def main() -> None:
         texts = perplexity_texts.find(tokenizer, options.text, options.tokens, 1)
         texts, written = [text for text in texts if text.kind in options.kinds], WRITTEN
     name = "tiny" if options.quick else options.model.name
-    found: dict[str, Any] = {"tokens": texts[0].ids.shape[1], "written": written, "texts": {}}
-    section = f"{name}/{found['tokens']}"
+    tokens, is_reading = texts[0].ids.shape[1], options.section == "reading"
+    found: dict[str, Any] = {"tokens": tokens, "written": tokens - 3 * tokens // 4 - 1 if is_reading else written, "texts": {}}
+    section = f"{name}/{tokens}/reading" if is_reading else f"{name}/{tokens}"
     for text in texts:
-        found["texts"][text.name] = study(model, text, written, None if options.kept is None else options.kept / name)
+        if is_reading:
+            found["texts"][text.name] = read_study(model, text)
+        else:
+            found["texts"][text.name] = study(model, text, written, None if options.kept is None else options.kept / name)
     if not options.quick and (record.RESULTS / "sharp.json").exists():
         found["texts"] = record.read_sections("sharp").get(section, found)["texts"] | found["texts"]
     found["texts"] = dict(sorted(found["texts"].items()))
-    found["pooled"] = pooled(list(found["texts"].values()))
-    show(f"{name}: the last {written} of {found['tokens']:,} tokens", found)
+    found["pooled"] = (read_pooled if is_reading else pooled)(list(found["texts"].values()))
+    (show_reading if is_reading else show)(f"{name}: the last {found['written']:,} of {tokens:,} tokens", found)
     if not options.quick:
         record.merge("sharp", section, found)
 

@@ -372,6 +372,25 @@ def spread(sections: dict[str, Any]) -> str:
     return rows_of(head, *found)
 
 
+READING = "/reading"
+
+
+def sharp_reading(sections: dict[str, Any]) -> str:
+    """What reading whole texts by cells costs, as these are made."""
+    kinds = ("book", "code", "documentation")
+    titles = {"usual": ("`Cells()`", "keys"), "6%": ("6% of the keys", "keys")}
+    titles |= {f"{name}, queries": (title, "queries") for name, (title, _) in titles.items()}
+    found = []
+    for key, results in sections.items():
+        if key.endswith(READING):
+            model, length, _ = key.split("/")
+            for name, (title, made) in titles.items():
+                way = results["pooled"][name]
+                excess = [f"{way['excess_by_kind'][kind]:+.2%}" if kind in way["excess_by_kind"] else "" for kind in kinds]
+                found.append([TITLES.get(model, model), f"{int(length):,}", title, f"as {made} are large", _excess(way), *excess])
+    return rows_of(["model", "tokens", "rows read", "keys are grouped", "excess", *kinds], *found)
+
+
 def sharp(sections: dict[str, Any]) -> str:
     """What a cache costs at the end of long texts, as its cells have been made."""
     kinds = ("book", "code", "documentation")
@@ -383,6 +402,8 @@ def sharp(sections: dict[str, Any]) -> str:
     head = ["model", "tokens", "keys are grouped", "keys read", "excess", *kinds, "error of a step", "rows over 30%"]
     found = []
     for key, results in sections.items():
+        if key.endswith(READING):
+            continue
         model, length = key.split("/")
         for name, title in titles.items():
             way = results["pooled"][name]
@@ -484,6 +505,8 @@ def table(name: str) -> str:
         return distributed_cost(json.loads((RESULTS / "distributed_cost.json").read_text())["results"])
     if name == "sharp":
         return sharp(read_sections("sharp"))
+    if name == "sharp reading":
+        return sharp_reading(read_sections("sharp"))
     if name.startswith("peers "):
         _, section, kind = name.split(" ")
         return peers(read_sections("peers"), section, kind)

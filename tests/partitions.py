@@ -12,6 +12,7 @@ import nearfield as nf
 
 PARTITIONS: dict[str, Any] = {
     "kmeans": nf.KMeans(),
+    "kmeans-by-queries": nf.KMeans(by_queries=True),
     "kmeans-first-guess": nf.KMeans(iterations=0, seed=3),
     "blocks": nf.Blocks(),
     "hash": nf.HashBuckets(),

@@ -17,13 +17,13 @@ from nearfield import _compat
 from nearfield.cells import reference
 from nearfield.cells.moments import CellTable, TableGradient
 from nearfield.cells.partition import from_plain
-from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
+from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.torch import backward as torch_backward
 from nearfield.cells.torch import forward as torch_forward
-from nearfield.cells.torch.head import Head, assign
+from nearfield.cells.torch.head import Head, assign, query_sizes
 from nearfield.checks import double_backward_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
@@ -121,7 +121,7 @@ def forward(
         assert isinstance(partition, KMeans)  # see `cells.triton.limits`
         cell_of, opened, order = plans[:3]
         with backends.device_guard(queries.device):
-            cells = recipe.sizes, recipe.scale, partition.iterations_or(KERNEL_ITERATIONS), partition.seed
+            cells = recipe.sizes, recipe.scale, partition
             given_plan = cell_of, opened, order
             made = None if isinstance(tables, Sequence) else tables
             run(queries, keys, values, visible, *cells, output, lse, *given_plan, recipe.memory.beyond, known, made)
@@ -130,7 +130,8 @@ def forward(
         plan = CellPlan(*(x[entry] for x in plans))
         key = wide(keys[entry])
         if "cell_of" not in known:
-            plan.cell_of.copy_(assign(key, visible[entry], recipe.sizes, partition))
+            asked = query_sizes(queries[entry], visible[entry], recipe.sizes, partition)
+            plan.cell_of.copy_(assign(key, visible[entry], recipe.sizes, partition, queries=asked))
         cell_of = plan.cell_of.long()
         table = tables[entry] if isinstance(tables, Sequence) and tables else None
         head = head_of(recipe, queries, key, values, visible, cell_of, seed, entry, table=table)

@@ -20,10 +20,10 @@ from nearfield.cells.far_field import MOST_SPREAD, POOL, cap_moments, finite, lo
 from nearfield.cells.moments import CellTable
 from nearfield.cells.operator import Given, Recipe, empty_results, head_of, wide
 from nearfield.cells.partition import from_plain
-from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
+from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.spans import Spans, blocks_of_rows, closed_keys
 from nearfield.cells.torch.forward import by_best_cell
-from nearfield.cells.torch.head import assign
+from nearfield.cells.torch.head import assign, query_sizes
 from nearfield.chunks import BLOCK_BYTES, GPU_TIMES
 from nearfield.kernels import backends
 from nearfield.kernels.dense import capped, sink_share
@@ -95,7 +95,8 @@ def prepare(
     heads = []
     for entry in range(len(queries)):
         key = wide(keys[entry])
-        cell_of[entry] = assign(key, visible[entry], sizes, partition)
+        asked = query_sizes(queries[entry], visible[entry], sizes, partition)
+        cell_of[entry] = assign(key, visible[entry], sizes, partition, queries=asked)
         no_seed = torch.zeros((), dtype=torch.int64)
         heads.append(head_of(recipe, queries, key, values, visible, cell_of[entry].long(), no_seed, entry))
         if sizes.ordered:
@@ -399,8 +400,7 @@ def _prepare_by_kernels(
         queries, scale = with_positive_scale(queries, recipe.scale)
         queries, keys, values = (dense(x) for x in (queries, keys, values))
         layout = layout_for(keys, recipe.sizes)
-        iterations = partition.iterations_or(KERNEL_ITERATIONS)
-        tables = cells_of(keys, values, as_read(visible), recipe.sizes, layout, iterations, partition.seed, cell_of)
+        tables = cells_of(queries, keys, values, as_read(visible), recipe.sizes, layout, partition, cell_of)
         if recipe.sizes.ordered:
             order_for(queries, tables, layout, recipe.sizes, scale, order)
     return layout.spans, tables

@@ -12,6 +12,8 @@ from torch import Tensor
 from nearfield.cells.method import Cells
 from nearfield.cells.moments import TableGradient
 from nearfield.cells.operator import Given, Recipe, backward, forward, wide
+from nearfield.cells.partition import asks_queries
+from nearfield.cells.partition.by_queries import latest_squares, sizes_of, strewn_squares
 from nearfield.cells.spans import Spans, closed_keys
 from nearfield.cells.torch.head import edges_of
 from nearfield.distributed.dealing import Dealt
@@ -42,14 +44,15 @@ class ByCells:
         return self.facts.method
 
     @torch.no_grad()
-    def begin(self, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
+    def begin(self, query: Tensor, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
         """The cells of all keys. This rank groups its share, unless it has `kept` what it found."""
         batch, kv_heads = key.shape[:2]
         seen = self._seen(batch * kv_heads, padding)
         closed = closed_keys(seen, self.recipe.sizes._replace(group=1, share=1))[:, 0].tolist()
         dealt = Dealt(self.recipe, tuple(closed), self.keys.length, self.ranks.size)
         if not kept:
-            kept = (dealt.group(self.ranks.rank, *self._inputs(dealt, key, padding, seen)),)
+            asked = self._query_sizes(dealt, query, padding)
+            kept = (dealt.group(self.ranks.rank, *self._inputs(dealt, key, padding, seen), asked),)
         found = self.ranks.gather("cells", kept[0])
         cells = dealt.together(list(found)).unflatten(0, (batch, kv_heads))
         return Begun(kept, cells, torch.tensor(closed).view(batch, kv_heads).tolist())
@@ -64,6 +67,33 @@ class ByCells:
             return torch.full((entries, 1), length)
         counts = padding[..., :length].sum(-1, keepdim=True)
         return counts.expand(-1, entries // len(counts), -1).reshape(entries, 1)
+
+    def _query_sizes(self, dealt: Dealt, query: Tensor, padding: Tensor | None) -> Tensor | None:
+        """`[entries, segments, dim]`: how large queries are when each segment is closed, on all ranks together.
+
+        None: the partition does not ask, or there are no cells.
+        """
+        ends, is_causal = dealt.ends, self.facts.is_causal
+        if not asks_queries(dealt.partition) or not (ends if is_causal else dealt.length):
+            return None
+        batch, group = query.shape[0], self.recipe.sizes.group
+        members = query.unflatten(1, (-1, group))
+        if not dealt.by_kernels and not bool(members.sum(dtype=torch.promote_types(query.dtype, torch.float32)).isfinite()):
+            members = members.masked_fill(~members.isfinite().all(-1, keepdim=True), 0)
+        places = self.rows.places(self.ranks.rank)
+        if not is_causal:
+            squares = strewn_squares(members, places.to(query.device), self.rows.length)
+        else:
+            # Without padding this is on the CPU: nobody need wait for a GPU.
+            visible = (places + 1 + self.facts.offset).clamp(0, self.keys.length)
+            if padding is None:
+                squares = latest_squares(members, visible, ends)
+            else:
+                seen = torch.nn.functional.pad(padding.cumsum(-1), (1, 0))[..., visible.to(padding.device)]
+                entries = seen.expand(batch, members.shape[1], -1).flatten(0, 1)
+                own = zip(members.flatten(0, 1), entries, strict=True)
+                squares = torch.stack([latest_squares(x, sees, ends) for x, sees in own])
+        return sizes_of(self.ranks.gather("sizes of queries", squares.reshape(-1, *squares.shape[-2:])).sum(0))
 
     def _inputs(self, dealt: Dealt, key: Tensor, padding: Tensor | None, seen: Tensor) -> tuple[Tensor, Tensor]:
         """The keys that this rank groups, `[shares, n, dim]` with zeros for others, and how many are seen, `[shares, 1]`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.operator import Recipe, wide
-from nearfield.cells.partition import from_plain
+from nearfield.cells.partition import Partition, from_plain
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.spans import Span, Spans
 from nearfield.cells.torch.head import assign
@@ -99,20 +99,32 @@ class Dealt:
         """How many cell numbers the rank with most of them has."""
         return max(sum(keys.stop - keys.start for x in shares for _, keys in self.ranges(x)) for shares in self.shares)
 
-    def group(self, rank: int, keys: Tensor, visible: Tensor) -> Tensor:
+    @cached_property
+    def partition(self) -> Partition:
+        return from_plain(self.recipe.partition, self.recipe.options)
+
+    @cached_property
+    def ends(self) -> range:
+        """How many keys there are when each segment ends that may be closed, of any entry; none without a mask."""
+        segment, window = self.recipe.sizes.segment, self.recipe.sizes.window
+        return range(segment, (max(0, (self.length - 1) // segment - window)) * segment + 1, segment) if segment else range(0)
+
+    def group(self, rank: int, keys: Tensor, visible: Tensor, queries: Tensor | None = None) -> Tensor:
         """`[most]`, int32: the cells of the keys that a rank groups, range by range; what is behind them is undefined.
 
         `keys` `[shares, n, dim]`, `visible` `[shares, rows]`: of the entries of its shares. Without a mask rows of an entry see
-        the same keys, so that one row will do.
+        the same keys, so that one row will do. `queries` `[entries, segments, dim]`: of all entries, how large queries are when
+        each of `ends` is reached.
         """
         found = torch.full((self.most,), -1, dtype=torch.int32, device=keys.device)
         shares = self.shares[rank]
-        cells = self._by_kernels(keys, visible) if self.by_kernels and shares else None
-        partition, used = from_plain(self.recipe.partition, self.recipe.options), 0
+        large = [None if queries is None else queries[share.entry] for share in shares]
+        cells = self._by_kernels(keys, visible, large) if self.by_kernels and shares else None
+        used = 0
         for number, share in enumerate(shares):
             if cells is None:
                 sizes = self.recipe.sizes._replace(group=1, share=1)
-                cell_of = assign(wide(keys[number]), visible[number], sizes, partition, share.spans)
+                cell_of = assign(wide(keys[number]), visible[number], sizes, self.partition, share.spans, large[number])
             else:
                 cell_of = cells[number]
             for level, own in self.ranges(share):
@@ -120,7 +132,7 @@ class Dealt:
                 used += own.stop - own.start
         return found
 
-    def _by_kernels(self, keys: Tensor, visible: Tensor) -> Tensor:
+    def _by_kernels(self, keys: Tensor, visible: Tensor, queries: list[Tensor | None]) -> Tensor:
         """`[shares, span_levels, n]`"""
         from nearfield.cells.triton.cluster import kmeans
         from nearfield.cells.triton.forward import layout_for
@@ -128,15 +140,18 @@ class Dealt:
         from nearfield.cells.triton.memory import entry_parts
         from nearfield.kernels.launch import dense
 
-        partition, sizes = from_plain(self.recipe.partition, self.recipe.options), self.recipe.sizes
+        partition, sizes = self.partition, self.recipe.sizes
         assert isinstance(partition, KMeans)  # see `cells.triton.limits`
         cells = torch.empty(len(keys), sizes.span_levels, self.length, dtype=torch.int32, device=keys.device)
         keys, visible, layout = dense(keys), as_read(visible), layout_for(keys, sizes)
         iterations = partition.iterations_or(KERNEL_ITERATIONS)
+        spans = torch.tensor([span.first + span.segments - 1 for span in layout.spans.all]).to(keys.device)
+        given = [x[spans].float() for x in queries if x is not None]
         with backends.device_guard(keys.device):
             for some in entry_parts(len(keys)):
                 beyond = None if sizes.segment else visible[some]
-                kmeans(keys[some], layout, iterations, partition.seed, beyond, cells[some])
+                weights = torch.stack(given[some]) if given else None
+                kmeans(keys[some], layout, iterations, partition.seed, beyond, cells[some], weights)
         return cells
 
     def together(self, found: Sequence[Tensor]) -> Tensor:

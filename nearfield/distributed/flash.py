@@ -42,7 +42,7 @@ class Flash:
     keeps_lse = True
     shared = 0
 
-    def begin(self, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
+    def begin(self, query: Tensor, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
         return Begun()
 
     def forward(self, part: Part, trained: bool) -> Found:

@@ -37,7 +37,7 @@ class Passes:
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, trained: bool
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output and log-normaliser of this rank's rows, and what the backward pass needs beside them."""
-        begun = self.way.begin(key, self.padding)
+        begun = self.way.begin(query, key, self.padding)
         output = query.new_empty(*query.shape[:3], value.shape[3])
         compute = torch.promote_types(query.dtype, torch.float32)
         wants_lse = self.return_lse or (trained and self.way.keeps_lse)
@@ -63,7 +63,7 @@ class Passes:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of the inputs of this rank. Those of its keys and values are sums of what all ranks have found."""
         query, key, value, sink = inputs
-        begun = self.way.begin(key, self.padding, tuple(kept[: self.way.shared]))
+        begun = self.way.begin(query, key, self.padding, tuple(kept[: self.way.shared]))
         kept = kept[self.way.shared :]
         query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_grad, value_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (key, value))

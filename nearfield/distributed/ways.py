@@ -103,7 +103,7 @@ class Way(Protocol):
         """How many tensors `begin` keeps."""
         ...
 
-    def begin(self, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun: ...
+    def begin(self, query: Tensor, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun: ...
 
     def forward(self, part: Part, trained: bool) -> Found: ...
 
@@ -120,7 +120,7 @@ class Again:
     keeps_lse = False
     shared = 0
 
-    def begin(self, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
+    def begin(self, query: Tensor, key: Tensor, padding: Tensor | None, kept: tuple[Tensor, ...] = ()) -> Begun:
         return Begun()
 
     def forward(self, part: Part, trained: bool) -> Found:

@@ -44,7 +44,7 @@ from nearfield.app.ruler.answers import answer, read
 from nearfield.app.ruler.ways import RECORDED, WAYS, BudgetWay, PeerWay, cells_of_budget
 from nearfield.cells import sizes
 from nearfield.cells.cache.store import CellStore
-from nearfield.cells.cache.stretch import LATEST
+from nearfield.cells.partition.by_queries import LATEST
 
 HEADS, KV_HEADS, LENGTH, DIM, BUDGET = 4, 2, 230, 16, 48
 SCALE = DIM**-0.5

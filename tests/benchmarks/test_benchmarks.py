@@ -60,6 +60,9 @@ def test_the_benchmark_of_sharp_models_runs(run: Callable[..., str]) -> None:
     shown = run("bench_sharp", "--quick")
     for word in ("keys, uncut", "queries", "the last 64 of 1,600 tokens"):
         assert word in shown
+    shown = run("bench_sharp", "--quick", "--section", "reading")
+    for word in ("usual, queries", "6%", "the last 399 of 1,600 tokens"):
+        assert word in shown
 
 
 def test_the_benchmark_of_blocks_runs(run: Callable[..., str]) -> None:

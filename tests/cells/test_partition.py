@@ -128,12 +128,12 @@ def test_kmeans_iterates_five_times_in_torch() -> None:
 
 
 def test_iterations_that_are_given_are_kept() -> None:
-    assert repr(nf.KMeans()) == "KMeans(iterations=None, seed=0)"
+    assert repr(nf.KMeans()) == "KMeans(iterations=None, seed=0, by_queries=False)"
     assert len({nf.KMeans(), nf.KMeans(None), nf.KMeans(5), nf.KMeans(0)}) == 3
     for partition in (nf.KMeans(), nf.KMeans(5), nf.KMeans(0, seed=2)):
         assert pickle.loads(pickle.dumps(partition)) == partition
-    assert to_plain(nf.KMeans(seed=3)) == ("KMeans", (-1, 3))
-    assert to_plain(nf.KMeans(0)) == ("KMeans", (0, 0))
+    assert to_plain(nf.KMeans(seed=3)) == ("KMeans", (-1, 3, 0))
+    assert to_plain(nf.KMeans(0)) == ("KMeans", (0, 0, 0))
 
 
 @pytest.mark.parametrize("name", ["kmeans", "hash"])

@@ -15,11 +15,13 @@ from nearfield.distributed import context_parallel, passes, shard, unshard
 from nearfield.distributed.context import ranks_of
 
 CELLS = nf.Cells(cell_size=4, probes=3, segment=16, sinks=2)
+ASKS = nf.Cells(cell_size=4, probes=3, segment=16, sinks=2, partition=nf.KMeans(by_queries=True))
 METHODS = {
     "exact": nf.Exact(),
     "topk": nf.TopK(8),
     "kmeans": nf.TopK(8, index=nf.KMeansIndex(seed=1)),
     "cells": CELLS,
+    "by queries": ASKS,
     "auto": nf.Auto(),
 }
 
@@ -139,6 +141,11 @@ CASES = {
     "odd heads": Case(CELLS, heads=(3, 3), options={"is_causal": True}),
     "default sizes": Case(nf.Cells(), 700, options={"is_causal": True}),
     "windows of cells": Case(nf.Cells(4, 3, segment=16, window=20), options={"is_causal": True}),
+    "by queries": Case(ASKS, options={"is_causal": True}),
+    "by queries, padding": Case(ASKS, padded=True, options={"is_causal": True}),
+    "by queries, not causal": Case(ASKS),
+    "by queries, offset": Case(ASKS, 50, keys=90, options={"is_causal": True, "offset": 40}),
+    "by queries, few rows": Case(ASKS, 3, keys=90, options={"is_causal": True, "offset": 30}),
     "reference": Case(CELLS, options={"is_causal": True, "backend": "reference"}),
 }
 
@@ -174,6 +181,7 @@ def test_rows_open_cells_together_as_in_one_process_where_pieces_are_whole_block
 def with_nan(group: Any, name: str) -> bool:
     q, k, v, *_ = inputs(Case(METHODS[name]))
     k[0, 0, 40] = torch.nan
+    q[1, 2, 30] = torch.nan
     whole = nf.attention(q, k, v, enable_gqa=True, is_causal=True, method=METHODS[name])
     parts = [shard(x, group, 2) for x in (q, k, v)]
     own = nf.attention(*parts, enable_gqa=True, is_causal=True, method=METHODS[name], mesh=group)
@@ -181,7 +189,7 @@ def with_nan(group: Any, name: str) -> bool:
     return torch.allclose(own, wanted, equal_nan=True) and bool(wanted.isnan().any())
 
 
-@pytest.mark.parametrize("name", ["exact", "cells"])
+@pytest.mark.parametrize("name", ["exact", "cells", "by queries"])
 def test_a_nan_reaches_the_rows_that_see_it_and_no_others(ranks: Crew, name: str) -> None:
     found = ranks.run(with_nan, name, ranks=2)
     assert all(found)

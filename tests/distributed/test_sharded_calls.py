@@ -485,11 +485,13 @@ def test_what_is_refused(ranks: Crew) -> None:
             assert part in found
 
 
-def by_kernels(group: Any) -> float:
+def by_kernels(group: Any, by_queries: bool) -> float:
     make_quick()
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(1, 2, 40, 16, generator=generator) for _ in range(4)]
-    options = {"is_causal": True, "method": nf.Cells(cell_size=8, probes=1, segment=16, share=1), "backend": "triton"}
+    partition = nf.KMeans(by_queries=by_queries)
+    method = nf.Cells(cell_size=8, probes=1, segment=16, share=1, partition=partition)
+    options = {"is_causal": True, "method": method, "backend": "triton"}
     whole = [x.clone().requires_grad_() for x in made[:3]]
     output = nf.attention(*whole, **options)
     (output * made[3]).sum().backward()
@@ -500,6 +502,7 @@ def by_kernels(group: Any) -> float:
     return max(float((a - shard(b, group, 2)).abs().max()) for a, b in pairs)
 
 
-def test_kernels_in_triton_over_ranks(ranks: Crew) -> None:
+@pytest.mark.parametrize("by_queries", [False, True])
+def test_kernels_in_triton_over_ranks(ranks: Crew, by_queries: bool) -> None:
     pytest.importorskip("triton")
-    assert max(ranks.run(by_kernels, ranks=2)) < 1e-4
+    assert max(ranks.run(by_kernels, by_queries, ranks=2)) < 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from catalogue import (
+    by_queries,
     cache,
     calibrate,
     cells,
@@ -32,6 +33,7 @@ AREAS = (
     indices,
     stores,
     cells,
+    by_queries,
     triton,
     ready,
     cache,

@@ -24,8 +24,8 @@ from nearfield.app.evaluate.models import layer_count
 from nearfield.app.evaluate.run import Evaluation, Progress, SettingResult, Silent, common_length, recommend
 from nearfield.app.evaluate.settings import BUDGETS, LADDER, TRIALS, WRITTEN, AnswerGeometry, Setting
 from nearfield.cells.cache.store import CellStore, Near
-from nearfield.cells.cache.stretch import LATEST
 from nearfield.cells.method import Cells
+from nearfield.cells.partition.by_queries import LATEST
 from nearfield.cells.trial import Prepared
 from nearfield.exact import Exact
 from nearfield.hf.cache import UNGROUPED, CellCache, CellLayer

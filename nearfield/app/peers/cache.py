@@ -13,7 +13,7 @@ from torch import Tensor
 from nearfield import _compat
 from nearfield.app.peers.rules import Notes, Rows, Rule, budget_of, exact
 from nearfield.cells.cache.store import CellStore
-from nearfield.cells.cache.stretch import LATEST
+from nearfield.cells.partition.by_queries import LATEST
 
 # Last: without Transformers, nearfield.hf says what to install.
 from nearfield.hf import cache as _cache  # noqa: F401  isort: skip

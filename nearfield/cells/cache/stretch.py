@@ -1,8 +1,7 @@
 """Keys stretched where queries are large, before they are grouped: what shares a cell should look alike to a query.
 
-A cell is good if the logits of its keys differ little: if (q_i (k_i - mu_i))^2 is small, summed over coordinates i, for the
-queries that will come. K-means weights coordinates by the root mean square of the keys, since queries are often large where keys
-are. The latest queries say it better: a head asks along the same coordinates from one token to the next.
+`partition.by_queries` says why. A cache remembers the sizes of queries, which come with prompts and not with single tokens, and
+groups segments of many heads at a time.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LATEST = 64
-"""So many of the latest queries of each head are looked at: more of them make no better cells."""
+from nearfield.cells.partition.by_queries import LATEST
 
 
 def query_sizes(query: Tensor, heads: int, counts: Tensor | None) -> Tensor:

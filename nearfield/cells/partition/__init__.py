@@ -49,9 +49,17 @@ def is_built_in(partition: Partition) -> bool:
     return BUILT_IN.get(type(partition).__name__) is type(partition)
 
 
-def build_cells(partition: Partition, keys: Tensor, cells: int) -> Tensor:
-    """The cell of each key, `[batch, length]`, none with more than eight times the mean number of keys."""
-    found = partition.build(keys, cells)
+def asks_queries(partition: Partition) -> bool:
+    """Whether `build_cells` should be told how large queries are."""
+    return isinstance(partition, KMeans) and partition.by_queries
+
+
+def build_cells(partition: Partition, keys: Tensor, cells: int, sizes: Tensor | None = None) -> Tensor:
+    """The cell of each key, `[batch, length]`, none with more than eight times the mean number of keys. `sizes`: see `KMeans`."""
+    if sizes is not None and isinstance(partition, KMeans):
+        found = partition.build(keys, cells, sizes)
+    else:
+        found = partition.build(keys, cells)
     if not is_built_in(partition):
         found = _checked(found, partition, keys, cells)
     return limit_sizes(keys, found, cells)
@@ -88,7 +96,7 @@ def to_plain(partition: Partition) -> tuple[str, tuple[int, ...]]:
     """A partition as an operator takes it: a name and integers, -1 for an option that is None."""
     if is_built_in(partition):
         options = dataclasses.astuple(partition)  # type: ignore[call-overload]
-        return type(partition).__name__, tuple(-1 if option is None else option for option in options)
+        return type(partition).__name__, tuple(-1 if option is None else int(option) for option in options)
     return "own", (id(partition),)
 
 

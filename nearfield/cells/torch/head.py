@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nearfield.cells.far_field import finite
 from nearfield.cells.moments import CellTable, SeenCells, tabulate
-from nearfield.cells.partition import Partition, build_cells
+from nearfield.cells.partition import Partition, asks_queries, build_cells
+from nearfield.cells.partition.by_queries import latest_squares, sizes_of, strewn_squares
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.spans import Piece, Span, Spans, blocks_of_rows, closed_keys, pieces, row_blocks_of
 from nearfield.chunks import row_blocks
@@ -278,11 +280,34 @@ def edges_of(spans: Spans, sizes: CellSizes, segment: int, cell_of: Tensor) -> l
     return edges
 
 
-def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition, only: Collection[Span] | None = None) -> Tensor:
+def query_sizes(queries: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition) -> Tensor | None:
+    """`[segments, dim]`: how large the queries of a head `[group * length, dim]` are when each segment is closed, for `assign`.
+
+    None where the partition does not ask. Without a mask there is one segment.
+    """
+    if not asks_queries(partition):
+        return None
+    members = queries.unflatten(0, (sizes.group, -1))
+    if not sizes.segment:
+        rows = torch.arange(members.shape[1], device=queries.device)
+        return sizes_of(strewn_squares(members, rows, len(rows)))
+    closed = int(closed_keys(visible, sizes, sizes.group).max()) if len(visible) else 0
+    ends = range(sizes.segment, closed + 1, sizes.segment)
+    return sizes_of(latest_squares(members, visible[: members.shape[1]], ends))
+
+
+def assign(
+    keys: Tensor,
+    visible: Tensor,
+    sizes: CellSizes,
+    partition: Partition,
+    only: Collection[Span] | None = None,
+    queries: Tensor | None = None,
+) -> Tensor:
     """The cells of each key of a head `[n, dim]`: `[span_levels, n]`, -1 where it is in none.
 
     Keys are grouped span by span, and only those that some row sees through cells. Nothing about a cell depends on later keys.
-    `only`: these spans; None: all.
+    `only`: these spans; None: all. `queries` `[segments, dim]`: see `query_sizes`.
     """
     cell_of = torch.full((sizes.span_levels, len(keys)), -1, dtype=torch.int64, device=keys.device)
     closed = int(closed_keys(visible, sizes, sizes.group).max()) if len(visible) else 0
@@ -300,7 +325,10 @@ def assign(keys: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition
         places = [slice(span.first * segment, (span.first + span.segments) * segment) for span in own]
         copies = [keys[place].to(compute)[None] for place in places]
         parts = copies[0] if len(copies) == 1 else torch.cat(copies)
-        cells = build_cells(partition, parts, per_segment << level)
+        # Keys may have columns of zeros more.
+        large = None if queries is None else queries[[span.first + span.segments - 1 for span in own]]
+        large = large if large is None else pad(large, (0, keys.shape[1] - large.shape[1]))
+        cells = build_cells(partition, parts, per_segment << level, large)
         for span, place, cell in zip(own, places, cells, strict=True):
             cell_of[level, place] = cell + first_cell[span.number]
     cell_of[:, : sizes.sinks] = -1

@@ -347,6 +347,7 @@ def _prepare(
     chunk_span,
     chunk_number,
     cell_edges,
+    given,
     offset,
     weight,
     points,
@@ -362,6 +363,7 @@ def _prepare(
     point_entry,
     found_entry,
     places,
+    GIVEN: tl.constexpr,
     MOST: tl.constexpr,
     BP: tl.constexpr,
     BW: tl.constexpr,
@@ -369,7 +371,8 @@ def _prepare(
     BF: tl.constexpr,
 ):
     """The keys of a sample minus their mean, times their root mean square, both coordinate by coordinate over some keys of the
-    span. The first of them are where centroids start. Besides: no key is in a cell yet, and no cell has keys."""
+    span; GIVEN: times the weights of the span in `given`, unless all of these are zero. The first of them are where centroids
+    start. Besides: no key is in a cell yet, and no cell has keys."""
     chunk, entry = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     fill_share(found + entry * found_entry, places, -1, BF)
     fill_share(sizes + entry * cells, cells, 0, BF)
@@ -392,8 +395,11 @@ def _prepare(
         square += x * x
     count = tl.maximum(measured - first, 1).to(tl.float32)
     shift, stretch = tl.sum(total, 0) / count, tl.sqrt(tl.sum(square, 0) / count)
+    into = (entry * spans + span) * dim + column
+    if GIVEN:
+        other = tl.load(given + into, mask=wide, other=0.0)
+        stretch = tl.where(tl.max(other, 0) > 0.0, other, stretch)
     if number == 0:
-        into = (entry * spans + span) * dim + column
         tl.store(offset + into, shift, mask=wide)
         tl.store(weight + into, stretch, mask=wide)
     lane = first + number * BP + tl.arange(0, BP)
@@ -606,13 +612,21 @@ def _means_of_many(
     store_means(total, count, points, 0, size, centroids, half, entry, cell, edge, last_cell, cells, column, wide, dim, turn)
 
 
-def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Tensor | None, found: Tensor) -> Tensor:
+def kmeans(
+    keys: Tensor,
+    layout: Layout,
+    iterations: int,
+    seed: int,
+    visible: Tensor | None,
+    found: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Fills in `found` `[entries, span_levels, n]`: the cell of each key `[entries, n, dim]` in every span that has it; -1: none.
 
     Keys before `layout.sinks`, and those that the first row of `visible` `[entries, rows]` does not see, are in no cell. Returns
     how many keys each cell has, `[entries, cells]`, int32. Coordinates are weighted by their root mean square, as in
-    `partition.KMeans`. Unlike there, all cells are made in one step, from 16 keys per cell rather than 32, and an empty cell
-    starts again at some key of the sample.
+    `partition.KMeans`, or by `weights` `[entries, spans, dim]` where these are not all zero. Unlike there, all cells are made in
+    one step, from 16 keys per cell rather than 32, and an empty cell starts again at some key of the sample.
     """
     entries, _, dim = keys.shape
     sample = layout.sample(seed)
@@ -634,6 +648,7 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
         chunk_span=chunk_span,
         chunk_number=chunk_number,
         cell_edges=layout.cell_edges,
+        given=offset if weights is None else weights,
         offset=offset,
         weight=weight,
         points=points,
@@ -648,6 +663,7 @@ def kmeans(keys: Tensor, layout: Layout, iterations: int, seed: int, visible: Te
         point_entry=points.stride(0),
         found_entry=found.stride(0),
         places=found.stride(0),
+        GIVEN=weights is not None,
         MOST=WIDTH_KEYS,
         BP=POINTS,
         BW=64,

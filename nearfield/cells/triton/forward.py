@@ -8,8 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS, KMeans
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.triton.attend import attend, attend_rows
+from nearfield.cells.triton.by_queries import sizes_of_queries
 from nearfield.cells.triton.cluster import kmeans, limit_cell_sizes_
 from nearfield.cells.triton.layout import Layout, as_read, layout_of
 from nearfield.cells.triton.memory import MOST_ENTRIES, MemoryBudget, entry_parts, memory_budget, pieces_of, slabs_of, units_of
@@ -24,10 +26,24 @@ from nearfield.problem import with_positive_scale
 
 
 def cells_of(
-    keys: Tensor, values: Tensor, visible: Tensor, sizes: CellSizes, layout: Layout, iterations: int, seed: int, cell_of: Tensor
+    queries: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    sizes: CellSizes,
+    layout: Layout,
+    partition: KMeans,
+    cell_of: Tensor,
 ) -> Tables:
-    """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their tables."""
-    counts = kmeans(keys, layout, iterations, seed, None if sizes.segment else visible, cell_of)
+    """Fills in `cell_of` `[entries, span_levels, n]`: the cells of each key; -1 where it is in none. Returns their tables.
+
+    `queries`: None where there are none; the partition may not ask for them then.
+    """
+    weights = None
+    if queries is not None and partition.by_queries:
+        weights = sizes_of_queries(queries, visible, layout, sizes.group)
+    iterations = partition.iterations_or(KERNEL_ITERATIONS)
+    counts = kmeans(keys, layout, iterations, partition.seed, None if sizes.segment else visible, cell_of, weights)
     return tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout, counts), layout)
 
 
@@ -38,8 +54,7 @@ def forward(
     visible: Tensor,
     sizes: CellSizes,
     scale: float,
-    iterations: int,
-    seed: int,
+    partition: KMeans,
     output: Tensor,
     lse: Tensor,
     cell_of: Tensor,
@@ -60,7 +75,7 @@ def forward(
             inputs = queries[some], keys[some], values[some], visible[some]
             results = output[some], lse[some], cell_of[some], opened[some], order[some]
             own = None if tables is None else tables.of(some)
-            forward(*inputs, sizes, scale, iterations, seed, *results, beyond, known, own)
+            forward(*inputs, sizes, scale, partition, *results, beyond, known, own)
         return
     queries, scale = with_positive_scale(queries, scale)
     queries, keys, values = (dense(x) for x in (queries, keys, values))
@@ -69,7 +84,7 @@ def forward(
     if tables is None and "cell_of" in known:
         tables = tabulate(keys, values, cell_of, moments_of(keys, values, cell_of, layout), layout)
     elif tables is None:
-        tables = cells_of(keys, values, visible, sizes, layout, iterations, seed, cell_of)
+        tables = cells_of(queries, keys, values, visible, sizes, layout, partition, cell_of)
     if sizes.share > 1:
         budget = memory_budget((queries, keys, values, output), (cell_of, opened, order, *vars(tables).values()), beyond)
         step = max(1, budget.parts // max(1, list_bytes(layout, sizes, opened.shape[1])))

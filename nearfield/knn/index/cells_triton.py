@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS
+from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.sizes import CellSizes
 from nearfield.cells.spans import closed_keys
 from nearfield.cells.triton.forward import cells_of, layout_for
@@ -319,8 +319,8 @@ class KernelCells:
                 self.tables = tabulate(self.keys, value, cell_of, found, self.layout)
             else:
                 everything = torch.full((entries, 1), length, dtype=torch.int32, device=keys.device)
-                iterations = KERNEL_ITERATIONS if iterations is None else iterations
-                self.tables = cells_of(self.keys, value, everything, sizes, self.layout, iterations, seed, cell_of)
+                partition = KMeans(iterations, seed)
+                self.tables = cells_of(None, self.keys, value, everything, sizes, self.layout, partition, cell_of)
 
     def find(self, queries: Tensor, k: int, visible: Tensor, sizes: CellSizes) -> Found:
         """The best k keys of queries `[entries, rows, dim]`; row r sees the first `visible[., r]` keys."""

@@ -18,7 +18,8 @@ from nearfield.cells.cache.attention import route
 from nearfield.cells.cache.segments import close_segment
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
-from nearfield.cells.cache.stretch import LATEST, query_sizes, stretched
+from nearfield.cells.cache.stretch import query_sizes, stretched
+from nearfield.cells.partition.by_queries import LATEST
 from nearfield.kernels import backends
 
 SIZES = {"segment": 32, "cell_size": 4, "window": 0, "sinks": 2}

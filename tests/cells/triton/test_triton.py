@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nearfield.cells import reference as cells_reference
 from nearfield.cells.far_field import ROUTE_SPREADS
+from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.reference import CellPlan
 from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
@@ -183,7 +184,7 @@ def run(case: Case, dtype: torch.dtype = torch.float32, iterations: int = 1, **o
 def forward_again(found: Run, iterations: int = 1) -> None:
     from nearfield.cells.triton.forward import forward
 
-    plan = found.case.sizes, found.scale, iterations, 0
+    plan = found.case.sizes, found.scale, KMeans(iterations)
     results = found.output, found.lse, found.cell_of, found.opened, found.order
     forward(found.queries, found.keys, found.values, found.case.visible(), *plan, *results, MemoryPolicy().beyond)
 
@@ -536,7 +537,6 @@ def test_deterministic_when_asked() -> None:
 @pytest.mark.parametrize("segment", [0, 64])
 def test_cells_are_as_tight_as_on_a_cpu(segment: int, tile: int) -> None:
     """By what k-means makes small: squared deviations from the mean of a cell, over all spans. In tiles of so many cells."""
-    from nearfield.cells.partition.kmeans import KMeans
     from nearfield.cells.triton.layout import layout_of
     from nearfield.cells.triton.tuning import TileSizes, trying
 
