@@ -13,6 +13,7 @@ meanwhile.
 keys, uncut     cells grouped as keys are large, spreads not cut off: how caches of 0.1 were
 keys            spreads cut off at 9
 queries         cells grouped as the last 64 queries of each head are large: `CellCache()`, which cuts off later in scores
+queries, 0.4%   the same with `CellCache(min_weight=0.004)`: of four times as many cells, those that matter
 
 reading: whole texts in one pass, with the sizes of a GPU, where cells are larger, and the two iterations of its k-means. What
 counts is the last quarter of the tokens, which sees the most keys.
@@ -36,7 +37,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import perplexity_texts
@@ -53,10 +53,11 @@ import nearfield as nf
 from nearfield.app.evaluate.measure import attending
 from nearfield.app.evaluate.models import load_model
 from nearfield.app.peers.cache import PeerCache
-from nearfield.app.ruler.ways import WAYS as KNOWN_WAYS
 from nearfield.app.ruler.ways import cells_of_budget
 from nearfield.cells import far_field
 from nearfield.cells.cache import attention, segments
+from nearfield.cells.cache.heavy import ReadKeys
+from nearfield.cells.cache.store import TIMES_BY_WEIGHT
 from nearfield.cells.partition.by_queries import LATEST
 from nearfield.cells.partition.kmeans import KERNEL_ITERATIONS
 from nearfield.cells.sizes import CacheSizes, default_cache_probes, default_cell_size, default_probes, default_segment
@@ -65,8 +66,13 @@ from nearfield.hf.cache import CellCache, CellLayer
 TOKENS, WRITTEN, ROWS = 32_768, 448, 64
 LARGE = 0.3
 """The error from which on a row counts as far off."""
-WAYS = {"keys, uncut": (False, 1e8), "keys": (False, far_field.MOST_SPREAD), "queries": (True, far_field.MOST_SPREAD)}
-"""Whether keys are grouped as queries are large, and where spreads are cut off."""
+WAYS: dict[str, tuple[bool, float, float | None]] = {
+    "keys, uncut": (False, 1e8, None),
+    "keys": (False, far_field.MOST_SPREAD, None),
+    "queries": (True, far_field.MOST_SPREAD, None),
+    "queries, 0.4%": (True, far_field.MOST_SPREAD, 0.004),
+}
+"""Whether keys are grouped as queries are large, where spreads are cut off, and the least weight for which a cell is opened."""
 READ = {"usual": (None, False), "usual, queries": (None, True), "6%": (0.06, False), "6%, queries": (0.06, True)}
 """The share of the keys that rows read, and whether keys are grouped as queries are large."""
 
@@ -91,12 +97,13 @@ class Prompt:
             with recording(model, self.queries):
                 model.base_model(self.ids[:, begin : self.start], past_key_values=self.cache, use_cache=True)
 
-    def filled(self, model: Any, by_queries: bool) -> CellCache:
+    def filled(self, model: Any, by_queries: bool, min_weight: float | None = None) -> CellCache:
         """A cache of cells with what was read."""
         tokens = self.start
         cells = CacheSizes.of(None, None, None, 16).cells(0, tokens)
         probes = default_cache_probes(tokens, cells, on_gpu=True)
-        made = CellCache(nf.Cells(probes=probes), config=model.config, group_from=0, audit=True)
+        most = probes if min_weight is None else TIMES_BY_WEIGHT * probes
+        made = CellCache(nf.Cells(probes=most), config=model.config, group_from=0, min_weight=min_weight, audit=True)
         for number, read in enumerate(self.cache.layers):
             layer = made.layers[number]
             if isinstance(layer, CellLayer):
@@ -151,10 +158,12 @@ def study(model: Any, text: Text, written: int, kept: Path | None) -> dict[str, 
     with attending(model, nf.Exact()):
         exact = losses(model, prompt, exact_cache(prompt))
         found["loss"] = float(exact.mean())
-        for name, (by_queries, cut) in WAYS.items():
-            cache = prompt.filled(model, by_queries)
-            cells = SimpleNamespace(layers=[layer for layer in cache.layers if isinstance(layer, CellLayer)])
-            read = KNOWN_WAYS["exact+cache"].keys_read(cells) + (written + 1) / 2
+        for name, (by_queries, cut, min_weight) in WAYS.items():
+            cache = prompt.filled(model, by_queries, min_weight)
+            stores: list[Any] = [layer.store for layer in cache.layers if isinstance(layer, CellLayer)]
+            counted = ReadKeys()
+            for store in stores:
+                store.watch = counted
             usual = attention.MOST_SPREAD
             attention.MOST_SPREAD = segments.MOST_SPREAD = cut
             try:
@@ -162,6 +171,9 @@ def study(model: Any, text: Text, written: int, kept: Path | None) -> dict[str, 
             finally:
                 attention.MOST_SPREAD = segments.MOST_SPREAD = usual
             difference = own - exact
+            # Beside opened cells a row reads the first keys, and those that are in no cell yet: half of the answer on average.
+            alone = sum(prompt.start - store.closed + store.method.sinks for store in stores) / len(stores)
+            read = counted.mean + alone + (written + 1) / 2
             errors = {layer: torch.cat([step.relative.flatten() for step in steps]) for layer, steps in cache.errors.items()}
             found["ways"][name] = {
                 "keys_read": read,
@@ -230,6 +242,8 @@ def pooled(texts: list[dict[str, Any]]) -> dict[str, Any]:
     """By way, over all texts: excess of perplexity, its standard error, mean error of a step, share of rows that are far off."""
     made = {}
     for name in WAYS:
+        if not all(name in text["ways"] for text in texts):  # One that was measured before there was this way.
+            continue
         own = [text["ways"][name] for text in texts]
         errors, off = ([x for one in own for x in one[what].values()] for what in ("error", "far_off"))
         made[name] = {

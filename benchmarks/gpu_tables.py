@@ -398,6 +398,7 @@ def sharp(sections: dict[str, Any]) -> str:
         "keys, uncut": "as keys are large, spreads not cut off",
         "keys": "as keys are large",
         "queries": "as queries are large",
+        "queries, 0.4%": "as queries are large, `min_weight=0.004`",
     }
     head = ["model", "tokens", "keys are grouped", "keys read", "excess", *kinds, "error of a step", "rows over 30%"]
     found = []
@@ -406,6 +407,8 @@ def sharp(sections: dict[str, Any]) -> str:
             continue
         model, length = key.split("/")
         for name, title in titles.items():
+            if name not in results["pooled"]:
+                continue
             way = results["pooled"][name]
             known = way["excess_by_kind"]
             excess = [f"{known[kind]:+.2%}" if kind in known else "" for kind in kinds]

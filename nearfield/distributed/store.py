@@ -224,8 +224,8 @@ class ShardedStore(CellStore):
     def _is_chunk(self, state: CacheState, rows: int) -> bool:
         return False
 
-    def _attend_rows(self, state: Any, query: Tensor, first: int, scale: float, probes: int | None = None) -> Tensor:
-        probes = self._probes(state.closed, state.cells) if probes is None else probes
+    def _attend_rows(self, state: Any, query: Tensor, first: int, scale: float, factor: int | None = None) -> Tensor:
+        probes = self._probes(state.closed, state.cells, factor)
         queries = scaled_queries(query, state.heads, scale)
         return attend_together(self.ranks, state, queries, first, query.shape[2], probes, self.balance)
 

@@ -51,6 +51,7 @@ class StoreOptions(NamedTuple):
     resident: int | None = None
     regroup: bool = True
     group_from: int | None = None
+    min_weight: float | None = None
     eps: float | None = None
     ranks: Ranks | None = None
     balance: str = "global"
@@ -60,7 +61,8 @@ class StoreOptions(NamedTuple):
         """Those with which this one was made."""
         if not isinstance(store, CellStore):
             return StoreOptions()
-        found = StoreOptions(store.offload, store.resident, store.regroup, store.group_from, store.guard and store.guard.eps)
+        of_steps = store.min_weight, store.guard and store.guard.eps
+        found = StoreOptions(store.offload, store.resident, store.regroup, store.group_from, *of_steps)
         if isinstance(store, ShardedStore):
             return found._replace(resident=None, ranks=store.ranks, balance=store.balance)
         return found
@@ -170,8 +172,8 @@ def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> Cell
         ranks, balance = alone.pop("ranks"), alone.pop("balance")
         if ranks is None:
             return CellStore(method, audit=audit, **alone)
-        if options.resident is not None or not options.regroup:
-            given = "regroup=False" if options.resident is None else f"resident={options.resident!r}"
+        here = [f"{name}={getattr(options, name)!r}" for name in ("resident", "min_weight") if getattr(options, name) is not None]
+        for given in [*here, *([] if options.regroup else ["regroup=False"])]:
             raise ValueError(f"{given} is for keys on one machine, and mesh shares them out over ranks; leave one of them out")
         together = {name: alone[name] for name in ("offload", "group_from", "eps")}
         return ShardedStore(method, ranks, balance=balance, audit=audit, **together)
@@ -181,7 +183,7 @@ def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> Cell
         raise ValueError(f"offload=True is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
     if options.ranks is not None:
         raise ValueError(f"mesh is for Cells(...) only, got {method!r}; an index needs its keys where queries are")
-    for name in ("eps", "group_from"):
+    for name in ("eps", "group_from", "min_weight"):
         given = getattr(options, name)
         if given is not None:
             raise ValueError(f"{name}={given!r} is for Cells(...) only, got {method!r}; leave it out: an index has no cells")
@@ -218,13 +220,15 @@ class CellCache(Cache):
             grouping its keys anew; see `CellStore`.
         group_from: how many tokens there are before any are grouped into cells; until then all steps are exact. None: 8,192, on
             a GPU 16,384, since up to there cells save little time or none. Where the method has a segment, that decides.
+        min_weight: cells stay closed in which no query may give a key more than this share of its weights, such as 0.004. So a
+            step opens as many as it needs, up to four times the usual number; see `CellStore`. None: always the same number.
         eps: the error that the attention of a step may have, pooled over the heads of a layer. Every 32nd step is compared with
             exact attention, and where a layer is off by more, it opens more cells from then on; see `CellStore` and `guards`.
             None: nobody looks.
         mesh: a `DeviceMesh` of one dimension, such as `mesh["cp"]`, or a process group of torch.distributed: its ranks share the
             keys out among them. All of them run the model on the same tokens, and get the same tokens; see
-            `nearfield.distributed.ShardedStore` and docs/distributed.md. `offload` and `eps` work with it, `resident` and
-            `regroup=False` do not. None: all keys are here.
+            `nearfield.distributed.ShardedStore` and docs/distributed.md. `offload` and `eps` work with it, `resident`,
+            `min_weight` and `regroup=False` do not. None: all keys are here.
         balance: with `mesh`, "global": the best cells of all ranks are opened; "local": each rank opens as many, its own best
             ones.
         check: with `mesh`, whether the ranks compare what they are asked before each layer of a step.
@@ -256,6 +260,7 @@ class CellCache(Cache):
         resident: int | None = None,
         regroup: bool = True,
         group_from: int | None = None,
+        min_weight: float | None = None,
         eps: float | None = None,
         mesh: Any = None,
         balance: str = "global",
@@ -275,7 +280,7 @@ class CellCache(Cache):
             method = _from_file(method, config)
         self.methods: dict[int | str, CacheMethod] = by_layer(_registered(config) if method is None else method, Cells())
         ranks = None if mesh is None else Ranks.of(mesh, check)
-        options = StoreOptions(offload, resident, regroup, group_from, eps, ranks, balance)
+        options = StoreOptions(offload, resident, regroup, group_from, min_weight, eps, ranks, balance)
         for one in self.methods.values():
             _make_store(one, audit, options)  # raises if it cannot be
         self._audit, self._options = audit, options

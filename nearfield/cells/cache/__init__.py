@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from nearfield.cells.cache.graph import StepGraph
 from nearfield.cells.cache.guard import Guard
-from nearfield.cells.cache.heavy import HeavyKeys, OpenedKeys
+from nearfield.cells.cache.heavy import HeavyKeys, OpenedKeys, ReadKeys
 from nearfield.cells.cache.steps import StepError
 from nearfield.cells.cache.store import CellStore
 
-__all__ = ["CellStore", "Guard", "HeavyKeys", "OpenedKeys", "StepError", "StepGraph"]
+__all__ = ["CellStore", "Guard", "HeavyKeys", "OpenedKeys", "ReadKeys", "StepError", "StepGraph"]

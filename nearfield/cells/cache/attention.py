@@ -5,6 +5,7 @@ In shapes, `heads` counts the key heads of all batch entries, and `group` the qu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class Routed:
 
     opened: Tensor
     """`[heads * rows, probes]`: cells, the same for all queries of a group"""
+    taken: Tensor | None
+    """like `opened`: False for those that stay closed after all; None: all are opened"""
     far_logits: Tensor
     """`[heads, group * rows, cells]`: log-masses of cells; -inf for opened and for empty ones"""
 
@@ -48,7 +51,13 @@ def scaled_queries(query: Tensor, heads: int, scale: float) -> Tensor:
 
 
 def cached_attention(
-    state: CacheState, queries: Tensor, first: int, rows: int, probes: int, watch: Watch | None = None
+    state: CacheState,
+    queries: Tensor,
+    first: int,
+    rows: int,
+    probes: int,
+    watch: Watch | None = None,
+    lowest: float = -math.inf,
 ) -> Tensor:
     """Output `[batch * heads, group * rows, value_dim]` of `scaled_queries` of rows at the positions from `first` on.
 
@@ -61,10 +70,10 @@ def cached_attention(
         return torch.bmm(_softmax(state, [open_end.logits])[0], open_end.values)
     sinks = read_sinks(state, queries)
     near_lse = None
-    if group_rows > rows:
+    if group_rows > rows or lowest > -math.inf:
         near_lse = torch.logaddexp(_recent(open_end.logits, near, first, rows).logsumexp(2), sinks.logits.logsumexp(2))
-    routed = route(state.tables, queries, rows, probes, near_lse)
-    place, missing = opened_places(state.tables.flat, routed.opened, heads)
+    routed = route(state.tables, queries, rows, probes, near_lse, lowest)
+    place, missing = opened_places(state.tables.flat, routed.opened, heads, routed.taken)
     inside = read_opened(state, queries, rows, place, missing)
     reads = open_end, sinks, inside
     weights = _softmax(state, [*(read.logits for read in reads), routed.far_logits])
@@ -105,20 +114,35 @@ def weighted_sum(
     return output.add_(from_rows(torch.bmm(to_rows(weights[2], rows), inside.values), len(queries)))
 
 
-def route(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None) -> Routed:
+def route(
+    tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None, lowest: float = -math.inf
+) -> Routed:
     """Score all cells for `scaled_queries` `[heads, group * rows, dim]`, and open the best ones for each group.
 
     The queries of a group share keys, so all of them read the cells that one of them opens. What counts is how large a share of
     its weights a query may have in a cell: its score, less the log-normaliser of all that it sees. The largest share in the group
     decides. `near_lse` `[heads, group * rows]` is the part of the normaliser that comes from keys that are read anyway: the first
     and the latest ones. A group of one query needs no normaliser: None.
+
+    `lowest`: of these cells, those stay closed in which no query may have a larger share of its weights than e^lowest in one key.
+    This takes a normaliser.
     """
     heads, group_rows, _ = queries.shape
     scores, log_masses = score_cells(tables.flat, queries)
     normaliser = None if near_lse is None else torch.logaddexp(log_masses.logsumexp(2), near_lse)
-    _, opened = best_columns(best_shares(scores, normaliser, rows), probes)
-    taken = opened.view(heads, 1, rows, -1).expand(-1, group_rows // rows, -1, -1)
-    return Routed(opened, log_masses.scatter_(2, taken.reshape(heads, group_rows, -1), -torch.inf))
+    best, opened = best_columns(best_shares(scores, normaliser, rows), probes)
+    cells = _of_queries(opened, heads, group_rows)
+    if lowest == -math.inf:
+        return Routed(opened, None, log_masses.scatter_(2, cells, -torch.inf))
+    taken = best > lowest
+    left = log_masses.gather(2, cells).masked_fill_(_of_queries(taken, heads, group_rows), -torch.inf)
+    return Routed(opened, taken, log_masses.scatter_(2, cells, left))
+
+
+def _of_queries(x: Tensor, heads: int, group_rows: int) -> Tensor:
+    """`[heads * rows, any]` -> `[heads, group * rows, any]`: what is said of a group, for each query."""
+    rows = len(x) // max(1, heads)
+    return x.view(heads, 1, rows, -1).expand(-1, group_rows // max(1, rows), -1, -1).reshape(heads, group_rows, -1)
 
 
 def score_cells(flat: FlatTables, queries: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ def candidates(cells: int, probes: int, grain: int = GRAIN) -> int:
     return grain * next_power_of_2(max(1, min(probes, cdiv(cells, grain))))
 
 
-def decode(state: CacheState, queries: Tensor, scale: float, probes: int) -> Tensor:
+def decode(state: CacheState, queries: Tensor, scale: float, probes: int, lowest: float = -math.inf) -> Tensor:
     """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]` at the position of the latest key.
+
+    `lowest`: see `attention.route`.
 
     A captured graph serves all lengths with up to `most_open` keys in no closed segment.
     """
@@ -72,12 +75,12 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int) -> Ten
     state.sync_device_length()
     pool = state.pool(probes)
     if state.key_padding is not None:  # which is a longer tensor at every step
-        return _decode(state, queries, scale, probes, reserved, pool)
+        return _decode(state, queries, scale, probes, lowest, reserved, pool)
     given = [queries, *_read_by(state), *(pool or ())]
     sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks, state.tables.most_spread
     forms = [(x.shape[:2], x.shape[3:], form(x)) for x in given]
-    key = ("decode", scale, probes, reserved, sizes, *forms, cards.imposed_class())
-    return replayed(key, given, lambda: [_decode(state, queries, scale, probes, reserved, pool)])[0]
+    key = ("decode", scale, probes, lowest, reserved, sizes, *forms, cards.imposed_class())
+    return replayed(key, given, lambda: [_decode(state, queries, scale, probes, lowest, reserved, pool)])[0]
 
 
 def _read_by(state: CacheState) -> list[Tensor]:
@@ -88,7 +91,9 @@ def _read_by(state: CacheState) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reserved: int, pool: Pool | None) -> Tensor:
+def _decode(
+    state: CacheState, queries: Tensor, scale: float, probes: int, lowest: float, reserved: int, pool: Pool | None
+) -> Tensor:
     """`decode`, with programs for `reserved` keys in no closed segment."""
     entries, group, dim = queries.shape
     keys, values, tables = state.keys, state.values, state.tables
@@ -206,6 +211,7 @@ def _decode(state: CacheState, queries: Tensor, scale: float, probes: int, reser
         part_count=part_count,
         open_end_parts=open_end_parts,
         scale=scale,
+        lowest=lowest,
         PER=tiles.open_end_tiles,
         BK=tiles.open_end,
         **blocks,

@@ -88,6 +88,28 @@ class OpenedKeys:
         self.rows, self.opened, self.looked = self.rows + rows, self.opened + found[0], self.looked + found[1]
 
 
+@dataclass
+class ReadKeys:
+    """How many keys rows read in cells that they opened, over all stores that have this object as `watch`.
+
+    Attributes:
+        rows: how often a head of keys was asked, by its group of query heads.
+        keys: that were read for it, one by one; the first keys and those in no cell yet are not counted.
+    """
+
+    rows: int = 0
+    keys: int = 0
+
+    def add(self, state: CacheState, place: Tensor, weight: Tensor) -> None:
+        # Place 0 may stand for no key at all.
+        self.rows += len(place)
+        self.keys += int(((place != 0) | (weight > 0).any(1)).sum())
+
+    @property
+    def mean(self) -> float:
+        return self.keys / max(1, self.rows)
+
+
 def _positions(state: CacheState, place: Tensor, head: Tensor) -> Tensor:
     """In the order in which keys came: the positions of keys of these heads that are stored at `place`, in closed segments."""
     bounds = torch.tensor(state.bounds, device=place.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,9 @@ and log-normaliser."""
 MOST_SINKS = 1 << 16
 """First keys that a cache may keep apart: it notes for each batch entry where they are, before any is there."""
 
+TIMES_BY_WEIGHT = 4
+"""With `min_weight`, so many times the usual number of cells may be opened."""
+
 LEAST_CHUNK, CHUNK_SHARE = 256, 64
 """So many rows, and at least one for so many keys, are a chunk: tables of all closed cells are made for them, which takes as long
 as a few hundred rows do."""
@@ -81,13 +85,17 @@ class CellStore:
         group_from: how many keys there are before any are grouped; until then `attend` is exact. None: 8,192, on a GPU 16,384,
             since up to there cells save little time or none. Fewer than 1,024 mean 1,024. Where `method` has a segment, that
             decides.
+        min_weight: cells stay closed in which no query may give a single key more than this share of its weights, judged by the
+            cell's score. So a step opens as many as it needs: few where weights are spread out, many where a head looks for
+            something; `probes` are the most there may be, by default four times the number above. It does not count where all
+            cells may be opened, nor in later chunks of a prompt. None: all `probes` are opened.
         eps: the error that a step may have, pooled over heads and in units of the norm of the exact output. Every 32nd step (the
             first among them) is compared with exact attention over all keys, which with `offload` come to the device for it.
-            Where it is off by more, the number of cells that are opened is doubled until it is not, for this step and those after
-            it; where it is off by less than a quarter of eps, it is halved, down to the usual number. With all cells open, only
-            rounding is left. `guard` tells what was found. Steps in between are not looked at, and promise nothing; neither do
-            calls with several rows. With very many cells open, the kernels may have no room, and PyTorch serves the steps. None:
-            no look.
+            Where it is off by more, the number of cells that are opened is doubled (and `min_weight` divided by four) until it is
+            not, for this step and those after it; where it is off by less than a quarter of eps, it is halved, down to the usual
+            number. With all cells open, only rounding is left. `guard` tells what was found. Steps in between are not looked at,
+            and promise nothing; neither do calls with several rows. With very many cells open, the kernels may have no room, and
+            PyTorch serves the steps. None: no look.
 
     Query heads that share keys open cells together: what decides is the largest share of its weights that any of them may have in
     a cell. With all cells opened, the result is exact attention. A step takes three products per cell and two per key that it
@@ -115,17 +123,20 @@ class CellStore:
         resident: int | None = None,
         regroup: bool = True,
         group_from: int | None = None,
+        min_weight: float | None = None,
         eps: float | None = None,
     ) -> None:
         self.method = Cells() if method is None else method
         check_method(self.method)
         check_resident(resident, offload)
         check_positive("group_from", group_from, optional=True, least=0)
+        if min_weight is not None:
+            check_fraction("min_weight", min_weight)
         if eps is not None:
             check_fraction("eps", eps)
         self._guard = None if eps is None else Guard(float(eps))
         self.audit, self.offload, self.resident = audit, offload, resident
-        self.group_from = group_from
+        self.group_from, self.min_weight = group_from, min_weight
         self.sizes = self._sizes(on_gpu=False)
         """those of a CPU until the first key says where it is"""
         self.errors: list[StepError] = []
@@ -184,7 +195,7 @@ class CellStore:
 
     @property
     def probes(self) -> int:
-        """How many of them it opens."""
+        """How many of them it opens, at most."""
         return self._probes(self.closed, self.cells)
 
     @property
@@ -194,10 +205,24 @@ class CellStore:
 
     def _probes(self, closed: int, cells: int, factor: int | None = None) -> int:
         """`factor`: times the usual number, as far as there are cells; None: that of the guard."""
-        usual = self.method.probes or default_cache_probes(closed, cells, self._are_on_gpu)
-        if factor is None:
-            factor = 1 if self.guard is None else self.guard.factor
+        usual = self._usual_probes(closed, cells)
+        if self.method.probes is None and self.min_weight is not None:
+            usual *= TIMES_BY_WEIGHT
+        factor = self._factor if factor is None else factor
         return usual if factor == 1 else max(usual, min(cells, usual * factor))
+
+    def _usual_probes(self, closed: int, cells: int) -> int:
+        return self.method.probes or default_cache_probes(closed, cells, self._are_on_gpu)
+
+    @property
+    def _factor(self) -> int:
+        return 1 if self.guard is None else self.guard.factor
+
+    def _lowest(self, probes: int, cells: int, factor: int) -> float:
+        """The logarithm of the share of weights below which a cell stays closed: see `attention.route`."""
+        if self.min_weight is None or probes >= cells:
+            return -math.inf
+        return math.log(self.min_weight) - 2 * math.log(factor)
 
     def is_due(self, new: int = 0) -> bool:
         """Whether the step that finds `new` keys more than there are now looks at its error."""
@@ -441,7 +466,7 @@ class CellStore:
             factor *= 2
             probes = self._probes(state.closed, cells, factor)
             with _without_autocast(query.device):
-                found = self._attend_rows(state, query, exact.first, scale, probes)
+                found = self._attend_rows(state, query, exact.first, scale, factor)
             output = found.to(query.dtype).view(output.shape)
             error = exact.error(output)
         if factor == guard.factor > 1 and error.pooled < guard.eps / 4:
@@ -500,20 +525,22 @@ class CellStore:
         row and a cell costs time, however few keys it has. The guard opens as many times more.
         """
         if self.method.probes is not None or not backends.runs_triton(state.sinks.device):
-            return self._probes(state.closed, state.cells), None
+            probes = self._usual_probes(state.closed, state.cells)
+            return max(probes, min(state.cells, probes * self._factor)), None
         size = self.method.cell_size or default_cell_size(state.closed, causal=True, on_gpu=True)
         cells = min(state.cells, max(1, state.closed // size))
-        factor = 1 if self.guard is None else self.guard.factor
         probes = default_probes(state.closed, max(1, state.closed // cells), causal=True, on_gpu=True)
-        return min(cells, probes * factor), cells
+        return min(cells, probes * self._factor), cells
 
     def _is_chunk(self, state: CacheState, rows: int) -> bool:
         """Whether so many rows are worth going through all keys for their sake."""
         return rows >= max(LEAST_CHUNK, state.length // CHUNK_SHARE) and state.key_padding is None and self.watch is None
 
-    def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float, probes: int | None = None) -> Tensor:
-        """Attention of rows from position `first` on, which all see the same closed segments."""
-        probes = self._probes(state.closed, state.cells) if probes is None else probes
+    def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float, factor: int | None = None) -> Tensor:
+        """Attention of rows from position `first` on, which all see the same closed segments. `factor`: as in `_probes`."""
+        factor = self._factor if factor is None else factor
+        probes = self._probes(state.closed, state.cells, factor)
+        lowest = self._lowest(probes, state.cells, factor)
         if backends.runs_triton(query.device) and self.watch is None:
             from nearfield.cells.cache import decode
 
@@ -522,9 +549,9 @@ class CellStore:
                 # The kernels need contiguous rows, and these may be a part of a larger tensor.
                 rows = query.reshape(-1, query.shape[1] // state.heads, query.shape[3]).contiguous()
                 with backends.device_guard(query.device):
-                    return decode.decode(state, rows, scale, probes)
+                    return decode.decode(state, rows, scale, probes, lowest)
         queries = scaled_queries(query, state.heads, scale)
-        return cached_attention(state, queries, first, query.shape[2], probes, self.watch)
+        return cached_attention(state, queries, first, query.shape[2], probes, self.watch, lowest)
 
     def _rows_at_a_time(self, state: CacheState, heads: int) -> int:
         """How many rows to serve together, so that score tables and gathered keys stay within `BLOCK_BYTES`."""

@@ -103,6 +103,7 @@ def choose_cells(
     cell_tiles,
     part_count,
     probes,
+    lowest,
     STEPS: tl.constexpr,
     GRAIN: tl.constexpr,
     BG: tl.constexpr,
@@ -110,7 +111,8 @@ def choose_cells(
     BN: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The best `probes` cells of a group: listed in `opened`, and without mass from now on.
+    """The best `probes` cells of a group, of those in which a query may have a share above e^lowest of its weights in one key:
+    listed in `opened`, and without mass from now on.
 
     They lie in at most as many grains (runs of GRAIN cells), namely those whose best cells are best: only these are looked at.
     `scores` and `log2_masses` are `[entries, padded_cells, BG]`.
@@ -142,7 +144,8 @@ def choose_cells(
     score = tl.load(scores + at, mask=is_candidate[:, None] & is_member[None, :], other=VOID)
     best = tl.max(tl.where(score > LEAST_SCORE, score - lse_i[None, :], VOID), 1)
     # Every grain has a cell that is as good as the grain.
-    taken, slot, _ = largest(best, best > LEAST_SCORE, probes, tl.where(found == probes, least, VOID), STEPS, BP * GRAIN)
+    is_wanted = best > tl.maximum(lowest, LEAST_SCORE)
+    taken, slot, _ = largest(best, is_wanted, probes, tl.where(found == probes, least, VOID), STEPS, BP * GRAIN)
     tl.store(opened + entry * probes + slot, cell, mask=taken)
     filled = tl.sum(taken.to(tl.int32), 0)
     tl.store(opened + entry * probes + candidate, -1, mask=(candidate >= filled) & (candidate < probes))
@@ -408,6 +411,7 @@ def choose_and_read_open_end(
     part_count,
     open_end_parts,
     scale,
+    lowest,
     PER: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
@@ -446,6 +450,7 @@ def choose_and_read_open_end(
                 cell_tiles,
                 part_count,
                 probes,
+                lowest,
                 STEPS,
                 GRAIN,
                 BG,

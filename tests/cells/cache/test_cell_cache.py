@@ -124,10 +124,10 @@ def near_lse_of_a_step(store: CellStore, query: Tensor) -> Tensor:
     """What `route` is told about the keys that a query reads anyway."""
     seen: list[Tensor] = []
 
-    def recorded(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None) -> Routed:
+    def recorded(tables: CacheTables, queries: Tensor, rows: int, probes: int, near_lse: Tensor | None, *rest: float) -> Routed:
         assert near_lse is not None
         seen.append(near_lse)
-        return route(tables, queries, rows, probes, near_lse)
+        return route(tables, queries, rows, probes, near_lse, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_attention, "route", recorded)

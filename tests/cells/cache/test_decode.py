@@ -348,6 +348,7 @@ def opened_by(scores: Tensor, lse: Tensor, probes: int) -> tuple[Tensor, Tensor]
         part_count=1,
         open_end_parts=0,
         scale=1.0,
+        lowest=-math.inf,
         PER=1,
         BK=16,
         BR=16,
