@@ -23,7 +23,7 @@ from nearfield.cells.sizes import CellSizes, MemoryPolicy
 from nearfield.cells.spans import blocks_of_rows, closed_keys
 from nearfield.cells.torch import backward as torch_backward
 from nearfield.cells.torch import forward as torch_forward
-from nearfield.cells.torch.head import Head, assign, query_sizes
+from nearfield.cells.torch.head import Head, assign, sizes_of_queries
 from nearfield.checks import double_backward_error
 from nearfield.kernels import backends
 from nearfield.kernels.backends import full_precision
@@ -130,7 +130,7 @@ def forward(
         plan = CellPlan(*(x[entry] for x in plans))
         key = wide(keys[entry])
         if "cell_of" not in known:
-            asked = query_sizes(queries[entry], visible[entry], recipe.sizes, partition)
+            asked = sizes_of_queries(queries[entry], visible[entry], recipe.sizes, partition)
             plan.cell_of.copy_(assign(key, visible[entry], recipe.sizes, partition, queries=asked))
         cell_of = plan.cell_of.long()
         table = tables[entry] if isinstance(tables, Sequence) and tables else None

@@ -23,7 +23,7 @@ from nearfield.cells.partition import from_plain
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.spans import Spans, blocks_of_rows, closed_keys
 from nearfield.cells.torch.forward import by_best_cell
-from nearfield.cells.torch.head import assign, query_sizes
+from nearfield.cells.torch.head import assign, sizes_of_queries
 from nearfield.chunks import BLOCK_BYTES, GPU_TIMES
 from nearfield.kernels import backends
 from nearfield.kernels.dense import capped, sink_share
@@ -95,7 +95,7 @@ def prepare(
     heads = []
     for entry in range(len(queries)):
         key = wide(keys[entry])
-        asked = query_sizes(queries[entry], visible[entry], sizes, partition)
+        asked = sizes_of_queries(queries[entry], visible[entry], sizes, partition)
         cell_of[entry] = assign(key, visible[entry], sizes, partition, queries=asked)
         no_seed = torch.zeros((), dtype=torch.int64)
         heads.append(head_of(recipe, queries, key, values, visible, cell_of[entry].long(), no_seed, entry))

@@ -15,7 +15,7 @@ from nearfield.cells.operator import Recipe
 from nearfield.cells.partition import from_plain, to_plain
 from nearfield.cells.partition.by_queries import LATEST, latest_squares, sizes_of, strewn_squares
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.torch.head import assign, query_sizes
+from nearfield.cells.torch.head import assign, sizes_of_queries
 
 ASKS = nf.KMeans(by_queries=True)
 SIZES = {"cell_size": 4, "probes": 3, "segment": 32, "sinks": 2}
@@ -98,7 +98,7 @@ def test_each_span_is_grouped_by_the_queries_at_its_end() -> None:
     sizes = CellSizes(2, 16, 0, 0, 4, 3, 0, 4)
     queries, keys = normal(2 * 130, 8), normal(130, 8, seed=1)
     visible = torch.arange(1, 131).repeat(2)
-    asked = query_sizes(queries, visible, sizes, ASKS)
+    asked = sizes_of_queries(queries, visible, sizes, ASKS)
     assert asked is not None
     assert asked.shape == (8, 8)
     members = queries.view(2, 130, 8)
@@ -111,7 +111,7 @@ def test_each_span_is_grouped_by_the_queries_at_its_end() -> None:
     part = keys[64:96]
     wanted = ASKS.build(part[None], 8, asked[5][None])[0] + 4 * per_span // 4 + 8
     assert torch.equal(found[1, 64:96], wanted)
-    assert query_sizes(queries, visible, sizes, nf.KMeans()) is None
+    assert sizes_of_queries(queries, visible, sizes, nf.KMeans()) is None
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "cache: opened cells keep their mass",
         "cache.attention:route",
-        "return Routed(opened, log_masses.scatter_(2, taken.reshape(heads, group_rows, -1), -torch.inf))",
-        "return Routed(opened, log_masses)",
+        "return Routed(opened, None, log_masses.scatter_(2, cells, -torch.inf))",
+        "return Routed(opened, None, log_masses)",
         (HAND, ENGINE),
     ),
     Mutant(

@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "cells: a span is grouped into the cells of one segment",
         "torch.head:assign",
-        "build_cells(partition, parts, per_segment << level)",
-        "build_cells(partition, parts, per_segment)",
+        "build_cells(partition, parts, per_segment << level, large)",
+        "build_cells(partition, parts, per_segment, large)",
         ("test_cells_plan.py",),
     ),
     Mutant(

@@ -280,7 +280,7 @@ def edges_of(spans: Spans, sizes: CellSizes, segment: int, cell_of: Tensor) -> l
     return edges
 
 
-def query_sizes(queries: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition) -> Tensor | None:
+def sizes_of_queries(queries: Tensor, visible: Tensor, sizes: CellSizes, partition: Partition) -> Tensor | None:
     """`[segments, dim]`: how large the queries of a head `[group * length, dim]` are when each segment is closed, for `assign`.
 
     None where the partition does not ask. Without a mask there is one segment.
@@ -307,7 +307,7 @@ def assign(
     """The cells of each key of a head `[n, dim]`: `[span_levels, n]`, -1 where it is in none.
 
     Keys are grouped span by span, and only those that some row sees through cells. Nothing about a cell depends on later keys.
-    `only`: these spans; None: all. `queries` `[segments, dim]`: see `query_sizes`.
+    `only`: these spans; None: all. `queries` `[segments, dim]`: see `sizes_of_queries`.
     """
     cell_of = torch.full((sizes.span_levels, len(keys)), -1, dtype=torch.int64, device=keys.device)
     closed = int(closed_keys(visible, sizes, sizes.group).max()) if len(visible) else 0

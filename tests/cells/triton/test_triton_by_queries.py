@@ -9,7 +9,7 @@ from torch import Tensor
 
 import nearfield as nf
 from nearfield.cells.sizes import CellSizes
-from nearfield.cells.torch.head import query_sizes
+from nearfield.cells.torch.head import sizes_of_queries
 
 pytest.importorskip("triton")
 
@@ -18,11 +18,11 @@ ASKS = nf.KMeans(by_queries=True)
 
 
 def sizes_by_kernel(queries: Tensor, visible: Tensor, length: int, sizes: CellSizes) -> Tensor:
-    from nearfield.cells.triton.by_queries import sizes_of_queries
+    from nearfield.cells.triton.by_queries import sizes_of_queries as by_kernel
     from nearfield.cells.triton.layout import as_read, layout_of
 
     layout = layout_of(length, sizes, DEVICE)
-    found = sizes_of_queries(queries, as_read(visible), layout, sizes.group)
+    found = by_kernel(queries, as_read(visible), layout, sizes.group)
     # Of each segment, as torch has them.
     places = [span.first + span.segments - 1 for span in layout.spans.all]
     return torch.empty_like(found).index_copy(1, torch.tensor(places, device=DEVICE), found)
@@ -39,7 +39,7 @@ def test_sizes_are_those_of_torch(rows: int, keys: int, offset: int, dim: int) -
     visible = torch.stack([own, (own * 3 // 4).clamp(max=keys)]).repeat(1, 3).to(DEVICE)
     found = sizes_by_kernel(queries, visible, keys, sizes)
     for entry in range(2):
-        wanted = query_sizes(queries[entry], visible[entry], sizes, ASKS)
+        wanted = sizes_of_queries(queries[entry], visible[entry], sizes, ASKS)
         assert wanted is not None
         torch.testing.assert_close(found[entry, : len(wanted)], wanted, rtol=1e-5, atol=1e-6)
     assert (rows == 3) == (float(found[0].sum()) == 0.0)
@@ -52,7 +52,7 @@ def test_without_a_mask(rows: int) -> None:
     visible = torch.full((2, 2 * rows), 100, device=DEVICE)
     found = sizes_by_kernel(queries, visible, 100, sizes)
     for entry in range(2):
-        wanted = query_sizes(queries[entry], visible[entry], sizes, ASKS)
+        wanted = sizes_of_queries(queries[entry], visible[entry], sizes, ASKS)
         assert wanted is not None
         torch.testing.assert_close(found[entry], wanted, rtol=1e-5, atol=1e-6)
 
