@@ -41,7 +41,7 @@ from nearfield.app.peers.rules import (
 )
 from nearfield.app.ruler import run, ways
 from nearfield.app.ruler.answers import answer, read
-from nearfield.app.ruler.ways import RECORDED, WAYS, BudgetWay, PeerWay, cells_of_budget
+from nearfield.app.ruler.ways import RECORDED, WAYS, BudgetWay, PeerWay, WeightWay, cells_of_budget
 from nearfield.cells import sizes
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.partition.by_queries import LATEST
@@ -316,7 +316,7 @@ def net(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["topk-6", "quest-6", "moba-6", "snapkv-6", "streaming-6", "retroinfer-6", "vattention-6", "cells-6"]
+    "name", ["topk-6", "quest-6", "moba-6", "snapkv-6", "streaming-6", "retroinfer-6", "vattention-6", "cells-6", "weight-1"]
 )
 def test_answers_by_a_rule_are_the_same_in_a_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "SEGMENT", 64)
@@ -325,7 +325,10 @@ def test_answers_by_a_rule_are_the_same_in_a_batch(name: str, monkeypatch: pytes
     together = answer(model, talks, way, PROMPTS, 5)
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     for one in together:
-        assert one.keys_read == 192 if name != "cells-6" else 150 < one.keys_read <= 230
+        if name == "weight-1":
+            assert 16 <= one.keys_read <= 230
+        else:
+            assert 150 < one.keys_read <= 230 if name == "cells-6" else one.keys_read == 192
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -474,6 +477,27 @@ def test_keys_are_grouped_once_for_all_budgets() -> None:
     layers = len(PROMPTS) * len(readings[0].cache.layers)
     assert counts[0] == layers
     assert [b - a for a, b in pairwise(counts)] == [layers, layers, 0, 0]
+
+
+@torch.no_grad()
+def test_keys_are_counted_that_the_last_rows_of_a_prompt_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "SEGMENT", 64)
+    model, ids = net(), torch.tensor(PROMPTS[0])
+    reading = read(model, WAYS["weight-1"], ids)
+    counts = {}
+    for weight in (1e-9, 0.01, 0.9):
+        way = WeightWay("some", "", share=0.5, min_weight=weight)
+        cache = way.adopt(reading.cache, model.config)
+        stores: list[Any] = [layer.store for layer in cache.layers]
+        assert all(store.min_weight == weight for store in stores)
+        counts[weight] = way.keys_read(cache)
+        alone = sum(store.length - store.closed + 16 for store in stores) / len(stores)
+        assert counts[weight] >= alone
+        if weight == 0.9:
+            assert counts[weight] == alone
+    assert counts[1e-9] > counts[0.01] > counts[0.9]
+    # Half of the keys, of which the most are in cells of the mean size.
+    assert counts[1e-9] == pytest.approx(BudgetWay("all", "", share=0.5).keys_read(cache), rel=0.1)
 
 
 @torch.no_grad()

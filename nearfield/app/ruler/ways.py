@@ -20,6 +20,7 @@ from nearfield.app.peers.answering import AnswerCache, write
 from nearfield.app.peers.cache import PeerCache, PeerLayer, by_peer
 from nearfield.app.peers.rules import RULES, Rule, budget_of
 from nearfield.auto import Auto, is_exact_faster
+from nearfield.cells.cache.heavy import ReadKeys
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes
@@ -226,6 +227,47 @@ class BudgetWay(CellWay):
         return self._filled(cache, self._cells(config, cache_of_budget(self.share, max(lengths, default=0))))
 
 
+LOOKED_AT = 16
+"""Rows that tell how many keys a step reads."""
+
+
+@dataclass(frozen=True)
+class WeightWay(BudgetWay):
+    """The same with as many cells as a step needs: those in which a query may give a key a share of its weights.
+
+    Attributes:
+        share: of the prompt's keys, that a step reads at most.
+        min_weight: as in `CellCache`.
+    """
+
+    min_weight: float = 0.004
+
+    def _cells(self, config: Any, method: CacheMethod | Mapping[int | str, CacheMethod] | None) -> CellCache:
+        return CellCache(method, config=config, group_from=self.group_from, min_weight=self.min_weight)
+
+    def adopt(self, cache: Any, config: Any) -> CellCache:
+        made = super().adopt(cache, config)
+        for layer, read in zip(made.layers, cache.layers, strict=True):
+            if isinstance(layer, CellLayer):
+                found: Any = layer
+                found.opened = _opened_lately(found.store, read)
+        return made
+
+    def keys_read(self, cache: CellCache) -> float:
+        """As the last rows of the prompt would have: how many cells a step opens depends on its query."""
+        return _mean([_keys_read(layer, getattr(layer, "opened", None)) for layer in cache.layers])
+
+
+def _opened_lately(store: CellStore, read: Any) -> float:
+    """How many keys the last rows of a prompt would read in cells that they open, if they came once more."""
+    trial = copy.deepcopy(store)
+    trial.watch = counted = ReadKeys()
+    latest = slice(-LOOKED_AT, None)
+    trial.append(read.keys[:, :, latest], read.values[:, :, latest])
+    trial.attend(read.queries[:, :, latest], read.scale)
+    return counted.mean
+
+
 def cache_of_budget(share: float, tokens: int) -> Cells:
     """Cells for a cache that reads this share of a prompt, with cells of half the default size."""
     size = half_cell_size(tokens)
@@ -254,7 +296,7 @@ def _grouped(layer: Any, store: Any) -> Any:
         layer.grouped = store
     # It shares memory with the one that is kept, which nobody appends to.
     found = copy.copy(layer.grouped)
-    found.method = store.method
+    found.method, found.min_weight = store.method, store.min_weight
     return found
 
 
@@ -276,15 +318,15 @@ def _length(layer: Any) -> float:
     return float(layer.keys.shape[-2])
 
 
-def _keys_read(layer: Any) -> float:
-    """The first keys, those in no cell yet, and those in opened cells, which have the mean size."""
+def _keys_read(layer: Any, opened: float | None = None) -> float:
+    """The first keys, those in no cell yet, and those in opened cells; None: as many as these cells have on average."""
     if not isinstance(layer, CellLayer):
         return _length(layer)
     store: Any = layer.store
     closed, cells = getattr(store, "closed", 0), getattr(store, "cells", 0)
     if not closed:
         return float(store.length)
-    opened = min(closed, store.probes * closed / cells)
+    opened = min(closed, store.probes * closed / cells) if opened is None else opened
     return min(store.length, store.length - closed + min(closed, store.method.sinks) + opened)
 
 
@@ -331,4 +373,16 @@ def _add_budgets() -> None:
         add(BudgetWay(f"cells-{percent:g}-both", f"prompt and answer with {said}", share=share, both=True))
 
 
+WEIGHTS = (0.2, 0.4, 1)
+"""Percent of its weights that a query may give a key, for a cell to be opened by ways with a least weight."""
+
+
+def _add_weights() -> None:
+    """`weight-0.4`: answers open the cells in which a key may have 0.4% of a query's weights."""
+    for percent in WEIGHTS:
+        said = f"the prompt exactly, the answer by cells in which a key may have {percent:g}% of the weights"
+        add(WeightWay(f"weight-{percent:g}", said, share=max(SHARES) / 100, min_weight=percent / 100))
+
+
 _add_budgets()
+_add_weights()
