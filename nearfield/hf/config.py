@@ -166,7 +166,10 @@ def _block(lines: list[str]) -> str:
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """A method as it is written: its name and arguments, without those that are None and without default parts."""
+    """A method as it is written: its name and arguments, without those that are None, switches that are off, and default parts.
+
+    So a file that asks for nothing new can be read by older versions too.
+    """
     if type(method) not in METHODS.values():
         raise TypeError(f"only {', '.join(METHODS)} can be written to a file, got {method!r}")
     return {"method": type(method).__name__, **_arguments(method)}
@@ -189,7 +192,7 @@ def _arguments(strategy: Any) -> dict[str, Any]:
             if value == default:
                 continue
             value = {"name": type(value).__name__, **_arguments(value)}
-        if value is not None:
+        if value is not None and not (value is False and field.default is False):
             found[field.name] = value
     return found
 
