@@ -49,12 +49,19 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 WITH_FAISS = nf.TopK(8, index=nf.FaissIndex("Flat"))
+BY_QUERIES = nf.Cells(partition=nf.KMeans(by_queries=True))
 
 
-@pytest.mark.parametrize("method", [nf.Exact(), nf.Auto(), nf.Cells(), nf.TopK(), nf.LazyGumbel(), WITH_FAISS])
+@pytest.mark.parametrize("method", [nf.Exact(), nf.Auto(), nf.Cells(), BY_QUERIES, nf.TopK(), nf.LazyGumbel(), WITH_FAISS])
 def test_every_method_can_be_written(method: Any, tmp_path: Path) -> None:
     write_config(tmp_path / "config.json", LayerConfig({"default": method}))
     assert read_config(tmp_path / "config.json").methods == {"default": method}
+
+
+def test_switches_that_are_off_are_not_written() -> None:
+    """So that versions that do not know them read the file."""
+    assert describe(nf.Cells(partition=nf.KMeans(seed=3)))["partition"] == {"name": "KMeans", "seed": 3}
+    assert describe(BY_QUERIES)["partition"] == {"name": "KMeans", "seed": 0, "by_queries": True}
 
 
 def test_what_is_no_method_of_the_library_cannot_be_written() -> None:
