@@ -62,7 +62,7 @@ TENSOR_COLUMNS = 512
 
 
 VERSIONS: tuple[dict[str, Any], ...] = (
-    {"causal": True, "probes": 4},
+    {"causal": True, "probes": 4, "by_queries": True},
     {"causal": False, "probes": 40, "cell_size": 64},
     {"causal": True, "probes": 4, "share": 128},
     {"causal": False, "probes": 40, "share": 128, "cell_size": 64},
@@ -160,7 +160,9 @@ def resources(name: str, made: Any) -> Compiled:
     return Compiled(name, made.metadata.shared, int(found[1]), int(found[2]), columns, waits)
 
 
-def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int = 1, cell_size: int = 32) -> None:
+def passes(
+    dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int = 1, cell_size: int = 32, by_queries: bool = False
+) -> None:
     """A forward and a backward pass, and a forward pass with a plan that is there already."""
     length = 4096
     query, key, value, upstream = (torch.randn(2, length, dim).to(dtype) for _ in range(4))
@@ -171,12 +173,13 @@ def passes(dim: int, dtype: torch.dtype, causal: bool, probes: int, share: int =
     opened = torch.empty(2, sizes.blocks_of(length), probes, dtype=torch.int32)
     order = torch.empty(2, length if sizes.ordered else 0, dtype=torch.int32)
     given, how = (query, key, value, visible), (sizes, dim**-0.5)
-    triton_forward.forward(*given, *how, 2, 0, output, lse, cell_of, opened, order, MemoryPolicy().beyond)
+    cells = nf.KMeans(by_queries=by_queries)
+    triton_forward.forward(*given, *how, cells, output, lse, cell_of, opened, order, MemoryPolicy().beyond)
     # Nothing has run: there is no plan yet.
     plan = cell_of.fill_(-1), opened.fill_(-1), order.copy_(torch.arange(order.shape[1]))
     triton_backward.backward(upstream, *given, output, lse, *plan, *how)
     known = frozenset(("cell_of", "opened", "order"))
-    triton_forward.forward(*given, *how, 2, 0, output, lse, *plan, MemoryPolicy().beyond, known)
+    triton_forward.forward(*given, *how, cells, output, lse, *plan, MemoryPolicy().beyond, known)
     chosen = torch.arange(4)
     exact_rows.exact_rows(query, key, value, visible, chosen % 2, chosen, dim**-0.5)
     level_of, of_rows = torch.zeros(4, 9, dtype=torch.uint8), (chosen, chosen, chosen, chosen % 2, chosen)
@@ -195,7 +198,7 @@ def step(dim: int, dtype: torch.dtype) -> None:
             buffer.storage = buffer.storage.to(dtype)
         query = torch.randn(2, 4, dim).to(dtype)
         with mock.patch.object(torch.Tensor, "is_cuda", True), mock.patch.object(torch.cuda, "is_current_stream_capturing", bool):
-            cache_decode.decode(store.state, query, dim**-0.5, store.probes)
+            cache_decode.decode(store.state, query, dim**-0.5, store.opening)
 
 
 def close(dim: int, dtype: torch.dtype) -> None:

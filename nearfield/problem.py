@@ -121,6 +121,9 @@ class Problem:
     There is always a left bound, and `is_causal` is False: the window says it all"""
     places: Tensor | None = None
     """`[query_length]`: where rows of a causal mask stand, in place of i + offset; None: there. Not every method reads it"""
+    is_part: bool = False
+    """rows of a window, put together so that they see the same keys: they stand at different places all the same, so that none
+    of them may have a say in what another one reads, with a mask or without"""
 
     @property
     def band(self) -> Band | None:

@@ -199,7 +199,7 @@ def run(method: Method, problem: Problem, call: Call) -> Outcome:
         outcome = Exact().run(problem, call)
         info = {**outcome.info, "parts": [{"rows": problem.query.shape[2], "served": "exact"}]}
         return replace(outcome, info=info) if call.diagnostics else outcome
-    whole = replace(problem, sink=None, poison=None, leading=tuple(problem.query.shape[:2]))
+    whole = replace(problem, sink=None, poison=None, leading=tuple(problem.query.shape[:2]), is_part=True)
     # A sink counts once, beside all keys, and needs their normaliser.
     own = replace(call, return_lse=call.return_lse or problem.sink is not None, signature=None)
     parts, outcomes = list(_parts(whole)), []

@@ -12,12 +12,17 @@ import torch.nn.functional as F
 from by_hand import inputs, seeded, softmax64
 from laws import assert_mean
 from operator_calls import compiled
+from partitions import PARTITIONS
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearfield as nf
 from nearfield import exact, windows
+from nearfield.cells import sizes
+from nearfield.kernels import backends
+from nearfield.problem import Call, Problem
+from nearfield.results import Outcome
 from nearfield.sampling import Seeds
 
 SHAPES = [(45, 45), (24, 60), (60, 24)]
@@ -309,6 +314,42 @@ def test_what_served_a_window() -> None:
     short = nf.estimate(q, k, v, method=nf.Cells(), window_size=(200, 0))
     assert short.info["parts"] == [{"rows": 2000, "served": "exact"}]
     torch.testing.assert_close(short.output, nf.attention(q, k, v, method=nf.Exact(), window_size=(200, 0)))
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("rows", [300, 420])
+def test_no_row_of_a_window_depends_on_a_later_query(name: str, rows: int, short_windows: None) -> None:
+    """Nor where rows stand behind all keys, and are served in reverse order."""
+    q, k, v = inputs(1, 2, queries=rows, keys=300, dtype=torch.float64)
+    method = nf.Cells(4, 2, segment=16, partition=PARTITIONS[name])
+    found = nf.attention(q, k, v, method=method, window_size=(99, 0))
+    for first in (160, 280):
+        # Large along other coordinates.
+        later = torch.cat([q[:, :, :first], q[:, :, first:].flip(3) * torch.linspace(0.1, 5, q.shape[3])], 2)
+        again = nf.attention(later, k, v, method=method, window_size=(99, 0))
+        assert torch.equal(found[:, :, :first], again[:, :, :first])
+        assert not torch.equal(found[:, :, first:], again[:, :, first:])
+
+
+def test_rows_of_a_window_open_cells_by_themselves(short_windows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows without a mask open cells together by default, on a GPU."""
+    monkeypatch.setattr(sizes, "LEAST_QUERIES", 1)
+    may_share: list[tuple[bool, bool]] = []
+
+    class Asked(nf.Cells):
+        def run(self, problem: Problem, call: Call) -> Outcome:
+            with pytest.MonkeyPatch.context() as here:
+                here.setattr(backends, "runs_triton", lambda device: True)
+                may_share.append((problem.is_causal, self._may_share(problem)))
+            return super().run(problem, call)
+
+    q, k, v = inputs(1, 2, queries=300)
+    nf.attention(q, k, v, method=Asked())
+    assert may_share == [(False, True)]
+    may_share.clear()
+    nf.attention(q, k, v, method=Asked(), window_size=(99, 0))
+    assert {causal for causal, _ in may_share} == {False, True}
+    assert not any(share for _, share in may_share)
 
 
 def test_the_default_is_exact_in_windows() -> None:

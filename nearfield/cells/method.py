@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nearfield.cells import sizes as defaults
 from nearfield.cells.operator import CellsResult, Recipe, cells_attention
-from nearfield.cells.partition import Partition, check_partition, make_known, to_plain
+from nearfield.cells.partition import Partition, check_partition, make_known, to_plain, without_queries
 from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.planned import planned_attention
 from nearfield.cells.sinks import beside_sinks, sunk_attention
@@ -151,7 +151,8 @@ class Cells:
         sizes = self.sizes(problem)
         engine = self._engine(problem, sizes, call.backend)
         memory = MemoryPolicy.of(problem) if engine == "triton" else MemoryPolicy()
-        return Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(self.partition), engine, memory, problem.softcap)
+        partition = without_queries(self.partition) if problem.is_part else self.partition
+        return Recipe(sizes, problem.scale, problem.dropout_p, *to_plain(partition), engine, memory, problem.softcap)
 
     def _seed(self, problem: Problem, call: Call, recipe: Recipe) -> Tensor:
         random = bool(self.samples or problem.dropout_p)
@@ -209,7 +210,7 @@ class Cells:
 
     def _may_share(self, problem: Problem) -> bool:
         """Whether rows might open cells together without being told to. Where `probes` is given, it is meant for each row."""
-        if problem.is_causal or self.probes is not None or not backends.runs_triton(problem.key.device):
+        if problem.is_causal or problem.is_part or self.probes is not None or not backends.runs_triton(problem.key.device):
             return False
         return problem.query.shape[2] >= defaults.LEAST_QUERIES
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.attention import (
+    Opening,
     best_shares,
     cached_attention,
     opened_places,
@@ -51,7 +52,7 @@ def attend_together(ranks: Ranks, share: Share, queries: Tensor, first: int, row
     """Output `[heads, group * rows, value_dim]` of `scaled_queries` of rows at the positions from `first` on, as
     `cached_attention` has it of keys on one machine. All ranks get the same bits."""
     if ranks.size == 1:
-        return cached_attention(share.own, queries, first, rows, probes)
+        return cached_attention(share.own, queries, first, rows, Opening(probes))
     opens_all = probes >= share.cells
     if share.closed and not opens_all and share.covariance is None:
         share.covariance = shared_covariance(ranks, share)

@@ -225,7 +225,7 @@ class ShardedStore(CellStore):
         return False
 
     def _attend_rows(self, state: Any, query: Tensor, first: int, scale: float, factor: int | None = None) -> Tensor:
-        probes = self._probes(state.closed, state.cells, factor)
+        probes = self._opening(state.closed, state.cells, factor).most
         queries = scaled_queries(query, state.heads, scale)
         return attend_together(self.ranks, state, queries, first, query.shape[2], probes, self.balance)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nearfield._compat import compiled_steps
+from nearfield.cells.cache.attention import Opening
 from nearfield.cells.cache.graph import check_capturable
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
@@ -41,7 +42,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     reads: list[tuple[Any, ...]]
-    probes: list[int]
+    openings: list[Opening]
 
 
 class ModelStep:
@@ -65,7 +66,7 @@ class ModelStep:
     def is_ready(self) -> bool:
         """Whether the graph that was captured serves the next step."""
         captured = self._captured
-        return captured is not None and all(map(_serves, stores_of(self.cache), captured.reads, captured.probes))
+        return captured is not None and all(map(_serves, stores_of(self.cache), captured.reads, captured.openings))
 
     def prepare(self, ids: Tensor, positions: Tensor) -> None:
         """Capture a graph, unless there is one for the next step. If that fails, nothing has happened to the cache."""
@@ -119,7 +120,7 @@ class ModelStep:
         with _on_trial(self.cache), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             logits = self.forward(**options).logits
         self.captures += 1
-        return Captured(graph, logits, [_reads(_state(store)) for store in stores], [store.probes for store in stores])
+        return Captured(graph, logits, [_reads(_state(store)) for store in stores], [store.opening for store in stores])
 
 
 def last_logits(forward: Any) -> dict[str, int]:
@@ -142,10 +143,10 @@ def _reads(state: CacheState) -> tuple[Any, ...]:
     return keys.storage, values.storage, keys.base, values.base, state.sinks, state.tables, state.device_length.tensor, pool
 
 
-def _serves(store: CellStore, reads: tuple[Any, ...], probes: int) -> bool:
-    """Whether a graph that was captured for `reads`, and opens so many cells, is right for the next step of a store."""
+def _serves(store: CellStore, reads: tuple[Any, ...], opening: Opening) -> bool:
+    """Whether a graph that was captured for `reads`, and opens such cells, is right for the next step of a store."""
     state = store.state
-    if state is None or store.audit or store.watch is not None or store.is_due(1) or store.probes != probes:
+    if state is None or store.audit or store.watch is not None or store.is_due(1) or store.opening != opening:
         return False
     in_time = state.length < store.sizes.next_close(state.closed)
     has_moved = any(x is not y for x, y in zip(_reads(state), reads, strict=True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.cells.cache.attention import cached_attention, opened_places, scaled_queries
+from nearfield.cells.cache.attention import Opening, cached_attention, opened_places, scaled_queries
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.sizes import CacheSizes, default_cache_probes
@@ -126,7 +126,7 @@ class Alone:
             queries = scaled_queries(query[:, :, row : row + 1], state.heads, query.shape[3] ** -0.5)
             cells = len(state.tables)
             probes = self.method.probes or default_cache_probes(state.closed, cells)
-            output = cached_attention(state, queries, position, 1, probes)
+            output = cached_attention(state, queries, position, 1, Opening(probes))
             outputs.append(output.to(query.dtype).view(*query.shape[:2], 1, -1))
         return torch.cat(outputs, 2)
 

@@ -135,7 +135,8 @@ def test_the_cells_that_one_process_opens_are_opened(ranks: Crew, monkeypatch: p
     find = attention.opened_places
 
     def recorded(flat: Any, opened: Tensor, heads: int, taken: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert single.state is not None and taken is None
+        assert single.state is not None
+        assert taken is None
         expected.append((single.length, opened_positions(single.state, opened)))
         return find(flat, opened, heads)
 

@@ -243,6 +243,20 @@ MUTANTS = (
         (WINDOWS,),
     ),
     Mutant(
+        "window: queries of a whole block say how its keys are grouped",
+        "Cells.recipe",
+        "without_queries(self.partition) if problem.is_part else self.partition",
+        "self.partition",
+        ("test_no_row_of_a_window_depends_on_a_later_query[300-kmeans-by-queries]",),
+    ),
+    Mutant(
+        "window: rows of a block open cells together without being told to",
+        "Cells._may_share",
+        "problem.is_causal or problem.is_part or",
+        "problem.is_causal or",
+        ("test_rows_of_a_window_open_cells_by_themselves",),
+    ),
+    Mutant(
         "window: the sink counts in every part",
         "windows:run",
         "whole = replace(problem, sink=None, poison=None,",

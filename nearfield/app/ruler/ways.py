@@ -20,7 +20,6 @@ from nearfield.app.peers.answering import AnswerCache, write
 from nearfield.app.peers.cache import PeerCache, PeerLayer, by_peer
 from nearfield.app.peers.rules import RULES, Rule, budget_of
 from nearfield.auto import Auto, is_exact_faster
-from nearfield.cells.cache.heavy import ReadKeys
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
 from nearfield.cells.sizes import CacheSizes
@@ -249,23 +248,19 @@ class WeightWay(BudgetWay):
         made = super().adopt(cache, config)
         for layer, read in zip(made.layers, cache.layers, strict=True):
             if isinstance(layer, CellLayer):
-                found: Any = layer
-                found.opened = _opened_lately(found.store, read)
+                layer.latest = read.queries[:, :, -LOOKED_AT:], read.scale  # type: ignore[attr-defined]
         return made
 
     def keys_read(self, cache: CellCache) -> float:
         """As the last rows of the prompt would have: how many cells a step opens depends on its query."""
-        return _mean([_keys_read(layer, getattr(layer, "opened", None)) for layer in cache.layers])
+        return _mean([_keys_read(layer, _opened_lately(layer)) for layer in cache.layers])
 
 
-def _opened_lately(store: CellStore, read: Any) -> float:
-    """How many keys the last rows of a prompt would read in cells that they open, if they came once more."""
-    trial = copy.deepcopy(store)
-    trial.watch = counted = ReadKeys()
-    latest = slice(-LOOKED_AT, None)
-    trial.append(read.keys[:, :, latest], read.values[:, :, latest])
-    trial.attend(read.queries[:, :, latest], read.scale)
-    return counted.mean
+def _opened_lately(layer: Any) -> float | None:
+    """How many keys the last rows of a prompt read in cells that they open, if cells are what they read."""
+    if not isinstance(layer, CellLayer) or not isinstance(layer.store, CellStore) or not layer.store.closed:
+        return None
+    return layer.store.opened_keys(*layer.latest)  # type: ignore[attr-defined]
 
 
 def cache_of_budget(share: float, tokens: int) -> Cells:

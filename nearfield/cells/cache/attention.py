@@ -23,6 +23,19 @@ RECENT = 64
 """Where the heads of a group choose cells, this many of the latest keys stand for the whole open end."""
 
 
+class Opening(NamedTuple):
+    """Which cells a group of queries opens: the best ones, as far as they matter."""
+
+    most: int
+    """at most so many"""
+    lowest: float = -math.inf
+    """of these, the ones in which a query may have a share of its weights above e^lowest in one key"""
+
+    def takes_all(self, cells: int) -> bool:
+        """Whether all of so many cells are opened."""
+        return self.most >= cells and self.lowest == -math.inf
+
+
 @dataclass(frozen=True)
 class Routed:
     """The cells that some rows open, and the weight of all others."""
@@ -55,9 +68,8 @@ def cached_attention(
     queries: Tensor,
     first: int,
     rows: int,
-    probes: int,
+    opening: Opening,
     watch: Watch | None = None,
-    lowest: float = -math.inf,
 ) -> Tensor:
     """Output `[batch * heads, group * rows, value_dim]` of `scaled_queries` of rows at the positions from `first` on.
 
@@ -70,9 +82,9 @@ def cached_attention(
         return torch.bmm(_softmax(state, [open_end.logits])[0], open_end.values)
     sinks = read_sinks(state, queries)
     near_lse = None
-    if group_rows > rows or lowest > -math.inf:
+    if group_rows > rows or opening.lowest > -math.inf:
         near_lse = torch.logaddexp(_recent(open_end.logits, near, first, rows).logsumexp(2), sinks.logits.logsumexp(2))
-    routed = route(state.tables, queries, rows, probes, near_lse, lowest)
+    routed = route(state.tables, queries, rows, opening.most, near_lse, opening.lowest)
     place, missing = opened_places(state.tables.flat, routed.opened, heads, routed.taken)
     inside = read_opened(state, queries, rows, place, missing)
     reads = open_end, sinks, inside
@@ -159,7 +171,8 @@ def best_shares(scores: Tensor, normaliser: Tensor | None, rows: int) -> Tensor:
     heads = len(scores)
     if normaliser is not None:
         scores -= normaliser[..., None]
-        scores = scores.view(heads, -1, rows, scores.shape[2]).amax(1)
+        # A query that is not finite has no say in what others read.
+        scores = scores.nan_to_num_(-torch.inf, torch.inf, -torch.inf).view(heads, -1, rows, scores.shape[2]).amax(1)
     return scores.view(heads * rows, -1)
 
 

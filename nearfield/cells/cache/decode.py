@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearfield.cells.cache.attention import RECENT
+from nearfield.cells.cache.attention import RECENT, Opening
 from nearfield.cells.cache.resident import PIECE, Pool
 from nearfield.cells.cache.segments import PER_CELL
 from nearfield.cells.cache.state import CacheState
@@ -56,10 +55,8 @@ def candidates(cells: int, probes: int, grain: int = GRAIN) -> int:
     return grain * next_power_of_2(max(1, min(probes, cdiv(cells, grain))))
 
 
-def decode(state: CacheState, queries: Tensor, scale: float, probes: int, lowest: float = -math.inf) -> Tensor:
+def decode(state: CacheState, queries: Tensor, scale: float, opening: Opening) -> Tensor:
     """Output `[batch * heads, group, value_dim]` of queries `[batch * heads, group, dim]` at the position of the latest key.
-
-    `lowest`: see `attention.route`.
 
     A captured graph serves all lengths with up to `most_open` keys in no closed segment.
     """
@@ -73,14 +70,14 @@ def decode(state: CacheState, queries: Tensor, scale: float, probes: int, lowest
     # Rounded up, so that the kernels of a step are those of the step before.
     reserved = most if is_captured else min(most, next_power_of_2(open_end))
     state.sync_device_length()
-    pool = state.pool(probes)
+    pool = state.pool(opening.most)
     if state.key_padding is not None:  # which is a longer tensor at every step
-        return _decode(state, queries, scale, probes, lowest, reserved, pool)
+        return _decode(state, queries, scale, opening, reserved, pool)
     given = [queries, *_read_by(state), *(pool or ())]
     sizes = state.closed, len(state.tables), keys.offset, state.sizes.sinks, state.tables.most_spread
     forms = [(x.shape[:2], x.shape[3:], form(x)) for x in given]
-    key = ("decode", scale, probes, lowest, reserved, sizes, *forms, cards.imposed_class())
-    return replayed(key, given, lambda: [_decode(state, queries, scale, probes, lowest, reserved, pool)])[0]
+    key = ("decode", scale, opening, reserved, sizes, *forms, cards.imposed_class())
+    return replayed(key, given, lambda: [_decode(state, queries, scale, opening, reserved, pool)])[0]
 
 
 def _read_by(state: CacheState) -> list[Tensor]:
@@ -91,15 +88,13 @@ def _read_by(state: CacheState) -> list[Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def _decode(
-    state: CacheState, queries: Tensor, scale: float, probes: int, lowest: float, reserved: int, pool: Pool | None
-) -> Tensor:
+def _decode(state: CacheState, queries: Tensor, scale: float, opening: Opening, reserved: int, pool: Pool | None) -> Tensor:
     """`decode`, with programs for `reserved` keys in no closed segment."""
     entries, group, dim = queries.shape
     keys, values, tables = state.keys, state.values, state.tables
     value_dim, cells = values.storage.shape[3], len(tables)
     tiles = decode_tiles(max(dim, value_dim), queries.dtype, queries.device)
-    members, probes = next_power_of_2(group), min(probes, cells)
+    members, probes = next_power_of_2(group), min(opening.most, cells)
     cell_tiles = cdiv(cells, tiles.cells)
     padded_cells = tiles.cells * cell_tiles
     compared = candidates(padded_cells, probes)
@@ -211,7 +206,7 @@ def _decode(
         part_count=part_count,
         open_end_parts=open_end_parts,
         scale=scale,
-        lowest=lowest,
+        lowest=opening.lowest,
         PER=tiles.open_end_tiles,
         BK=tiles.open_end,
         **blocks,

@@ -54,7 +54,7 @@ class StepGraph:
         return output
 
     def _reads(self, state: CacheState) -> list[Any]:
-        return [*captured_reads(state), self.store.probes]
+        return [*captured_reads(state), self.store.opening]
 
     def _look(self) -> Tensor:
         """A step that is compared with exact attention, which no graph does."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from nearfield.cells.cache.adopted import known_segments, takes_over
-from nearfield.cells.cache.attention import cached_attention, scaled_queries
+from nearfield.cells.cache.attention import Opening, cached_attention, scaled_queries
 from nearfield.cells.cache.chunks import attend_to_closed, merged
 from nearfield.cells.cache.guard import Guard
-from nearfield.cells.cache.heavy import Watch
+from nearfield.cells.cache.heavy import ReadKeys, Watch
 from nearfield.cells.cache.state import CacheState, Saved
 from nearfield.cells.cache.steps import (
     ExactRows,
@@ -75,7 +75,7 @@ class CellStore:
             reading `keys` or `values`, or an audit, copies all of it to the device.
         resident: with `offload`, how many of these keys stay on the device as well, per head of each batch entry, with their
             values: cells that were opened lately, so that a step moves only those that the latest steps have not opened. The
-            cells that were not opened for the longest time make way. None: what eight steps open, 28 sqrt(n) keys by default,
+            cells that were not opened for the longest time make way. None: what eight steps may open, 28 sqrt(n) keys by default,
             but no more than an eighth of all; 0: none; at most 262,144. It is for the Triton kernels and takes memory from the
             first step on that they serve. Results are the same bit for bit. When a segment is closed, and after a `crop` into
             one, `select` or `repeat`, it starts empty: beams had better have 0.
@@ -87,8 +87,8 @@ class CellStore:
             decides.
         min_weight: cells stay closed in which no query may give a single key more than this share of its weights, judged by the
             cell's score. So a step opens as many as it needs: few where weights are spread out, many where a head looks for
-            something; `probes` are the most there may be, by default four times the number above. It does not count where all
-            cells may be opened, nor in later chunks of a prompt. None: all `probes` are opened.
+            something; `probes` are the most there may be, by default four times the number above. It does not count where
+            `probes`, or the number above, is all cells, nor in later chunks of a prompt. None: all `probes` are opened.
         eps: the error that a step may have, pooled over heads and in units of the norm of the exact output. Every 32nd step (the
             first among them) is compared with exact attention over all keys, which with `offload` come to the device for it.
             Where it is off by more, the number of cells that are opened is doubled (and `min_weight` divided by four) until it is
@@ -196,20 +196,26 @@ class CellStore:
     @property
     def probes(self) -> int:
         """How many of them it opens, at most."""
-        return self._probes(self.closed, self.cells)
+        return self.opening.most
+
+    @property
+    def opening(self) -> Opening:
+        """Which of them it opens."""
+        return self._opening(self.closed, self.cells)
 
     @property
     def _are_on_gpu(self) -> bool:
         """Whether the keys of cells are: those that are offloaded have to be moved when they are read."""
         return self._state is not None and not self.offload and self._state.sinks.is_cuda
 
-    def _probes(self, closed: int, cells: int, factor: int | None = None) -> int:
+    def _opening(self, closed: int, cells: int, factor: int | None = None) -> Opening:
         """`factor`: times the usual number, as far as there are cells; None: that of the guard."""
-        usual = self._usual_probes(closed, cells)
-        if self.method.probes is None and self.min_weight is not None:
-            usual *= TIMES_BY_WEIGHT
-        factor = self._factor if factor is None else factor
-        return usual if factor == 1 else max(usual, min(cells, usual * factor))
+        usual, factor = self._usual_probes(closed, cells), self._factor if factor is None else factor
+        enough = usual if factor == 1 else max(usual, min(cells, usual * factor))
+        if self.min_weight is None or enough >= cells:
+            return Opening(enough)
+        times = TIMES_BY_WEIGHT if self.method.probes is None else 1
+        return Opening(min(cells, times * enough), math.log(self.min_weight) - 2 * math.log(factor))
 
     def _usual_probes(self, closed: int, cells: int) -> int:
         return self.method.probes or default_cache_probes(closed, cells, self._are_on_gpu)
@@ -217,12 +223,6 @@ class CellStore:
     @property
     def _factor(self) -> int:
         return 1 if self.guard is None else self.guard.factor
-
-    def _lowest(self, probes: int, cells: int, factor: int) -> float:
-        """The logarithm of the share of weights below which a cell stays closed: see `attention.route`."""
-        if self.min_weight is None or probes >= cells:
-            return -math.inf
-        return math.log(self.min_weight) - 2 * math.log(factor)
 
     def is_due(self, new: int = 0) -> bool:
         """Whether the step that finds `new` keys more than there are now looks at its error."""
@@ -460,19 +460,42 @@ class CellStore:
         guard = state.guard
         assert guard is not None
         cells, factor = state.cells, guard.factor
-        probes = self._probes(state.closed, cells)
+        opening = self._opening(state.closed, cells)
         # Not "more than eps": an error that is no number is none to be content with.
-        while not error.pooled <= guard.eps and probes < cells:
+        while not error.pooled <= guard.eps and not opening.takes_all(cells):
             factor *= 2
-            probes = self._probes(state.closed, cells, factor)
+            opening = self._opening(state.closed, cells, factor)
             with _without_autocast(query.device):
                 found = self._attend_rows(state, query, exact.first, scale, factor)
             output = found.to(query.dtype).view(output.shape)
             error = exact.error(output)
         if factor == guard.factor > 1 and error.pooled < guard.eps / 4:
             factor //= 2
-        share = (state.length - state.closed + probes * state.closed / max(1, cells)) / state.length
+        share = 0.0  # Only where more is read than before does it matter.
+        if factor > guard.factor:
+            share = (state.length - state.closed + self._opened_keys(state, query, exact.first, scale, opening)) / state.length
         return output, error, guard.looked(state.length, error.pooled, factor, share)
+
+    def opened_keys(self, query: Tensor, scale: float | None = None) -> float:
+        """How many keys rows `[batch, heads, rows, dim]`, those of the latest keys, read in the cells that they open.
+
+        The mean over rows and heads of keys, by what is closed now. Nothing changes, and a guard looks at nothing.
+        """
+        state = self._require_state()
+        check_query(query, state.keys.storage, state.length, scale)
+        first = state.length - query.shape[2]
+        if first < state.closed:
+            raise ValueError(f"the query at position {first} comes too late: its key is in a closed segment")
+        return self._opened_keys(state, query, first, scale_or_default(query, scale), self.opening)
+
+    @torch.no_grad()
+    def _opened_keys(self, state: CacheState, query: Tensor, first: int, scale: float, opening: Opening) -> float:
+        if opening.lowest == -math.inf:  # As many keys as cells have on average.
+            return state.closed * min(1.0, opening.most / max(1, state.cells))
+        counted = ReadKeys()
+        with _without_autocast(query.device):
+            cached_attention(state, scaled_queries(query, state.heads, scale), first, query.shape[2], opening, counted)
+        return counted.mean
 
     # The next three return the state with all segments closed that rows from position `first` on see through cells, and the
     # output of the rows.
@@ -537,26 +560,24 @@ class CellStore:
         return rows >= max(LEAST_CHUNK, state.length // CHUNK_SHARE) and state.key_padding is None and self.watch is None
 
     def _attend_rows(self, state: CacheState, query: Tensor, first: int, scale: float, factor: int | None = None) -> Tensor:
-        """Attention of rows from position `first` on, which all see the same closed segments. `factor`: as in `_probes`."""
-        factor = self._factor if factor is None else factor
-        probes = self._probes(state.closed, state.cells, factor)
-        lowest = self._lowest(probes, state.cells, factor)
+        """Attention of rows from position `first` on, which all see the same closed segments. `factor`: as in `_opening`."""
+        opening = self._opening(state.closed, state.cells, factor)
         if backends.runs_triton(query.device) and self.watch is None:
             from nearfield.cells.cache import decode
 
             # The kernels see all stored keys, so they can only serve the latest row.
-            if first + 1 == state.length and decode.unsupported(state, query, probes) is None:
+            if first + 1 == state.length and decode.unsupported(state, query, opening.most) is None:
                 # The kernels need contiguous rows, and these may be a part of a larger tensor.
                 rows = query.reshape(-1, query.shape[1] // state.heads, query.shape[3]).contiguous()
                 with backends.device_guard(query.device):
-                    return decode.decode(state, rows, scale, probes, lowest)
+                    return decode.decode(state, rows, scale, opening)
         queries = scaled_queries(query, state.heads, scale)
-        return cached_attention(state, queries, first, query.shape[2], probes, self.watch, lowest)
+        return cached_attention(state, queries, first, query.shape[2], opening, self.watch)
 
     def _rows_at_a_time(self, state: CacheState, heads: int) -> int:
         """How many rows to serve together, so that score tables and gathered keys stay within `BLOCK_BYTES`."""
         cells = state.cells
-        opened = min(state.closed, 2 * self._probes(state.closed, cells) * state.closed // max(1, cells))
+        opened = min(state.closed, 2 * self._opening(state.closed, cells).most * state.closed // max(1, cells))
         columns = state.keys.storage.shape[3] + state.values.storage.shape[3]
         scores = cells + state.length - state.closed + opened
         return max(1, BLOCK_BYTES // (heads * (16 * scores + 8 * opened * columns)))

@@ -51,12 +51,19 @@ def is_built_in(partition: Partition) -> bool:
 
 def asks_queries(partition: Partition) -> bool:
     """Whether `build_cells` should be told how large queries are."""
-    return isinstance(partition, KMeans) and partition.by_queries
+    # A class of somebody's own may build in its own way, which takes keys alone.
+    return isinstance(partition, KMeans) and partition.by_queries and type(partition).build is KMeans.build
+
+
+def without_queries(partition: Partition) -> Partition:
+    """The same for rows that may not be asked."""
+    return dataclasses.replace(partition, by_queries=False) if asks_queries(partition) else partition  # type: ignore[type-var]
 
 
 def build_cells(partition: Partition, keys: Tensor, cells: int, sizes: Tensor | None = None) -> Tensor:
     """The cell of each key, `[batch, length]`, none with more than eight times the mean number of keys. `sizes`: see `KMeans`."""
-    if sizes is not None and isinstance(partition, KMeans):
+    if sizes is not None:
+        assert isinstance(partition, KMeans)  # see `asks_queries`
         found = partition.build(keys, cells, sizes)
     else:
         found = partition.build(keys, cells)

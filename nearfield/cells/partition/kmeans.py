@@ -36,7 +36,8 @@ class KMeans:
         seed: for the choice of the first centroids.
         by_queries: whether coordinates are weighted by the root mean square of queries: with a causal mask of the 64 latest that
             see no more than the keys that are grouped, so that nothing depends on a later query; without one of 64 from all
-            over. Where no query is known the keys serve. A cache does this anyhow, if it knows the queries of its prompt.
+            over, padding among them. Where no query is known, and in windows with bounds on both sides, the keys serve. A cache
+            does this anyhow, if it knows the queries of its prompt.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> KMeans().build(keys, 50).shape
@@ -75,17 +76,17 @@ class KMeans:
         parents = math.isqrt(cells)
         parent = self._lloyd(keys[None], parents, weight[None])[0]
         members = parent.argsort(stable=True)
-        sizes = torch.bincount(parent, minlength=parents).tolist()
+        counts = torch.bincount(parent, minlength=parents).tolist()
         # Every parent gets one cell, the others are shared out by size: never more than `cells` in all.
         spare = cells - parents
         assigned = torch.empty_like(parent)
         first, taken = 0, 0
-        for size in sizes:
-            if size:
-                own = members[first : first + size]
-                parts = min(size, 1 + spare * size // length)
+        for count in counts:
+            if count:
+                own = members[first : first + count]
+                parts = min(count, 1 + spare * count // length)
                 assigned[own] = self._lloyd(keys[own][None], parts, weight[None])[0] + taken
-                first, taken = first + size, taken + parts
+                first, taken = first + count, taken + parts
         return assigned
 
 

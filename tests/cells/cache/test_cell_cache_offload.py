@@ -149,9 +149,9 @@ def test_kernels_read_offloaded_keys_where_they_are() -> None:
     store = CellStore(GIVEN, offload=True)
     store.append(key, value)
     store.close()
-    expected = cached_attention(state(store), scaled_queries(query[:, :, -1:], HEADS, 0.3), LENGTH - 1, 1, store.probes)
+    expected = cached_attention(state(store), scaled_queries(query[:, :, -1:], HEADS, 0.3), LENGTH - 1, 1, store.opening)
     rows = query[:, :, -1:].reshape(BATCH * HEADS, GROUP, DIM).contiguous()
-    found = decode(state(store), rows, 0.3, store.probes)
+    found = decode(state(store), rows, 0.3, store.opening)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 

@@ -10,7 +10,7 @@ from by_hand import seeded
 from torch import Tensor
 
 import nearfield as nf
-from nearfield.cells.cache.attention import cached_attention, scaled_queries
+from nearfield.cells.cache.attention import Opening, cached_attention, scaled_queries
 from nearfield.cells.cache.graph import StepGraph
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import CellStore
@@ -59,8 +59,8 @@ def both(store: CellStore, group: int = 2, scale: float = 0.3) -> tuple[Tensor, 
     batch, heads, _, dim = state.keys.storage.shape
     query = 2 * torch.randn(batch, heads * group, 1, dim, generator=seeded(7)).to(DEVICE)
     assert unsupported(state, query, store.probes) is None
-    expected = cached_attention(state, scaled_queries(query, heads, scale), state.length - 1, 1, store.probes)
-    return decode(state, query.reshape(batch * heads, group, dim), scale, store.probes), expected
+    expected = cached_attention(state, scaled_queries(query, heads, scale), state.length - 1, 1, store.opening)
+    return decode(state, query.reshape(batch * heads, group, dim), scale, store.opening), expected
 
 
 def the(store: CellStore) -> CacheState:
@@ -83,8 +83,8 @@ def test_what_is_not_a_number_is_never_left_out(place: int, what: str) -> None:
         query[0, 0, 0, 2] = torch.nan
     else:
         getattr(state, what).storage[0, 0, place, 2] = torch.nan
-    wanted = cached_attention(state, scaled_queries(query, 2, 0.3), state.length - 1, 1, 1000)
-    found = decode(state, query.reshape(4, 2, 16), 0.3, 1000)
+    wanted = cached_attention(state, scaled_queries(query, 2, 0.3), state.length - 1, 1, Opening(1000))
+    found = decode(state, query.reshape(4, 2, 16), 0.3, Opening(1000))
     assert bool(wanted.isnan().any())
     assert torch.equal(found.isnan(), wanted.isnan())
     torch.testing.assert_close(found[1:], wanted[1:], atol=2e-5, rtol=2e-5)
@@ -464,7 +464,7 @@ def test_real_sizes_on_a_card(dim: int, dtype: torch.dtype) -> None:
     query = 2 * torch.randn(1, 8, 1, dim, device="cuda").to(dtype)
     found = store.attend(query)
     state = the(store)
-    expected = cached_attention(state, scaled_queries(query, 2, dim**-0.5), 4999, 1, store.probes).view(found.shape)
+    expected = cached_attention(state, scaled_queries(query, 2, dim**-0.5), 4999, 1, store.opening).view(found.shape)
     off = (found.double() - expected.double()).norm() / expected.double().norm()
     assert float(off) < {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
 
@@ -499,7 +499,7 @@ def test_a_captured_step_goes_on_being_right() -> None:
         for place, x in zip(inputs, (key, value, query), strict=True):
             place.copy_(x[:, :, at : at + 1])
         found = step()
-        expected = cached_attention(the(store), scaled_queries(inputs[2], 2, 0.125), at, 1, store.probes)
+        expected = cached_attention(the(store), scaled_queries(inputs[2], 2, 0.125), at, 1, store.opening)
         torch.testing.assert_close(found, expected.view(found.shape), atol=2e-5, rtol=2e-5)
     assert store.length == 700
     assert store.closed > 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import nearfield as nf
 from nearfield import hf
-from nearfield.cells.cache.attention import cached_attention, route, scaled_queries
+from nearfield.cells.cache.attention import Opening, cached_attention, route, scaled_queries
 from nearfield.cells.cache.heavy import ReadKeys
 from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.store import TIMES_BY_WEIGHT, CellStore
@@ -141,9 +142,16 @@ def test_errors_are_smaller_than_those_of_as_many_keys() -> None:
 
 
 def test_default_probes_are_four_times_as_many() -> None:
-    usual, most = filled(probes=None), filled(0.01, probes=None)
-    assert most.probes == TIMES_BY_WEIGHT * usual.probes
+    usual, most = (filled(min_weight, probes=None, length=640) for min_weight in (None, 0.01))
+    assert most.probes == TIMES_BY_WEIGHT * usual.probes < most.cells
     assert filled(0.01).probes == MOST
+
+
+def test_of_few_cells_those_that_matter_are_opened() -> None:
+    """Four times the usual number would be all of them, which is no reason to open all."""
+    usual, most = (filled(min_weight, probes=None) for min_weight in (None, 0.3))
+    assert usual.probes < usual.cells == most.probes
+    assert count_read(most, queries()) < count_read(usual, queries())
 
 
 def test_a_guard_opens_more_cells() -> None:
@@ -156,8 +164,70 @@ def test_a_guard_opens_more_cells() -> None:
     assert guard.factor > 1
     assert guard.error is not None
     assert guard.error <= 0.01
-    lowest = [store._lowest(2 * factor, 64, factor) for factor in (1, 2, 4, 32)]
+    lowest = [store._opening(256, 64, factor).lowest for factor in (1, 2, 4, 32)]
     assert lowest == [math.log(0.9), math.log(0.9 / 4), math.log(0.9 / 16), -math.inf]
+
+
+def test_a_guard_says_what_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Not how much there may be, and nothing where that is little."""
+    query = queries(size=2.0)
+    store = filled(0.9, probes=16, eps=0.2)
+    with caplog.at_level("WARNING", "nearfield"):
+        store.attend(query)
+    guard = store.guard
+    assert guard is not None
+    assert guard.factor == 2
+    assert store.probes == 32
+    assert 44 + store.opened_keys(query) < 0.25 * 300 < 44 + 32 * 4
+    assert not caplog.records
+
+
+def test_a_guard_goes_on_until_all_is_read() -> None:
+    """As many cells as there are may be opened, and few of them have the least weight."""
+    query = queries(size=0.3)
+    store = filled(0.9, probes=64 // TIMES_BY_WEIGHT, eps=1e-6)
+    found = store.attend(query)
+    torch.testing.assert_close(found, sdpa(query, store.keys, store.values, enable_gqa=True))
+
+
+@pytest.mark.parametrize("min_weight", [None, 0.02])
+def test_opened_keys(min_weight: float | None) -> None:
+    store, query = filled(min_weight), queries(size=0.7)
+    before = store.state
+    found = store.opened_keys(query)
+    assert store.state is before
+    if min_weight is None:  # in cells of mean size
+        assert found == MOST * 4
+    else:
+        assert found == count_read(store, query)
+
+
+@pytest.mark.parametrize("min_weight", [None, 0.02])
+def test_a_head_that_is_not_finite_has_no_say(min_weight: float | None) -> None:
+    """In what the other one of its group opens: that is what it would open by itself."""
+    query = queries()
+    query[:, ::2] = query[:, 1::2]
+    expected = filled(min_weight).attend(query)
+    query[:, ::2] = torch.nan
+    found = filled(min_weight).attend(query)
+    assert torch.equal(found[:, 1::2], expected[:, 1::2])
+    assert bool(found[:, ::2].isnan().all())
+
+
+def test_stores_that_are_changed() -> None:
+    """Keys in CPU memory, entries of a batch, keys that are taken back."""
+    query = queries()
+    expected = filled(0.02).attend(query)
+    assert torch.equal(filled(0.02, offload=True).attend(query), expected)
+    chosen = filled(0.02)
+    chosen.select(torch.tensor([1, 0, 1]))
+    assert torch.equal(chosen.attend(query[[1, 0, 1]]), expected[[1, 0, 1]])
+    longer = filled(0.02)
+    longer.append(*(normal(2, 2, 200, 8, seed=seed) for seed in (3, 4)))
+    longer.close()
+    longer.crop(300)
+    torch.testing.assert_close(longer.attend(query), expected)
+    assert torch.equal(copy.deepcopy(filled(0.02)).attend(query), expected)
 
 
 def test_several_rows_and_padding() -> None:
@@ -213,9 +283,9 @@ def test_the_kernels_are_the_step_in_torch(group: int, min_weight: float) -> Non
     store.close()
     query = normal(2, 2 * group, 1, 16, seed=7).float().to(DEVICE)
     with backends.device_guard(DEVICE):
-        found = decode(state(store), query.reshape(4, group, 16), 0.5, MOST, math.log(min_weight))
+        found = decode(state(store), query.reshape(4, group, 16), 0.5, Opening(MOST, math.log(min_weight)))
     rows = scaled_queries(query, 2, 0.5)
-    expected = cached_attention(state(store), rows, 299, 1, MOST, None, math.log(min_weight))
+    expected = cached_attention(state(store), rows, 299, 1, Opening(MOST, math.log(min_weight)))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
     if min_weight > 0.1:
-        assert not torch.allclose(found, cached_attention(state(store), rows, 299, 1, MOST), atol=1e-3)
+        assert not torch.allclose(found, cached_attention(state(store), rows, 299, 1, Opening(MOST)), atol=1e-3)

@@ -39,7 +39,8 @@ BACKWARD = {"_local_dq", "_near_dq", "_far_dq", "_far_dmoments", "_far_dcross", 
 STEP = {"score_cells", "choose_and_read_open_end", "find_slots", "read_cells", "merge_parts"}
 CHOSEN_KEYS = {"_pair_scores", "_pair_sums", "_pair_scatter"}
 PAGES = {"write_pages", "group_blocks", "score_pages", "choose_pages", "read_pages", "merge_pages", "read_prompts"}
-ALL = FORWARD | TOGETHER | BACKWARD | STEP | CHOSEN_KEYS | PAGES | {"_exact_rows", "_level_sums", "_halve", "_merge_two"}
+OTHERS = {"_exact_rows", "_level_sums", "_halve", "_merge_two", "_sizes_of_queries"}
+ALL = FORWARD | TOGETHER | BACKWARD | STEP | CHOSEN_KEYS | PAGES | OTHERS
 
 
 def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
