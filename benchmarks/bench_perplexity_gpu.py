@@ -53,7 +53,7 @@ FILE = "perplexity_gpu"
 TOKENS, WRITTEN = 32_768, 1024
 PARTS = {"reading": 16, "writing": 8, "both-rules": 16}
 """Stretches of a text for which losses are given."""
-READ = ("default", "cells", "shared", *(f"cells-{percent:g}-both" for percent in SHARES))
+READ = ("default", "cells", "queries", "shared", *(f"cells-{percent:g}-both" for percent in SHARES))
 STEPPED = ("exact+cache", *(f"cells-{percent:g}" for percent in SHARES), *(f"weight-{percent:g}" for percent in WEIGHTS))
 BY_RULE = tuple(name for name, way in WAYS.items() if isinstance(way, PeerWay) and not way.both)
 BOTH = tuple(name for name, way in WAYS.items() if isinstance(way, PeerWay) and way.both)

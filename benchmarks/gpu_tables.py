@@ -277,7 +277,12 @@ def slack(results: dict[str, Any]) -> str:
     return rows_of(head, *found)
 
 
-PROMPTS = {"default": "default", "cells": "`Cells()`", "shared": "`Cells(share=128)`"}
+PROMPTS = {
+    "default": "default",
+    "cells": "`Cells()`",
+    "queries": "`Cells(partition=KMeans(by_queries=True))`",
+    "shared": "`Cells(share=128)`",
+}
 SHARES = ("1.5", "3", "6", "12")
 KINDS = ("book", "code", "documentation")
 

@@ -22,6 +22,7 @@ from nearfield.app.peers.rules import RULES, Rule, budget_of
 from nearfield.auto import Auto, is_exact_faster
 from nearfield.cells.cache.store import CellStore
 from nearfield.cells.method import Cells
+from nearfield.cells.partition.kmeans import KMeans
 from nearfield.cells.sizes import CacheSizes
 from nearfield.exact import Exact
 from nearfield.hf.cache import CacheMethod, CellCache, CellLayer, RequestLayer
@@ -346,6 +347,9 @@ add(CellWay("default", "Auto() for the prompt, a CellCache for the answer", Auto
 add(Way("default+exact", "Auto() for the prompt, the answer exactly", Auto()))
 add(CellWay("cells", "Cells() for the prompt, a CellCache for the answer", Cells()))
 add(Way("cells+exact", "Cells() for the prompt, the answer exactly", Cells()))
+BY_QUERIES = Cells(partition=KMeans(by_queries=True))
+add(CellWay("queries", "Cells made for the queries for the prompt, a CellCache for the answer", BY_QUERIES))
+add(Way("queries+exact", "Cells made for the queries for the prompt, the answer exactly", BY_QUERIES))
 add(CellWay("shared", "Cells(share=128) for the prompt, a CellCache for the answer", Cells(share=128)))
 add(Way("shared+exact", "Cells(share=128) for the prompt, the answer exactly", Cells(share=128)))
 add(CellWay("exact+cache", "the prompt exactly, a CellCache for the answer"))
