@@ -291,6 +291,31 @@ def test_a_rank_that_makes_another_backward_pass_is_named(ranks: Crew, how: str)
         assert goes_on
 
 
+def differentiated_twice(group: Any) -> list[str]:
+    """What ranks are told that ask for a gradient of a gradient, first all of them and then rank 1 alone."""
+    said = []
+    for number in range(6):
+        alone, (q, k, v) = number >= 3, (x.requires_grad_() for x in rows(group))
+        methods = nf.Exact(), CELLS
+        output = nf.attention(q, k, v, method=methods[number % 3], mesh=group) if number % 3 < 2 else unshard(q, group, 2)
+        twice = not alone or torch.distributed.get_rank(group) == 1
+        try:
+            found = torch.autograd.grad(output.square().sum(), q, create_graph=twice)
+            said.append(f"{found[0].requires_grad}")
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_double_backward_is_refused(ranks: Crew) -> None:
+    """The gradient would have no graph, and a penalty on it would do nothing."""
+    for said in ranks.run(differentiated_twice, ranks=2):
+        for found in said[:3]:
+            assert found.startswith("NotImplementedError: nearfield does not support double backward"), found
+        for found in said[3:]:
+            assert "rank 1 has error 'NotImplementedError: nearfield does not support double backward" in found
+
+
 class Watched(nf.Method):
     """Exact attention that notes when it attends."""
 

@@ -284,7 +284,7 @@ MUTANTS = (
     Mutant(
         "ranks: they differentiate whatever they come to",
         "_Sharded.backward",
-        'ranks.agree("a backward pass", moving={"number": ctx.number})',
+        'ranks.agree("a backward pass", moving={"number": ctx.number}, error=told(wrong))',
         "pass",
         ("test_a_rank_that_makes_another_backward_pass_is_named",),
     ),
