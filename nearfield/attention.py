@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from nearfield.paper.gumbel import LazyGumbel
 from nearfield.problem import DTYPES, Call, Gradient, Method, Problem, check, is_traced, isolate_non_finite
 from nearfield.results import Estimate, Outcome, mean_info
 from nearfield.sampling import Seeds, pair_dropout
+
+if TYPE_CHECKING:
+    from nearfield.distributed.call import Asked
 
 
 @overload
@@ -170,13 +173,14 @@ def attention(
         >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
         >>> out = nearfield.attention(q, k, v, is_causal=True, method=nearfield.TopK(k=64, tail=64))
     """
-    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
-    check_finite = check_flag("check_finite", check_finite)
-    return_lse = check_flag("return_lse", return_lse)
     if mesh is not None or _compat.is_dtensor(query):
+        # Before anything is checked: other ranks have to be told what is wrong here.
         alone = {"dropout_p": dropout_p, "gradient": gradient}
         given = is_causal, scale, enable_gqa, offset, softcap, s_aux, window_size, backend, check_finite, return_lse
         return over_ranks(mesh, query, key, value, attn_mask, method, *given, alone=alone)
+    is_causal, enable_gqa = check_scalars(dropout_p, is_causal, scale, enable_gqa, offset, softcap)
+    check_finite = check_flag("check_finite", check_finite)
+    return_lse = check_flag("return_lse", return_lse)
     given_window, window_size = window_size, bands.check_window(window_size)
     if is_jagged(query):
         arguments: dict[str, Any] = {
@@ -242,33 +246,58 @@ def over_ranks(
     *given: Any,
     alone: dict[str, Any],
     packed: tuple[list[int], list[int]] | None = None,
+    layer: int | None = None,
+    wrong: Exception | None = None,
 ) -> Any:
     """`attention` of what is shared out over the ranks of a mesh. Internal.
 
-    `given`: as `distributed.call.Asked` has them, after the method. `alone`: what only one process knows how to do.
+    `given`: as `distributed.call.Asked` has them, after the method. `alone`: what only one process knows how to do. `layer`: the
+    number of the layer of a model that calls. `wrong`: what the caller has found wrong with its arguments. Whatever is wrong is
+    raised when all ranks have been told of it.
     """
-    from nearfield.distributed.call import Above, Asked, attend
+    from nearfield.distributed.call import Above, Asked, attend, shown
 
+    asked, limit = Asked(DEFAULT if method is None else method, *given), None
+    if wrong is None:
+        try:
+            asked = _checked_over_ranks(asked, alone, attn_mask)
+            if isinstance(asked.method, Auto) and isinstance(query, Tensor):  # what is none is refused further down
+                limit = crossover.length(query.device, query.dtype, asked.is_causal)
+        except (TypeError, ValueError) as error:
+            wrong = error
+    above = Above(attention, _settled, f"{shown(asked.method)} with a crossover length of {limit}", layer)
+    run: Any = attend
+    if _compat.is_dtensor(query):  # whoever has one has spent the seconds that importing them takes
+        from nearfield.distributed.dtensors import over_tensors as run
+    output, lse = run(mesh, query, key, value, attn_mask, asked, above, packed=packed, wrong=wrong)
+    return (output, lse) if asked.return_lse else output
+
+
+def _checked_over_ranks(asked: Asked, alone: dict[str, Any], attn_mask: Tensor | None) -> Asked:
+    """The arguments of a call over ranks that can be checked without the others, flags as bools."""
+    is_causal, enable_gqa = check_scalars(
+        alone["dropout_p"], asked.is_causal, asked.scale, asked.enable_gqa, asked.offset, asked.softcap
+    )
+    check_finite, return_lse = check_flag("check_finite", asked.check_finite), check_flag("return_lse", asked.return_lse)
     for name, value_of in alone.items():
         if value_of:
             raise ValueError(f"{name}={value_of!r} cannot be combined with mesh: ranks do not draw together; leave it out")
-    method = DEFAULT if method is None else method
+    method = asked.method
     check_method("method", method)
     if _draws_keys(method):
         raise ValueError(
             f"method={method!r} draws keys, and ranks would draw others than one process does; with mesh use Exact(), TopK(k), "
             "Cells() or Auto()"
         )
-    limit = None
-    if isinstance(method, Auto) and isinstance(query, Tensor):  # what is none is refused where the other ranks are told
-        limit = crossover.length(query.device, query.dtype, bool(given[0]))
-    above = Above(attention, _settled, f"{method!r} with a crossover length of {limit}")
-    asked = Asked(method, *given)
-    run: Any = attend
-    if _compat.is_dtensor(query):  # whoever has one has spent the seconds that importing them takes
-        from nearfield.distributed.dtensors import over_tensors as run
-    output, lse = run(mesh, query, key, value, attn_mask, asked, above, packed=packed)
-    return (output, lse) if asked.return_lse else output
+    if isinstance(getattr(method, "index", None), BuiltIndex):
+        raise ValueError(
+            f"{type(method).__name__} has an index that is built already, and ranks search the keys of some heads at a time; let "
+            "the call build it: pass index=KMeansIndex(), say"
+        )
+    for name, x in (("attn_mask", attn_mask), ("s_aux", asked.s_aux)):
+        if _compat.is_dtensor(x):
+            raise TypeError(f"{name} must be a plain tensor, this rank's part of it, got a DTensor; pass {name}.to_local()")
+    return replace(asked, is_causal=is_causal, enable_gqa=enable_gqa, check_finite=check_finite, return_lse=return_lse)
 
 
 def _draws_keys(method: Method) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from nearfield import _compat
-from nearfield.attention import attention
+from nearfield.attention import attention, over_ranks
 from nearfield.auto import Auto
 from nearfield.bands import check_window
 from nearfield.checks import (
@@ -204,22 +204,26 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
         Returns:
             `[batch, L, embed_dim]` or `[L, embed_dim]`; and None, where torch returns weights.
         """
-        is_causal = check_flag("is_causal", is_causal)
-        check_offset(offset)
-        check_generator(generator)
-        if need_weights:
-            raise ValueError("need_weights=True: attention weights are never formed; pass need_weights=False")
         key = query if key is None else key
         value = key if value is None else value
-        self._check_inputs(query, key, value)
-        seen = _seen_keys(key_padding_mask, key)
-        q, k, v = self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+        dropout = self.dropout if self.training else 0.0
+        given = query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, generator, offset
+        if self.mesh is None:
+            q, k, v, mask, is_causal = self._inputs(*given)
+        else:
+            try:
+                q, k, v, mask, is_causal = self._inputs(*given)
+            except (TypeError, ValueError, RuntimeError) as error:  # raised when the other ranks have been told
+                asked = is_causal, None, True, offset, self.softcap, self.s_aux, self.window_size
+                alone = {"dropout_p": dropout, "gradient": self.gradient}
+                over_ranks(self.mesh, query, key, value, attn_mask, self.method, *asked, alone=alone, wrong=error)
+                raise
         output = attention(
             q,
             k,
             v,
-            self._combined_mask(attn_mask, seen, is_causal, q, k),
-            self.dropout if self.training else 0.0,
+            mask,
+            dropout,
             is_causal,
             enable_gqa=True,
             method=self.method,
@@ -232,6 +236,29 @@ class Attention(_compat.NoFusedEncoder, nn.Module):
             mesh=self.mesh,
         )
         return self.out_proj(output.transpose(-2, -3).flatten(-2)), None
+
+    def _inputs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        generator: torch.Generator | None,
+        offset: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+        """Queries, keys, values and mask for `nearfield.attention`, and whether it is causal, from the arguments of `forward`."""
+        is_causal = check_flag("is_causal", is_causal)
+        check_offset(offset)
+        check_generator(generator)
+        if need_weights:
+            raise ValueError("need_weights=True: attention weights are never formed; pass need_weights=False")
+        self._check_inputs(query, key, value)
+        seen = _seen_keys(key_padding_mask, key)
+        q, k, v = self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
+        return q, k, v, self._combined_mask(attn_mask, seen, is_causal, q, k), is_causal
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[..., length, heads * head_dim]` as `[..., heads, length, head_dim]`."""

@@ -129,41 +129,49 @@ def attention_varlen(
         >>> nearfield.attention_varlen(q, k, v, edges, edges, 100, 100, causal=True, method=nearfield.Cells()).shape
         torch.Size([300, 4, 64])
     """
-    causal = check_flag("causal", causal)
-    check_finite = check_flag("check_finite", check_finite)
-    return_lse = check_flag("return_lse", return_lse)
-    check_dropout("dropout_p", dropout_p)
-    check_scale("softmax_scale", softmax_scale)
-    check_softcap(softcap)
-    check_generator(generator)
-    if method is not None:
-        check_method("method", method)
-    if gradient is not None:
-        check_gradient("gradient", gradient)
-    window_size = check_window(window_size)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a tensor [total, heads, dim], got {got}; `attention` takes padded batches")
-    if len(k) != len(v):
-        raise ValueError(f"k and v must have the same number of rows, got {len(k)} and {len(v)}")
-    totals = (None, None) if mesh is not None else (len(q), len(k))
-    edges, key_edges = edges_of("cu_seqlens_q", cu_seqlens_q, totals[0]), edges_of("cu_seqlens_k", cu_seqlens_k, totals[1])
-    if len(edges) != len(key_edges):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must be for as many sequences, got {len(edges) - 1} and {len(key_edges) - 1}"
-        )
-    check_longest("max_seqlen_q", max_seqlen_q, edges)
-    check_longest("max_seqlen_k", max_seqlen_k, key_edges)
-
-    check_backend(backend, q.device)
-    if s_aux is not None:
-        check_sink(s_aux, q)
+    edges: list[int] = []
+    key_edges: list[int] = []
+    wrong: Exception | None = None
+    try:
+        causal = check_flag("causal", causal)
+        check_finite = check_flag("check_finite", check_finite)
+        return_lse = check_flag("return_lse", return_lse)
+        check_dropout("dropout_p", dropout_p)
+        check_scale("softmax_scale", softmax_scale)
+        check_softcap(softcap)
+        check_generator(generator)
+        if method is not None:
+            check_method("method", method)
+        if gradient is not None:
+            check_gradient("gradient", gradient)
+        window_size = check_window(window_size)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor) or x.dim() != 3:
+                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be a tensor [total, heads, dim], got {got}; `attention` takes padded batches")
+        if len(k) != len(v):
+            raise ValueError(f"k and v must have the same number of rows, got {len(k)} and {len(v)}")
+        totals = (None, None) if mesh is not None else (len(q), len(k))
+        edges, key_edges = edges_of("cu_seqlens_q", cu_seqlens_q, totals[0]), edges_of("cu_seqlens_k", cu_seqlens_k, totals[1])
+        if len(edges) != len(key_edges):
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must be for as many sequences, got {len(edges) - 1} and {len(key_edges) - 1}"
+            )
+        check_longest("max_seqlen_q", max_seqlen_q, edges)
+        check_longest("max_seqlen_k", max_seqlen_k, key_edges)
+        check_backend(backend, q.device)
+        if s_aux is not None:
+            check_sink(s_aux, q)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if mesh is None:
+            raise
+        wrong = error  # raised when the other ranks have been told
     if mesh is not None:
         alone = {"dropout_p": dropout_p, "gradient": gradient}
-        heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        heads = [x.transpose(0, 1)[None] if wrong is None else x for x in (q, k, v)]
         given = causal, softmax_scale, True, None, softcap, s_aux, window_size, backend, check_finite, return_lse
-        result = over_ranks(mesh, heads[0], heads[1], heads[2], None, method, *given, alone=alone, packed=(edges, key_edges))
+        at = edges, key_edges
+        result = over_ranks(mesh, heads[0], heads[1], heads[2], None, method, *given, alone=alone, packed=at, wrong=wrong)
         if not return_lse:
             return result[0].transpose(0, 1)
         return result[0][0].transpose(0, 1), result[1][0].transpose(0, 1)

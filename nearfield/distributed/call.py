@@ -56,6 +56,8 @@ class Above:
     """what a method is for inputs of such a shape, whatever their numbers"""
     told: str
     """what has to be the same on all ranks for methods to be"""
+    layer: int | None = None
+    """the number of the layer of a model that calls"""
 
 
 def attend(
@@ -68,6 +70,7 @@ def attend(
     above: Above,
     layouts: tuple[Layout, Layout] | None = None,
     packed: tuple[Sequence[int], Sequence[int]] | None = None,
+    wrong: Exception | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Output and, if it is wanted, log-normaliser of this rank's rows.
 
@@ -76,16 +79,17 @@ def attend(
         attn_mask: key padding of this rank's keys.
         layouts: of rows and keys, where they are known; None: in zig-zag.
         packed: where packed sequences begin among all rows, and among all keys, and where the last one ends.
+        wrong: what is wrong with the arguments of this rank already, to be raised when the others have been told.
     """
     if in_functorch_transform():
         raise RuntimeError("attention over ranks (mesh=...) cannot be traced by torch.func; call it outside of the transform")
     ranks = ranks_of(mesh)
-    wrong: Exception | None = None
     problem: Problem | None = None
-    try:
-        problem = _checked(query, key, value, attn_mask, asked)
-    except (TypeError, ValueError, RuntimeError) as error:
-        wrong = error
+    if wrong is None:
+        try:
+            problem = _checked(query, key, value, attn_mask, asked)
+        except (TypeError, ValueError, RuntimeError) as error:
+            wrong = error
     with ranks.together("attention"):
         found = _agreed(ranks, query, key, value, attn_mask, asked, above, problem, wrong, layouts, packed)
         if found is not None:
@@ -166,7 +170,7 @@ def _agreed(
     fits: object = None
     if layouts is None and context is not None:
         layouts = context.layout, context.layout
-    if layouts is not None:
+    if layouts is not None and problem is not None:
         wanted = [layout.on(ranks.rank) for layout in layouts]
         fits = [layout.length for layout in layouts] if counts == wanted else f"{counts} tokens in place of {wanted}"
     tensors = {"query": query, "key": key, "value": value}
@@ -182,6 +186,7 @@ def _agreed(
         s_aux=_described(asked.s_aux, 0),
         arguments=_plain(str(replace(asked, s_aux=None))),
         method=_plain(above.told),
+        layer=above.layer,
         triton=problem is not None and backends.prefers_triton(asked.backend, problem.query.device),
         packed=packed and [list(edges) for edges in packed],
         tokens=fits,
@@ -211,6 +216,17 @@ def _described(x: object, without: int) -> object:
     if without and x.dim() >= without:
         shape[-without] = -1
     return [str(x.dtype), x.device.type, shape]
+
+
+def shown(method: Method) -> str:
+    """What has to be alike of a method. One that shows only where it lies in memory is what its attributes are; those whose names
+    begin with an underscore are its own affair."""
+    if type(method).__repr__ is not object.__repr__:
+        return repr(method)
+    public = {name: x for name, x in sorted(getattr(method, "__dict__", {}).items()) if not name.startswith("_")}
+    # The numbers of a tensor may be many, and on a GPU.
+    given = {name: _described(x, 0) if isinstance(x, Tensor) else x for name, x in public.items()}
+    return f"{type(method).__name__} with {given}"
 
 
 def _plain(text: str) -> str:

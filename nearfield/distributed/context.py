@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nearfield.checks import check_integer, double_backward_error
 from nearfield.distributed.group import Ranks, told
 from nearfield.distributed.layout import ZigZag
 
@@ -119,6 +120,11 @@ def _checked_length(buffers: list[Tensor], dims: list[int], left: list[Tensor]) 
             raise TypeError(f"buffers must be tensors, got buffer {number} of type {type(x).__name__}")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"buffer_seq_dims must name dimensions that there are, got {dim} for buffer {number} of {x.dim()}")
+        if x.requires_grad:
+            raise ValueError(
+                f"buffers are changed in place, so that none may require a gradient, got buffer {number}; share it out with "
+                "nearfield.distributed.shard, which is differentiable"
+            )
     if not all(any(x is buffer for buffer in buffers) for x in left):
         raise ValueError("no_restore_buffers must be some of buffers")
     _check_apart(buffers)
@@ -147,7 +153,7 @@ def shard(x: Tensor, mesh: Any, dim: int) -> Tensor:
     Example:
         >>> x = nearfield.distributed.shard(torch.randn(1, 4, 1001, 64), mesh, dim=2)
     """
-    ranks = ranks_of(mesh)
+    ranks, dim = ranks_of(mesh), _checked_dim(x, dim)
     return ZigZag(x.shape[dim], ranks.size).own(x, dim, ranks.rank)
 
 
@@ -163,13 +169,31 @@ def unshard(x: Tensor, mesh: Any, dim: int) -> Tensor:
         True
     """
     ranks = ranks_of(mesh)
-    dim = dim % x.dim()
-    shape = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    has_gradient = x.requires_grad and torch.is_grad_enabled()
-    facts: dict[str, Any] = {"shape": shape, "dtype": str(x.dtype), "dim": dim, "gradient": has_gradient}
+    facts: dict[str, Any] = {"error": None}
+    own, wrong = 0, None
+    try:
+        dim = _checked_dim(x, dim)
+        own, shape = x.shape[dim], [*x.shape[:dim], *x.shape[dim + 1 :]]
+        has_gradient = x.requires_grad and torch.is_grad_enabled()
+        facts |= {"shape": shape, "dtype": str(x.dtype), "dim": dim, "gradient": has_gradient}
+    except (TypeError, ValueError) as error:
+        wrong, facts["error"] = error, told(error)
     with ranks.together("unshard"):
-        counts = [row[0] for row in ranks.agree("unshard", [x.shape[dim]], **facts)]
+        counts = [row[0] for row in ranks.agree("unshard", [own], **facts)]
+        if wrong is not None:
+            raise wrong
         return _Unshard.apply(x, ranks, layout_for(ranks, counts), dim)
+
+
+def _checked_dim(x: object, dim: object) -> int:
+    """Along which dimension of a tensor a sequence lies, counted from the first one."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_integer("dim", dim)
+    assert isinstance(dim, int)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of the {x.dim()} dimensions of x, got {dim}")
+    return dim % x.dim()
 
 
 def layout_for(ranks: Ranks, counts: list[int], name: str = "the sequence") -> ZigZag:
@@ -193,7 +217,10 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wrong = double_backward_error() if torch.is_grad_enabled() else None
         with ctx.ranks.together("a backward pass"):
-            ctx.ranks.agree("a backward pass of unshard", moving={"number": ctx.number})
-            found = ctx.ranks.start_sum("gradients of whole sequences", ctx.layout.dealt(grad, ctx.dim)).wait()
-        return found.narrow(ctx.dim, 0, ctx.layout.on(ctx.ranks.rank)), None, None, None
+            ctx.ranks.agree("a backward pass of unshard", moving={"number": ctx.number}, error=told(wrong))
+            if wrong is None:
+                found = ctx.ranks.start_sum("gradients of whole sequences", ctx.layout.dealt(grad, ctx.dim)).wait()
+                return found.narrow(ctx.dim, 0, ctx.layout.on(ctx.ranks.rank)), None, None, None
+        raise wrong

@@ -22,19 +22,24 @@ def over_tensors(
     asked: Asked,
     above: Above,
     packed: Any = None,
+    wrong: Exception | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of `DTensor`s `[batch, heads, length, dim]`; the results are sharded as the query is.
 
     Along one dimension of their mesh they may be sharded by length, along others by heads or batch, or replicated.
     """
-    if mesh is not None:
-        raise ValueError("mesh is that of the DTensors; leave it out")
-    if packed is not None:
-        raise ValueError("packed sequences must be plain tensors with mesh=..., got DTensors; pass q.to_local() in zig-zag")
     assert isinstance(query, DTensor)
-    by_length = _placements(query, key, value, attn_mask)
+    # The dimension of the mesh along which sequences are sharded, where other ranks wait for what this one says.
+    by_length = next((i for i, x in enumerate(query.placements) if isinstance(x, Shard) and x.dim == 2), None)
+    if wrong is None:
+        try:
+            _check(query, key, value, mesh, packed)
+        except (TypeError, ValueError) as error:
+            wrong = error
     rows, keys, values = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, value))
     own_mesh, whole = query.device_mesh, query.shape
+    if by_length is None and wrong is not None:
+        raise wrong
     if by_length is None:
         found = above.attention(
             rows,
@@ -56,8 +61,8 @@ def over_tensors(
         output, lse = found if asked.return_lse else (found, None)
     else:
         group, size = own_mesh.get_group(by_length), own_mesh.size(by_length)
-        layouts = Contiguous(whole[2], size), Contiguous(key.shape[2], size)
-        output, lse = attend(group, rows, keys, values, attn_mask, asked, above, layouts)
+        layouts = None if wrong is not None else (Contiguous(whole[2], size), Contiguous(key.shape[2], size))
+        output, lse = attend(group, rows, keys, values, attn_mask, asked, above, layouts, wrong=wrong)
     shape = (*whole[:3], value.shape[3])
     return _wrapped(output, query, shape), None if lse is None else _wrapped(lse, query, shape[:3])
 
@@ -69,14 +74,15 @@ def _wrapped(x: Tensor, query: DTensor, shape: tuple[int, ...]) -> Tensor:
     return DTensor.from_local(x.contiguous(), query.device_mesh, query.placements, run_check=False, shape=whole, stride=stride)
 
 
-def _placements(query: DTensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> int | None:
-    """The dimension of the mesh along which sequences are sharded; None: there is none."""
+def _check(query: DTensor, key: Tensor, value: Tensor, mesh: Any, packed: Any) -> None:
+    if mesh is not None:
+        raise ValueError("mesh is that of the DTensors; leave it out")
+    if packed is not None:
+        raise ValueError("packed sequences must be plain tensors with mesh=..., got DTensors; pass q.to_local() in zig-zag")
     for name, x in (("key", key), ("value", value)):
         if not isinstance(x, DTensor) or x.device_mesh != query.device_mesh or x.placements != query.placements:
             got = f"placements {x.placements}" if isinstance(x, DTensor) else "a plain tensor"
             raise ValueError(f"{name} must be sharded as query is, by {query.placements}, got {got}; redistribute it")
-    if isinstance(attn_mask, DTensor):
-        raise TypeError("attn_mask must be a plain tensor with this rank's keys, got a DTensor; pass attn_mask.to_local()")
     if query.dim() != 4 or not all(_is_served(x) for x in query.placements):
         raise ValueError(
             "DTensors must be [batch, heads, length, dim], sharded by Shard(0), Shard(1) or Shard(2), or replicated; got "
@@ -89,10 +95,8 @@ def _placements(query: DTensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
             f"{heads} query heads that share {kv_heads} heads of keys cannot be sharded over {parts} ranks: keys would be on "
             "other ranks than their queries; replicate them"
         )
-    found = [i for i, x in enumerate(query.placements) if isinstance(x, Shard) and x.dim == 2]
-    if len(found) > 1:
+    if sum(isinstance(x, Shard) and x.dim == 2 for x in query.placements) > 1:
         raise ValueError(f"sequences must be sharded along one dimension of the mesh, got {query.placements}")
-    return found[0] if found else None
 
 
 def _is_served(x: Placement) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from nearfield.distributed.group import Pending, Ranks
+from nearfield.checks import double_backward_error
+from nearfield.distributed.group import Pending, Ranks, told
 from nearfield.distributed.layout import Layout
 from nearfield.distributed.ways import Begun, Grads, Part, Way
 from nearfield.kernels.backends import full_precision
@@ -152,13 +152,15 @@ class _Sharded(torch.autograd.Function):
         return output, lse if passes.return_lse else None
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, sink, output, lse, *kept = ctx.saved_tensors
         # Other ranks wait for this one, also where nothing depends on its rows.
         grad = torch.zeros_like(output) if grad is None else grad
         ranks = ctx.passes.ranks
+        wrong = double_backward_error() if torch.is_grad_enabled() else None
         with full_precision(query), ranks.together("a backward pass"):
             # A rank that differentiates another call, or none, would send what has the same shape here.
-            ranks.agree("a backward pass", moving={"number": ctx.number})
-            return *ctx.passes.backward((query, key, value, sink), output, lse, kept, grad, lse_grad), None
+            ranks.agree("a backward pass", moving={"number": ctx.number}, error=told(wrong))
+            if wrong is None:
+                return *ctx.passes.backward((query, key, value, sink), output, lse, kept, grad, lse_grad), None
+        raise wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,11 +14,15 @@ from nearfield.cells.cache.state import CacheState
 from nearfield.cells.cache.steps import ExactRows, check_new
 from nearfield.cells.cache.store import CellStore, Near
 from nearfield.cells.method import Cells
+from nearfield.checks import check_positive
 from nearfield.distributed.deal import Deal
 from nearfield.distributed.decode import BALANCES, attend_together, exact_together
 from nearfield.distributed.group import Agreement, Ranks, told
 from nearfield.distributed.layout import ZigZag
 from nearfield.distributed.share import Share
+
+_MADE: WeakKeyDictionary[Ranks, int] = WeakKeyDictionary()
+"""How many stores were made with these ranks that were not told which layer they are."""
 
 
 class ShardedStore(CellStore):
@@ -32,7 +37,7 @@ class ShardedStore(CellStore):
     Args:
         method: `Cells(...)`, as for `CellStore`.
         mesh: a `DeviceMesh` of one dimension, such as `mesh["cp"]`, or a process group. Stores that are used together, such as
-            those of a model's layers, may share one `Ranks(mesh)`.
+            those of a model's layers, share one `Ranks(mesh)`.
         balance: "global": the best cells of all ranks are opened, as many as one machine would open; ranks compare their scores
             for that. "local": each rank opens as many, its own best ones, and asks nobody; a rank that has what a query looks for
             then opens too little of it, and the others what is of no use.
@@ -43,6 +48,8 @@ class ShardedStore(CellStore):
         offload: of each rank's own keys, in its own machine's memory.
         group_from: of keys on all ranks together.
         eps: the same on all ranks.
+        layer: which layer of a model this is. Ranks compare it, so that one which has started a step again does not go on with
+            others that are in another layer. None: stores that share one `Ranks` are counted as they are made.
 
     `length`, `closed`, `cells` and `probes` count the keys and cells of all ranks; `held` and `nbytes` are of this one. To look
     at `keys` and `values`, all ranks have to ask: they are gathered. Rows of a chunk of a prompt are served like those of steps.
@@ -68,13 +75,20 @@ class ShardedStore(CellStore):
         offload: bool = False,
         group_from: int | None = None,
         eps: float | None = None,
+        layer: int | None = None,
     ) -> None:
         super().__init__(method, audit=audit, offload=offload, resident=0 if offload else None, group_from=group_from, eps=eps)
         if balance not in BALANCES:
             raise ValueError(f"balance must be one of {', '.join(BALANCES)}, got {balance!r}")
+        check_positive("layer", layer, optional=True, least=0)
         self.ranks = Ranks.of(mesh, check)
         self.balance = balance
-        self._settings: dict[str, Any] = {"method": repr(self.method), "balance": balance, "group_from": group_from, "eps": eps}
+        if layer is None:
+            layer = _MADE.get(self.ranks, 0)
+            _MADE[self.ranks] = layer + 1
+        self.layer = layer
+        given = {"balance": balance, "group_from": group_from, "eps": eps, "layer": layer}
+        self._settings: dict[str, Any] = {"method": repr(self.method), **given}
         """what has to be alike on all ranks from the start"""
 
     @property

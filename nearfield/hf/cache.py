@@ -55,6 +55,8 @@ class StoreOptions(NamedTuple):
     eps: float | None = None
     ranks: Ranks | None = None
     balance: str = "global"
+    layer: int | None = None
+    """with `ranks`: which layer of the model this is"""
 
     @staticmethod
     def of(store: CellStore | IndexStore) -> StoreOptions:
@@ -64,7 +66,7 @@ class StoreOptions(NamedTuple):
         of_steps = store.min_weight, store.guard and store.guard.eps
         found = StoreOptions(store.offload, store.resident, store.regroup, store.group_from, *of_steps)
         if isinstance(store, ShardedStore):
-            return found._replace(resident=None, ranks=store.ranks, balance=store.balance)
+            return found._replace(resident=None, ranks=store.ranks, balance=store.balance, layer=store.layer)
         return found
 
 
@@ -169,14 +171,14 @@ def _make_store(method: CacheMethod, audit: bool, options: StoreOptions) -> Cell
         method = UNGROUPED
     if isinstance(method, Cells):
         alone = options._asdict()
-        ranks, balance = alone.pop("ranks"), alone.pop("balance")
+        ranks, balance, layer = alone.pop("ranks"), alone.pop("balance"), alone.pop("layer")
         if ranks is None:
             return CellStore(method, audit=audit, **alone)
         here = [f"{name}={getattr(options, name)!r}" for name in ("resident", "min_weight") if getattr(options, name) is not None]
         for given in [*here, *([] if options.regroup else ["regroup=False"])]:
             raise ValueError(f"{given} is for keys on one machine, and mesh shares them out over ranks; leave one of them out")
         together = {name: alone[name] for name in ("offload", "group_from", "eps")}
-        return ShardedStore(method, ranks, balance=balance, audit=audit, **together)
+        return ShardedStore(method, ranks, balance=balance, audit=audit, layer=layer, **together)
     if not can_search(method):
         raise TypeError(f"a cell cache attends by Cells(...), TopK(...), LazyGumbel(...) or Exact(), got {method!r}")
     if options.offload:
@@ -296,8 +298,9 @@ class CellCache(Cache):
             self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
 
     def _next_layer(self) -> CellLayer:
-        method = self.methods.get(len(self.layers), self.methods["default"])
-        return CellLayer(method, self._audit, self._options)
+        number = len(self.layers)
+        method = self.methods.get(number, self.methods["default"])
+        return CellLayer(method, self._audit, self._options._replace(layer=number))
 
     @classmethod
     def batch(cls, caches: Sequence[CellCache], padding: int = 0) -> CellCache:

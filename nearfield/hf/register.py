@@ -180,7 +180,8 @@ class AttentionFunction:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """The output `[batch, rows, heads, dim]` for query, key and value `[batch, heads, length, dim]`."""
-        _check_options(options)
+        if self.mesh is None:
+            _check_options(options)
         # Under autocast, rotary embeddings leave queries and keys in another dtype than values. A cell cache has cast its own.
         stored = isinstance(key, StoredKeys)
         query, key, value = (*to_autocast_dtype(query), key, value) if stored else to_autocast_dtype(query, key, value)
@@ -192,20 +193,25 @@ class AttentionFunction:
         call = LayerCall(query, key, value, self.methods[layer], scale, dropout, prefill, has_window, softcap, s_aux)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         if self.mesh is not None:
-            output = self._over_ranks(module, call, attention_mask, position_bias, options.get("position_ids"))
+            output = self._over_ranks(module, call, attention_mask, position_bias, options)
         else:
             output = (serve_stored if stored else serve)(call, attention_mask, causal, position_bias)
         return output.transpose(1, 2).contiguous(), None
 
-    def _over_ranks(self, module: nn.Module, call: LayerCall, mask: Any, bias: Tensor | None, positions: Tensor | None) -> Tensor:
+    def _over_ranks(
+        self, module: nn.Module, call: LayerCall, mask: Any, bias: Tensor | None, options: Mapping[str, Any]
+    ) -> Tensor:
         from nearfield.hf.sharded import serve_sharded
 
-        if bias is not None or isinstance(call.key, StoredKeys):
-            what = "CellCache" if bias is None else "bias of positions"
-            raise ValueError(f"over ranks (hf.register(mesh=...)) layers have no {what}; register without mesh")
-        # All layers are told the same.
-        is_first = getattr(module, "layer_idx", 0) in (None, 0)
-        return serve_sharded(call, mask, self.mesh, positions, is_first)
+        wrong: Exception | None = None
+        try:
+            _check_options(options)
+            if bias is not None or isinstance(call.key, StoredKeys):
+                what = "CellCache" if bias is None else "bias of positions"
+                raise ValueError(f"over ranks (hf.register(mesh=...)) layers have no {what}; register without mesh")
+        except ValueError as error:
+            wrong = error
+        return serve_sharded(call, mask, self.mesh, options.get("position_ids"), getattr(module, "layer_idx", None), wrong)
 
     def _layer(self, module: nn.Module) -> int | str:
         """The name in `methods` of the method for this layer."""

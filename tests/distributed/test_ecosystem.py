@@ -175,6 +175,16 @@ def by_dtensor(group: Any) -> float:
             found.append(float((ours.full_tensor() - one).abs().max()))
     with pytest.raises(ValueError, match="6 query heads that share 3 heads of keys cannot be sharded over 2 ranks"):
         nf.attention(*(distribute_tensor(draw(1, n, 8, 8), mesh, [Shard(1)]) for n in (6, 3, 3)), enable_gqa=True)
+    sinks = distribute_tensor(draw(4), mesh, [Replicate()])
+    for placement in (Shard(1), Shard(2)):
+        parts = [distribute_tensor(draw(1, 4, 8, 8), mesh, [placement]) for _ in range(3)]
+        with pytest.raises(TypeError, match="s_aux must be a plain tensor"):
+            nf.attention(*parts, s_aux=sinks)
+    # What one rank has found wrong is told to the others, and all go on.
+    mixed = [parts[0], *(x.to_local() for x in parts[1:])] if mesh.get_local_rank() == 1 else parts
+    with pytest.raises(RuntimeError, match="rank 1 has error 'ValueError: key must be sharded as query is"):
+        nf.attention(*mixed)
+    assert nf.attention(*parts).shape == (1, 4, 8, 8)
     return max(found)
 
 
@@ -252,6 +262,36 @@ def not_handed_on(group: Any) -> str:
 def test_a_model_that_hands_on_no_positions(ranks: Crew) -> None:
     pytest.importorskip("transformers")
     assert all("the model does not hand them on" in said for said in ranks.run(not_handed_on, ranks=2))
+
+
+def in_other_layers(group: Any) -> list[str]:
+    """What ranks are told where rank 1 is in another layer, and where it alone asks for attention weights."""
+    from hf_models import model as random_model
+
+    from nearfield import hf
+
+    hf.register("nearfield-ranks", nf.Exact(), mesh=group)
+    network, said, is_off = random_model("llama").eval(), [], torch.distributed.get_rank(group) == 1
+    network.set_attn_implementation("nearfield-ranks")
+    last = network.model.layers[1].self_attn
+    tokens, positions = torch.ones(1, 12, dtype=torch.long), torch.arange(12)[None]
+    with context_parallel(group, buffers=[tokens, positions], buffer_seq_dims=[1, 1]):
+        for layer, options in ((5, {}), (1, {"output_attentions": True}), (1, {})):
+            last.layer_idx = layer if is_off else 1
+            try:
+                logits = network(tokens, position_ids=positions, use_cache=False, **options if is_off else {}).logits
+                said.append(str(tuple(logits.shape)))
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+    return said
+
+
+def test_models_whose_ranks_are_in_other_layers(ranks: Crew) -> None:
+    pytest.importorskip("transformers")
+    for said in ranks.run(in_other_layers, ranks=2):
+        assert "rank 1 has layer 5, but rank 0 1" in said[0]
+        assert "error 'ValueError: this model asks for attention weights as an output" in said[1]
+        assert said[2] == "(1, 6, 97)"
 
 
 def without_context(group: Any) -> str:

@@ -110,11 +110,29 @@ def test_requests_of_different_lengths(ranks: Crew) -> None:
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+def reset_apart(group: Any) -> list[Any]:
+    """The layers of a cache that rank 1 has reset once more than others, and tokens that it generates then."""
+    net = tiny()
+    cache = hf.CellCache(EVERYTHING, config=net.config, mesh=group)
+    for _ in range(1 + (torch.distributed.get_rank(group) == 1)):
+        cache.reset()
+    found = hf.generate(net, prompts(), cache=cache, max_new_tokens=2, do_sample=False)
+    return [[layer.store.layer for layer in cache.layers], found.tolist()]
+
+
+def test_layers_are_what_they_were_after_a_reset(ranks: Crew) -> None:
+    """A reset that was interrupted on one rank may be made again there alone."""
+    found = ranks.run(reset_apart, ranks=2)
+    assert found[0] == found[1]
+    assert found[0][0] == [0, 1]
+
+
 def refused(group: Any) -> list[str]:
     net, found = tiny(), []
     attempts: list[Any] = [
         lambda: hf.CellCache(mesh=group, offload=True, resident=64),
         lambda: hf.CellCache(mesh=group, regroup=False),
+        lambda: hf.CellCache(mesh=group, min_weight=0.01),
         lambda: hf.CellCache(nf.TopK(8), mesh=group),
         lambda: hf.CellCache(mesh=group, balance="equal"),
         lambda: hf.CellCache(mesh="cp"),
@@ -136,6 +154,7 @@ def test_what_cannot_be_is_refused(ranks: Crew) -> None:
     reasons = (
         "resident=64 is for keys on one machine",
         "regroup=False is for keys on one machine",
+        "min_weight=0.01 is for keys on one machine",
         "mesh is for Cells",
         "balance must be one of global, local",
         "TypeError: mesh must be a DeviceMesh or a ProcessGroup",

@@ -98,6 +98,90 @@ def test_all_ranks_are_told_that_one_makes_another_call(ranks: Crew, how: str) -
         assert SAID[how] in found
 
 
+class Nearest(nf.Method):
+    """A method of one's own, which shows nothing of itself."""
+
+    def __init__(self, k: int, weights: Tensor | None = None) -> None:
+        self.k, self.weights = k, weights
+        self._calls = 0
+
+    def run(self, problem: nf.Problem, call: nf.Call) -> nf.Outcome:
+        self._calls += 1  # as many as a rank has pieces
+        return nf.TopK(self.k).run(problem, call)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "dropout_p=0.1 cannot be combined with mesh": {"dropout_p": 0.1},
+    "dropout_p must be in": {"dropout_p": 2},
+    "gradient=RandomWalk": {"gradient": nf.gradients.RandomWalk()},
+    "draws keys": {"method": nf.LazyGumbel()},
+    "method must be a method": {"method": "cells"},
+    "scale must be a finite number": {"scale": "a"},
+    "is_causal must be True or False": {"is_causal": "a"},
+    "return_lse must be True or False": {"return_lse": 3},
+}
+
+
+def wrong_alone(group: Any, which: str) -> list[str]:
+    """What this rank is told where rank 1 has arguments that nobody could take, and whether the next call is right."""
+    is_off, said = torch.distributed.get_rank(group) == 1, []
+    q, k, v = rows(group)
+    edges = torch.tensor([0, 30, 20, 60] if is_off else [0, 20, 60])
+    module = nf.nn.Attention(8, 2, method=CELLS, mesh=group)
+
+    def attend(**options: Any) -> Tensor:
+        return nf.attention(q, k, v, mesh=group, **{"method": CELLS, "is_causal": True} | options)
+
+    calls = [lambda options=options: attend(**options if is_off else {}) for options in WRONG.values()]
+    if which == "others":
+        calls = [
+            lambda: nf.attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), edges, edges, method=CELLS, mesh=group),
+            lambda: module(q[0, 0, :, :4] if is_off else q[0, 0]),
+            lambda: module(q[0, 0], need_weights=is_off),
+            lambda: module(q[0, 0].double() if is_off else q[0, 0]),
+            lambda: unshard(q, group, 9 if is_off else 2),
+            lambda: unshard(q.tolist() if is_off else q, group, 2),  # type: ignore[arg-type]
+            lambda: attend(method=Nearest(4 if is_off else 8)),
+        ]
+    wanted = [shard(x, group, 2) for x in one_process()]
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except (RuntimeError, ValueError, TypeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        assert torch.allclose(attend(), wanted[0], atol=1e-5)
+    for _ in range(2):  # not off, however often it was called and wherever its parts are
+        attend(method=Nearest(8, weights=q[: 1 + is_off].clone()))
+    return said
+
+
+def one_process() -> list[Tensor]:
+    made = torch.randn(3, 1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
+    return [nf.attention(*made, method=CELLS, is_causal=True)]
+
+
+OTHERS = [
+    "cu_seqlens_q must begin with 0, never decrease",
+    "query must have shape [batch, length, 8] or [length, 8], got (30, 4)",
+    "need_weights=True: attention weights are never formed",
+    "RuntimeError: mat1 and mat2",
+    "dim must be one of the 4 dimensions of x, got 9",
+    "TypeError: x must be a torch.Tensor, got list",
+    "rank 1 has method \"Nearest with {'k': 4, 'weights': None}",
+]
+
+
+@pytest.mark.parametrize("which", ["attention", "others"])
+def test_what_is_wrong_with_the_arguments_of_one_rank_is_told_to_all(ranks: Crew, which: str) -> None:
+    """Otherwise its next call would be taken for the one that it has not made."""
+    wanted = [*WRONG] if which == "attention" else OTHERS
+    for said in ranks.run(wrong_alone, which, ranks=2):
+        for found, part in zip(said, wanted, strict=True):
+            assert found.startswith("RankError: rank 1 has "), found
+            assert part in found
+
+
 def no_tensors(group: Any) -> list[str]:
     """What all ranks are told that pass no tensor, with the default method, and whether they can go on."""
     given, said = rows(group), []
@@ -176,6 +260,39 @@ def test_all_ranks_are_told_that_one_shares_out_something_else(ranks: Crew, how:
     for found in ranks.run(misfit_context, how, ranks=3):
         assert found.startswith("rank 1 has ")
         assert told in found
+
+
+def enters_again(group: Any) -> tuple[str, bool]:
+    """Rank 1 is interrupted between two layers, leaves the context and starts again by itself. What all are told, and whether
+    they can go on once all of them start again."""
+    made = torch.randn(1, 2, 60, 8, generator=torch.Generator().manual_seed(0))
+
+    def forward(stops: bool = False) -> Tensor:
+        x = made.clone()
+        with context_parallel(group, buffers=[x], buffer_seq_dims=[2]):
+            for _ in range(2):
+                x = nf.attention(x, x, x, method=nf.Exact(), mesh=group)
+                if stops:
+                    raise KeyboardInterrupt
+        return x
+
+    said = ""
+    try:
+        try:
+            forward(stops=torch.distributed.get_rank(group) == 1)
+        except KeyboardInterrupt:
+            forward()
+    except RuntimeError as error:
+        said = str(error)
+    first = nf.attention(made, made, made, method=nf.Exact())
+    return said, torch.allclose(forward(), shard(nf.attention(first, first, first, method=nf.Exact()), group, 2), atol=1e-5)
+
+
+def test_a_rank_that_starts_again_by_itself_is_named(ranks: Crew) -> None:
+    for said, goes_on in ranks.run(enters_again, ranks=3):
+        assert "rank 1 has" in said
+        assert "call 'context_parallel', but rank 0 'attention'" in said
+        assert goes_on
 
 
 class Interrupted(nf.Method):
@@ -289,6 +406,31 @@ def test_a_rank_that_makes_another_backward_pass_is_named(ranks: Crew, how: str)
             assert "call 'attention', but rank 0 'a backward pass'" in said[-1]
             assert len(said) == 1 + (rank == 1 and how == "a hook")
         assert goes_on
+
+
+def differentiated_twice(group: Any) -> list[str]:
+    """What ranks are told that ask for a gradient of a gradient, first all of them and then rank 1 alone."""
+    said = []
+    for number in range(6):
+        alone, (q, k, v) = number >= 3, (x.requires_grad_() for x in rows(group))
+        methods = nf.Exact(), CELLS
+        output = nf.attention(q, k, v, method=methods[number % 3], mesh=group) if number % 3 < 2 else unshard(q, group, 2)
+        twice = not alone or torch.distributed.get_rank(group) == 1
+        try:
+            found = torch.autograd.grad(output.square().sum(), q, create_graph=twice)
+            said.append(f"{found[0].requires_grad}")
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_double_backward_is_refused(ranks: Crew) -> None:
+    """The gradient would have no graph, and a penalty on it would do nothing."""
+    for said in ranks.run(differentiated_twice, ranks=2):
+        for found in said[:3]:
+            assert found.startswith("NotImplementedError: nearfield does not support double backward"), found
+        for found in said[3:]:
+            assert "rank 1 has error 'NotImplementedError: nearfield does not support double backward" in found
 
 
 class Watched(nf.Method):
@@ -450,6 +592,7 @@ def refused(group: Any) -> list[str]:
         {"method": CELLS, "window_size": (8, 0)},
         {"attn_mask": torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)},
         {"check_finite": True, "attn_mask": None},
+        {"method": nf.TopK(8, index=nf.ExactIndex().build(whole))},
     ]
     q[0, 0, 0, 0] = torch.nan
     said = []
@@ -465,6 +608,7 @@ def refused(group: Any) -> list[str]:
         ([*torch.zeros(1, 60, 48).chunk(3, -1)], [1, 1, 1]),
         ([alike[:, :-1], alike[:, 1:]], [1, 1]),
         ([alike, alike], [1, 1]),
+        ([alike, torch.zeros(1, 61, requires_grad=True)], [1, 1]),
     ]
     for buffers, dims in contexts:
         try:
@@ -472,13 +616,19 @@ def refused(group: Any) -> list[str]:
                 said.append("nothing")
         except ValueError as error:
             said.append(str(error))
+    for share_out in (shard, unshard):
+        try:
+            share_out(whole, group, 9)
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
 def test_what_is_refused(ranks: Crew) -> None:
     wanted = ["dropout_p=0.1", "gradient=RandomWalk", "LazyGumbel", "TopK(k=8, tail=8", "Cells(", "window_size=(8, 0)"]
-    wanted += ["key-padding masks", "NaN or inf in query", "buffer_seq_dims"]
+    wanted += ["key-padding masks", "NaN or inf in query", "TopK has an index that is built already", "buffer_seq_dims"]
     wanted += ["buffers must be contiguous, got buffer 0", *["buffers 0 and 1 have memory in common"] * 2]
+    wanted += ["none may require a gradient, got buffer 1", *["dim must be one of the 4 dimensions of x, got 9"] * 2]
     for said in ranks.run(refused, ranks=2):
         assert len(said) == len(wanted)
         for found, part in zip(said, wanted, strict=True):

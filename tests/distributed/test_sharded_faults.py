@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, crew
-from sharded_cases import SMALL, Source
+from sharded_cases import ALL, SMALL, Source
 
 import nearfield as nf
 from nearfield import tensor_file
+from nearfield.cells.cache.store import CellStore
 from nearfield.distributed import RankError, Ranks, ShardedStore, decode, files
 from nearfield.distributed.layout import ZigZag
 
@@ -122,6 +123,53 @@ def test_ranks_that_make_another_call_are_named(ranks: Crew, how: str, told: str
 
 def test_without_a_check_nothing_is_compared(ranks: Crew) -> None:
     assert ranks.run(differs, "scale", False, ranks=2) == [["nothing was raised"]] * 2
+
+
+def starts_again(group: Any) -> tuple[list[str], bool]:
+    """Rank 1 is interrupted between two layers, heals itself, and starts the step again, while the others go on. What all are
+    told, and whether they go on as one machine would once all of them have healed."""
+    ranks, layers = Ranks(group), (Source(*FORM), Source(*FORM, seed=1))
+    method = nf.Cells(probes=ALL, **SMALL)
+    stores: list[Any] = [ShardedStore(method, ranks) for _ in layers]
+    single = [CellStore(method) for _ in layers]
+    steps = []
+    for store, one, source in zip(stores, single, layers, strict=True):
+        prompt = source.keys(2, 100)
+        store.append(*prompt)
+        one.append(*prompt)
+        store.close()
+        steps.append((source.keys(2, 1), source.queries(2, 1)))
+
+    def forward(stores: list[Any], stops: bool = False) -> list[torch.Tensor]:
+        found = []
+        for store, (new, query) in zip(stores, steps, strict=True):
+            store.append(*new)
+            found.append(store.attend(query))
+            if stops:
+                raise KeyboardInterrupt
+        return found
+
+    said = []
+    try:
+        try:
+            forward(stores, stops=ranks.rank == 1)
+        except KeyboardInterrupt:
+            for store in stores:
+                store.crop(100)
+            forward(stores)
+    except RankError as error:
+        said.append(str(error))
+    for store in stores:
+        store.crop(100)
+    pairs = zip(forward(stores), forward(single), strict=True)
+    return said, all(torch.allclose(mine, theirs, atol=1e-10) for mine, theirs in pairs)
+
+
+def test_ranks_that_are_in_other_layers_are_told_so(ranks: Crew) -> None:
+    """All layers ask for tensors of the same shape: nobody would know, and outputs would be of two layers."""
+    for said, goes_on in ranks.run(starts_again, ranks=3):
+        assert said == ["rank 1 has layer 0, but rank 0 1. All ranks must make the same calls with the same arguments"]
+        assert goes_on
 
 
 # Ranks that are gone.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from catalogue.mutant import Mutant
 
 EQUAL = ("test_sharded.py::test_equal_to_one_process",)
+ALONE = "test_what_is_wrong_with_the_arguments_of_one_rank_is_told_to_all"
+LAYERS = "test_models_whose_ranks_are_in_other_layers"
 BY_KERNELS = ("test_flash.py::test_the_kernels_of_a_gpu_over_ranks",)
 
 MUTANTS = (
@@ -102,9 +104,114 @@ MUTANTS = (
     Mutant(
         "ranks: whoever passes no tensor is alone with it",
         "attention:over_ranks",
-        "if isinstance(method, Auto) and isinstance(query, Tensor):",
-        "if isinstance(method, Auto):",
+        "if isinstance(asked.method, Auto) and isinstance(query, Tensor):",
+        "if isinstance(asked.method, Auto):",
         ("test_no_tensors",),
+    ),
+    Mutant(
+        "ranks: what is wrong with the arguments of one is its own affair",
+        "attention:over_ranks",
+        "            wrong = error\n",
+        "            raise\n",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: what is wrong with packed sequences of one is its own affair",
+        "varlen:attention_varlen",
+        "        if mesh is None:\n            raise\n",
+        "        if True:\n            raise\n",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: what is wrong with the inputs of a module is its own affair",
+        "nn:Attention.forward",
+        "except (TypeError, ValueError, RuntimeError) as error:",
+        "except ZeroDivisionError as error:",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: what is wrong with the DTensors of one is its own affair",
+        "over_tensors",
+        "            wrong = error\n",
+        "            raise\n",
+        ("test_dtensors",),
+    ),
+    Mutant(
+        "ranks: a dimension that one does not have is its own affair",
+        "context:unshard",
+        'wrong, facts["error"] = error, told(error)',
+        "raise",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: what one asks of a layer is its own affair",
+        "AttentionFunction._serve",
+        "        if self.mesh is None:\n            _check_options(options)",
+        "        _check_options(options)",
+        (LAYERS,),
+    ),
+    Mutant(
+        "ranks: a model may be in other layers",
+        "serve_sharded",
+        "        layer=layer,\n",
+        "",
+        (LAYERS,),
+    ),
+    Mutant(
+        "ranks: one method of one's own is as good as another",
+        "distributed.call:shown",
+        'return f"{type(method).__name__} with {given}"',
+        "return type(method).__name__",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: what a method of one's own keeps to itself has to be alike",
+        "distributed.call:shown",
+        'if not name.startswith("_")}',
+        "}",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: an index of all heads is searched for some",
+        "_checked_over_ranks",
+        'if isinstance(getattr(method, "index", None), BuiltIndex):',
+        "if False:",
+        ("test_sharded_calls.py::test_what_is_refused",),
+    ),
+    Mutant(
+        "ranks: sinks may be DTensors",
+        "_checked_over_ranks",
+        '(("attn_mask", attn_mask), ("s_aux", asked.s_aux))',
+        '(("attn_mask", attn_mask),)',
+        ("test_dtensors",),
+    ),
+    Mutant(
+        "ranks: gradients of gradients are zero",
+        "_Sharded.backward",
+        "double_backward_error() if torch.is_grad_enabled() else None",
+        "None",
+        ("test_sharded_calls.py::test_double_backward_is_refused",),
+    ),
+    Mutant(
+        "ranks: gradients of gradients of whole sequences are zero",
+        "_Unshard.backward",
+        "double_backward_error() if torch.is_grad_enabled() else None",
+        "None",
+        ("test_sharded_calls.py::test_double_backward_is_refused",),
+    ),
+    Mutant(
+        "ranks: a dimension that there is not is another one",
+        "context:_checked_dim",
+        "if not -x.dim() <= dim < x.dim():",
+        "if False:",
+        (ALONE,),
+    ),
+    Mutant(
+        "ranks: buffers may require a gradient",
+        "context:_checked_length",
+        "if x.requires_grad:",
+        "if False:",
+        ("test_sharded_calls.py::test_what_is_refused",),
     ),
     Mutant(
         "ranks: they exchange something before they know that they agree",
@@ -284,7 +391,7 @@ MUTANTS = (
     Mutant(
         "ranks: they differentiate whatever they come to",
         "_Sharded.backward",
-        'ranks.agree("a backward pass", moving={"number": ctx.number})',
+        'ranks.agree("a backward pass", moving={"number": ctx.number}, error=told(wrong))',
         "pass",
         ("test_a_rank_that_makes_another_backward_pass_is_named",),
     ),
@@ -325,7 +432,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks: groups of query heads are cut",
-        "dtensors:_placements",
+        "dtensors:_check",
         "if heads != kv_heads and (heads % parts or kv_heads % parts):",
         "if False:",
         ("test_dtensors",),

@@ -167,6 +167,27 @@ MUTANTS = (
         ("test_ranks_that_make_another_call_are_named",),
     ),
     Mutant(
+        "shards: ranks may be in other layers",
+        "ShardedStore.__init__",
+        '"eps": eps, "layer": layer}',
+        '"eps": eps}',
+        ("test_ranks_that_are_in_other_layers_are_told_so",),
+    ),
+    Mutant(
+        "shards: stores that share ranks are all the first one",
+        "ShardedStore.__init__",
+        "_MADE[self.ranks] = layer + 1",
+        "_MADE[self.ranks] = layer",
+        ("test_ranks_that_are_in_other_layers_are_told_so",),
+    ),
+    Mutant(
+        "shards: layers of a cache are counted as they are made",
+        "CellCache._next_layer",
+        "self._options._replace(layer=number)",
+        "self._options",
+        ("test_layers_are_what_they_were_after_a_reset",),
+    ),
+    Mutant(
         "shards: files of another save are taken",
         "_read_shard",
         "if about != expected:",
