@@ -100,7 +100,7 @@ class Agreement:
 
     def start(self) -> None:
         """Send it to the others."""
-        header = torch.tensor(self._said)
+        header = torch.tensor(self._said, device="cpu")
         self._pending = self._ranks.start_gather("checks", header.to(self._ranks._place).view(torch.uint8))
 
     def start_with(self, what: str, x: Tensor) -> Pending:
@@ -110,7 +110,7 @@ class Agreement:
         """
         ranks = self._ranks
         self._said[1] += 1  # of a rank that sends a tensor, and of one that does not
-        header = torch.tensor(self._said).view(torch.uint8)
+        header = torch.tensor(self._said, device="cpu").view(torch.uint8)
         ranks.sent["checks"] += len(header) * (ranks.size - 1)
         ranks.sent[what] += x.nbytes * (ranks.size - 1)
         self._pending = ranks._start_small("checks", torch.cat([header, _bytes(x)]))
@@ -211,7 +211,9 @@ class Ranks:
             return Pending(self, what, found, *going, *coming)
 
     def _expect(self) -> tuple[Tensor, list[Any]]:
-        found = torch.empty(self.size, 8 * HEADER + CARRIED, dtype=torch.uint8)
+        # The next call writes there, and may be in no inference mode, nor have the default device of this one.
+        with torch.inference_mode(False):
+            found = torch.empty(self.size, 8 * HEADER + CARRIED, dtype=torch.uint8, device="cpu")
         return found, [dist.irecv(found[rank], group=self.group, group_src=rank, tag=TAG) for rank in self._others]
 
     def gather(self, what: str, x: Tensor) -> Tensor:

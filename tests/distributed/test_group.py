@@ -8,6 +8,7 @@ import runpy
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch import Tensor
 from nearfield.distributed import Ranks
 from nearfield.distributed import group as group_module
 from nearfield.distributed.context import ranks_of
+
+SOON = timedelta(seconds=2)
+"""until ranks of a group that will not go on are told so"""
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +163,26 @@ def policies(group: Any) -> list[int]:
 def test_threads_that_receive_give_way_to_the_one_that_sends(impatient: Crew) -> None:
     for found in impatient.run(policies, ranks=2):
         assert set(found) <= {os.SCHED_BATCH}
+
+
+def calls_by_turns(group: Any) -> list[tuple[bool, list[list[int]]]]:
+    """Calls of one group, with and without gradients, and with another default device."""
+    found = []
+    made = dist.new_group(list(range(dist.get_world_size(group))), timeout=SOON)  # nobody has exchanged anything in it
+    ranks = Ranks(made)
+    own = torch.full((3,), float(ranks.rank))
+    for is_inference, device in ((True, "cpu"), (False, "cpu"), (False, "meta")):
+        with torch.inference_mode(is_inference), torch.device(device), ranks.together("attention"):
+            agreement = ranks.start_agree("attention", [ranks.rank], held=True)
+            rows = ranks.gather("rows", own)
+            found.append((rows[:, 0].tolist() == [0.0, 1.0], agreement.wait()))
+            ranks.agree("attention")
+    dist.destroy_process_group(made)
+    return found
+
+
+def test_calls_in_inference_mode_and_with_a_default_device_go_with_others(ranks: Crew) -> None:
+    assert ranks.run(calls_by_turns, ranks=2) == [[(True, [[0], [1]])] * 3] * 2
 
 
 def refuses(group: Any) -> list[list[int]]:

@@ -128,6 +128,13 @@ MUTANTS = (
         ("test_a_rank_that_leaves_after_the_first_tensor_sends_nothing_more",),
     ),
     Mutant(
+        "ranks: the next messages of others are written to a tensor of inference mode",
+        "Ranks._expect",
+        "torch.inference_mode(False)",
+        "torch.inference_mode(torch.is_inference_mode_enabled())",
+        ("test_calls_in_inference_mode_and_with_a_default_device_go_with_others",),
+    ),
+    Mutant(
         "ranks: threads that receive push aside the one that sends",
         "distributed.group:_give_way",
         '"gloo_tcp_loop"',
