@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -349,35 +350,48 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            missing = ", ".join(map(self.name, self._silent()))
-            told = f"{missing} did not answer" if missing else "all ranks still answer; one of them may have come too late"
             raise RankError(
-                f"{self.name(self.rank)} waited for others ({what}) in vain: {told}. This group of processes cannot go on; start "
-                f"it again"
+                f"{self.name(self.rank)} waited for others ({what}) in vain: {self._about_others()}. This group of processes cannot "
+                "go on; start it again"
             ) from error
 
-    def _silent(self) -> list[int]:
-        """The ranks that do not say that they have seen this failure too."""
-        store = meeting_store()
+    def _about_others(self) -> str:
+        """Which ranks do not say that they have seen this failure too."""
         # Ranks count alike what they do together: what they said of one failure says nothing of another.
-        failure = f"nearfield/{self.group.group_name}"
-        keys = [f"{failure}/{self._calls}/{rank}" for rank in range(self.size)]
-        silent = []
-        try:
+        asked = meeting_store(), f"nearfield/{self.group.group_name}", self._calls
+        answers: list[set[int]] = []
+        # torch waits without an end for a store that is kept by a process which hangs.
+        asking = threading.Thread(target=lambda: answers.append(self._answers(*asked)), daemon=True)
+        asking.start()
+        asking.join(3 * PATIENCE.total_seconds())
+        found = answers[0] if answers else set()
+        if self.rank not in found:
+            return (
+                "the store by which the ranks found each other did not answer; whoever keeps it has failed or ended, which is "
+                "rank 0 unless torchrun or another process does"
+            )
+        missing = ", ".join(self.name(rank) for rank in self._others if rank not in found)
+        return f"{missing} did not answer" if missing else "all ranks still answer; one of them may have come too late"
+
+    def _answers(self, store: Any, failure: str, calls: int) -> set[int]:
+        """The ranks that say so, this one too if the store can be asked."""
+        found = set()
+        with suppress(RuntimeError):
             # What was sent last has reached some of the others and not all, who have got further or less far.
-            for calls in range(self._calls - NEAR, self._calls + NEAR + 1):
-                store.set(f"{failure}/{calls}/{self.rank}", "seen")
-        except RuntimeError:
-            return [0]  # Who keeps the store is gone.
+            for near in range(calls - NEAR, calls + NEAR + 1):
+                store.set(f"{failure}/{near}/{self.rank}", "seen")
         # However many are silent: twice as long in all, as some see a failure later than others.
         deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
-        for rank, key in enumerate(keys):
-            left = max(min(deadline - time.monotonic(), PATIENCE.total_seconds()), 0.1)
-            try:
-                store.wait([key], timedelta(seconds=left))
-            except RuntimeError:
-                silent.append(rank)
-        return silent
+        # This rank itself comes last. What it has said is there, unless the store is gone, which then has no news of others either.
+        for rank in [*self._others, self.rank]:
+            key, left = f"{failure}/{calls}/{rank}", min(deadline - time.monotonic(), PATIENCE.total_seconds())
+            with suppress(RuntimeError):
+                if left > 0.1:  # To wait for less than a millisecond would be without an end.
+                    store.wait([key], timedelta(seconds=left))
+                elif not store.check([key]):
+                    continue
+                found.add(rank)
+        return found
 
 
 def _give_way() -> None:

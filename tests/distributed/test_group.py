@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import runpy
+import signal
 import time
 import weakref
 from collections.abc import Iterator
@@ -246,6 +248,42 @@ def test_survivors_name_the_rank_that_has_failed(impatient: Crew, how: str) -> N
         assert found.startswith("RankError"), found
         assert "(rows) in vain: rank 1 did not answer" in found
         assert found.endswith("(True)")
+
+
+def loses_the_store(group: Any) -> list[str]:
+    """Rank 0 keeps two stores, by one of which ranks are asked. It is stopped, and then killed; what the others are told, and
+    after how many seconds."""
+    group_module.PATIENCE = timedelta(seconds=0.5)
+    ranks, said = Ranks(group), []
+    kept = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(0 if ranks.rank else 2)]
+    process, *ports = json.loads(ranks.texts("stores", json.dumps([os.getpid(), *(store.port for store in kept)]))[0])
+    stores = kept or [dist.TCPStore("127.0.0.1", port) for port in ports]
+    ranks.gather("first", torch.zeros(4))
+    if ranks.rank == 0:
+        time.sleep(60)
+    for store, ends in zip(stores, (signal.SIGSTOP, signal.SIGKILL), strict=True):
+        group_module.meeting_store = lambda store=store: store
+        if ranks.rank == 1:
+            os.kill(process, ends)
+        started = time.monotonic()
+        try:
+            ranks.gather("rows", torch.zeros(4))
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error} ({time.monotonic() - started < 15})")
+    return said
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="only some systems stop processes")
+def test_survivors_are_told_that_nobody_keeps_the_store(impatient: Crew) -> None:
+    impatient.start(loses_the_store)
+    for rank in (1, 2):
+        found = impatient.outcome(rank)[1]
+        assert len(found) == 2, found
+        for told in found:
+            assert told.startswith("RankError")
+            assert "the store by which the ranks found each other did not answer" in told
+            assert "which is rank 0 unless" in told
+            assert told.endswith("(True)")
 
 
 def test_bad_groups() -> None:

@@ -135,6 +135,20 @@ MUTANTS = (
         ("test_calls_in_inference_mode_and_with_a_default_device_go_with_others",),
     ),
     Mutant(
+        "ranks: they wait for a store whose keeper hangs",
+        "Ranks._about_others",
+        "asking.join(3 * ",
+        "asking.join(60 * ",
+        ("test_survivors_are_told_that_nobody_keeps_the_store",),
+    ),
+    Mutant(
+        "ranks: those of which a dead store has no news have failed",
+        "Ranks._about_others",
+        "if self.rank not in found:",
+        "if not answers:",
+        ("test_survivors_are_told_that_nobody_keeps_the_store",),
+    ),
+    Mutant(
         "ranks: threads that receive push aside the one that sends",
         "distributed.group:_give_way",
         '"gloo_tcp_loop"',
