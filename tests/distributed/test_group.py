@@ -40,6 +40,11 @@ def impatient() -> Iterator[Crew]:
     made.close()
 
 
+def fresh() -> Any:
+    """A group of all four ranks that has exchanged nothing yet, and may be spoiled."""
+    return dist.new_group(range(4), timeout=SOON)
+
+
 def gathered(group: Any, dtype: torch.dtype, is_small: bool = True) -> tuple[Tensor, Tensor, dict[str, int]]:
     """What all ranks have, each row a rank, and the sum of what they have for this one."""
     ranks = Ranks(group)
@@ -86,6 +91,34 @@ def test_all_ranks_are_told_who_differs_and_in_what(ranks: Crew) -> None:
 
 def test_without_a_check_nothing_is_compared(ranks: Crew) -> None:
     assert ranks.run(agreed, {1: [1, 2, 9]}, False, ranks=3) == [[[[5, 0], [5, 1], [5, 2]]] * 2] * 3
+
+
+def test_most_ranks_are_right(ranks: Crew) -> None:
+    for found in ranks.run(agreed, {0: [1, 2, 9]}, ranks=3):
+        assert "rank 0 has query [1, 2, 9], but rank 1 [1, 2, 8]" in found
+    for found in ranks.run(agreed, {2: [1, 2, 9], 1: [1, 2, 9]}, ranks=4):
+        assert "rank 1 has query [1, 2, 9], but rank 0 [1, 2, 8]" in found
+
+
+def refuses_own(group: Any, wrong: list[str | None]) -> str:
+    """What is said where ranks find such errors in their own arguments, and whether they go on."""
+    ranks, own = Ranks(group), wrong[dist.get_rank(group)]
+    try:
+        with ranks.together("attention"):
+            ranks.agree("attention", error=own)
+            if own is not None:
+                raise ValueError(own)
+        said = "nothing"
+    except (RuntimeError, ValueError) as error:
+        said = str(error)
+    return f"{said} {ranks.agree('attention', [7])}"
+
+
+def test_each_rank_says_what_is_wrong_if_something_is_on_all(ranks: Crew) -> None:
+    assert ranks.run(refuses_own, ["20 rows", "21 rows"], ranks=2) == ["20 rows [[7], [7]]", "21 rows [[7], [7]]"]
+    for said in ranks.run(refuses_own, [None, "rows", "rows"], ranks=3):
+        assert said.startswith("rank 1 has error 'rows', but rank 0 None")
+        assert said.endswith("[[7], [7], [7]]")
 
 
 def agreed_again(group: Any) -> list[str]:
@@ -169,22 +202,61 @@ def test_threads_that_receive_give_way_to_the_one_that_sends(impatient: Crew) ->
 
 def calls_by_turns(group: Any) -> list[tuple[bool, list[list[int]]]]:
     """Calls of one group, with and without gradients, and with another default device."""
-    found = []
-    made = dist.new_group(list(range(dist.get_world_size(group))), timeout=SOON)  # nobody has exchanged anything in it
-    ranks = Ranks(made)
+    found, ranks = [], Ranks(fresh())
     own = torch.full((3,), float(ranks.rank))
     for is_inference, device in ((True, "cpu"), (False, "cpu"), (False, "meta")):
         with torch.inference_mode(is_inference), torch.device(device), ranks.together("attention"):
             agreement = ranks.start_agree("attention", [ranks.rank], held=True)
             rows = ranks.gather("rows", own)
-            found.append((rows[:, 0].tolist() == [0.0, 1.0], agreement.wait()))
+            found.append((rows[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0], agreement.wait()))
             ranks.agree("attention")
-    dist.destroy_process_group(made)
+    dist.destroy_process_group(ranks.group)
     return found
 
 
 def test_calls_in_inference_mode_and_with_a_default_device_go_with_others(ranks: Crew) -> None:
-    assert ranks.run(calls_by_turns, ranks=2) == [[(True, [[0], [1]])] * 3] * 2
+    assert ranks.run(calls_by_turns) == [[(True, [[0], [1], [2], [3]])] * 3] * 4
+
+
+def compares_alone(group: Any, how: str) -> list[str]:
+    """Rank 1 alone does not compare what it is called with, or sends something else than a text; two calls of each rank."""
+    said = []
+    spoiled = Ranks(fresh(), check=how == "text" or dist.get_rank(group) != 1)
+    for _ in range(2):
+        try:
+            if how == "text" and spoiled.rank == 1:
+                spoiled.gather("rows", torch.rand(1, dtype=torch.float64))
+                return []
+            with spoiled.together("attention"):
+                if how == "text":
+                    spoiled.texts("names", "a name")
+                spoiled.start_agree("attention", [7] if how == "numbers" else [], held=how == "held")
+                if how == "later":
+                    spoiled.start_exchange("keys", [torch.zeros(3)] * 4, [[3]] * 4)[0].wait()
+                spoiled.gather("rows", torch.rand(5))
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("held", "rank 1 sent something else: it makes another call, or one has check=False"),
+        ("at once", "rank 1 sent something else: it makes another call, or one has check=False"),
+        ("numbers", "rank 1 has check=False, unlike the others"),
+        ("later", "all ranks still answer, but rank 0 waited for checks, rank 1 for keys (check=False), rank 2 for checks"),
+        ("text", "rank 1 sent something else than a text (names)"),
+    ],
+)
+def test_a_rank_that_compares_nothing_is_told_from_others(ranks: Crew, how: str, told: str) -> None:
+    """And on all ranks."""
+    found = ranks.run(compares_alone, how)
+    assert [len(said) for said in found] == [2, 0 if how == "text" else 2, 2, 2]
+    for first, second in filter(None, found):
+        assert told in first
+        assert "nothing" not in second
 
 
 def refuses(group: Any) -> list[list[int]]:
