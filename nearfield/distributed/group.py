@@ -446,7 +446,7 @@ class Ranks:
                 store.set(f"{failure}/{near}/{self.rank}", what)
         # However many are silent: twice as long in all, as some see a failure later than others.
         deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
-        # This rank itself comes last. What it has said is there, unless the store is gone, which then has no news of others either.
+        # This rank itself comes last. What it has said is there, unless the store is gone, which then has no news of others.
         for rank in [*self._others, self.rank]:
             key, left = f"{failure}/{calls}/{rank}", min(deadline - time.monotonic(), PATIENCE.total_seconds())
             with suppress(RuntimeError):
