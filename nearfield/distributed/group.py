@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -24,6 +25,10 @@ from nearfield._compat import meeting_store
 
 HEADER = 8
 """Numbers that ranks exchange before a call: a digest of its arguments, the length of their text, and up to six of its own."""
+MARK = 0x6E666E66
+"""in the upper half of the second of these numbers, to tell them from anything else"""
+LONGEST = 1 << 24
+"""Bytes of a text. A rank that sends something else than a length seldom sends so small a number."""
 CARRIED = 1 << 15
 """Up to so many bytes are a small message. Each rank sends its own straight to all others, from the thread that asks for it, and
 what the others will send next has its place already. For a collective, gloo wakes a thread of its own first."""
@@ -36,6 +41,8 @@ PATIENCE = timedelta(seconds=3)
 """How long to wait for an answer of the others, to say which rank has failed."""
 NEAR = 16
 """Ranks that see a failure are at most so many calls apart."""
+
+ALIKE = "All ranks must make the same calls with the same arguments"
 
 _LEFT: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """By process group, what this rank has left while the others were still at it."""
@@ -78,6 +85,19 @@ class Pending:
         return self._result
 
 
+class Unchecked(Pending):
+    """A small tensor that is on its way to a rank which compares nothing. If others do, they have sent what they compare."""
+
+    def __init__(self, ranks: Ranks, what: str, result: Tensor, rows: Tensor, *works: Any) -> None:
+        super().__init__(ranks, what, result, *works)
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        result = super().wait()
+        self._ranks._compare_kinds(self._rows[:, 8:16].view(torch.int64).flatten().tolist())
+        return result
+
+
 class Carried(Pending):
     """A tensor that is on its way together with what ranks say of the call: it is there if they agree."""
 
@@ -100,7 +120,7 @@ class Agreement:
 
     def start(self) -> None:
         """Send it to the others."""
-        header = torch.tensor(self._said)
+        header = torch.tensor(self._said, device="cpu")
         self._pending = self._ranks.start_gather("checks", header.to(self._ranks._place).view(torch.uint8))
 
     def start_with(self, what: str, x: Tensor) -> Pending:
@@ -110,7 +130,7 @@ class Agreement:
         """
         ranks = self._ranks
         self._said[1] += 1  # of a rank that sends a tensor, and of one that does not
-        header = torch.tensor(self._said).view(torch.uint8)
+        header = torch.tensor(self._said, device="cpu").view(torch.uint8)
         ranks.sent["checks"] += len(header) * (ranks.size - 1)
         ranks.sent[what] += x.nbytes * (ranks.size - 1)
         self._pending = ranks._start_small("checks", torch.cat([header, _bytes(x)]))
@@ -126,7 +146,7 @@ class Agreement:
             assert self._pending is not None
             self._found = self._pending.wait()[:, : 8 * HEADER].cpu().view(torch.int64).tolist()
             if any(row[:2] != self._found[0][:2] for row in self._found):
-                ranks._tell_differences(self._text or "{}")
+                ranks._tell_differences([row[1] for row in self._found], self._text)
             # With a tensor, ranks have exchanged something since.
             ranks._agreed = ranks._calls - self._said[1] % 2
         return [row[2 : 2 + self._numbers] for row in self._found]
@@ -189,7 +209,10 @@ class Ranks:
         self.sent[what] += x.nbytes * (self.size - 1)
         if is_small:
             pending = self._start_small(what, _bytes(x))
-            return Pending(self, what, _like(x, pending._result), *pending._works)
+            rows, result = pending._result, _like(x, pending._result)
+            if not self.check:
+                return Unchecked(self, what, result, rows, *pending._works)
+            return Pending(self, what, result, *pending._works)
         found = x.new_empty((self.size, *x.shape))
         with self.guarded(what):
             if x.device.type == "cpu" and found.nbytes <= SMALL:
@@ -211,7 +234,10 @@ class Ranks:
             return Pending(self, what, found, *going, *coming)
 
     def _expect(self) -> tuple[Tensor, list[Any]]:
-        found = torch.empty(self.size, 8 * HEADER + CARRIED, dtype=torch.uint8)
+        # The next call writes there, and may be in no inference mode, nor have the default device of this one.
+        with torch.inference_mode(False):
+            found = torch.empty(self.size, 8 * HEADER + CARRIED, dtype=torch.uint8, device="cpu")
+            found[:, : 8 * HEADER] = 0  # A shorter message leaves the rest as it is: that must not be what was there before.
         return found, [dist.irecv(found[rank], group=self.group, group_src=rank, tag=TAG) for rank in self._others]
 
     def gather(self, what: str, x: Tensor) -> Tensor:
@@ -242,9 +268,15 @@ class Ranks:
 
     def texts(self, what: str, text: str) -> list[str]:
         """What each rank says."""
-        said = text.encode()
-        lengths = self.gather(what, torch.tensor([len(said)], device=self._place)).flatten().tolist()
-        padded = torch.frombuffer(bytearray(said.ljust(max(1, *lengths))), dtype=torch.uint8).to(self._place)
+        length = torch.tensor([len(text.encode())], device=self._place)
+        return self._texts(what, text, self.gather(what, length).flatten().tolist())
+
+    def _texts(self, what: str, text: str, lengths: list[int]) -> list[str]:
+        """Likewise, of so many bytes."""
+        strange = [rank for rank, length in enumerate(lengths) if not 0 <= length <= LONGEST]
+        if strange:
+            raise self._out_of_step(f"{self._names(strange)} sent something else than a text ({what})")
+        padded = torch.frombuffer(bytearray(text.encode().ljust(max(1, *lengths))), dtype=torch.uint8).to(self._place)
         rows = self.gather(what, padded)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
@@ -300,7 +332,7 @@ class Ranks:
         """
         text = json.dumps({"call": call, **facts, **(moving or {})}, default=str, sort_keys=True) if self.check else ""
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        agreement = Agreement(self, text, [digest, 2 * len(text), *numbers], len(numbers))
+        agreement = Agreement(self, text, [digest, (MARK << 32) + 2 * len(text), *numbers], len(numbers))
         if self.size == 1 or not (self.check or numbers):
             agreement._found = [agreement._said] * self.size
             return agreement
@@ -324,16 +356,46 @@ class Ranks:
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _tell_differences(self, facts: str) -> None:
-        calls = [json.loads(text) for text in self.texts("checks", facts)]
-        usual = calls[0]
+    def _tell_differences(self, kinds: list[int], facts: str) -> None:
+        """Raise and say who makes another call, unless all have found something wrong with their own arguments: then each says
+        what. `kinds`: the second number of what each rank says of its call."""
+        self._compare_kinds(kinds)
+        lengths = [kind % (1 << 32) // 2 for kind in kinds]
+        silent = [rank for rank, length in enumerate(lengths) if not length]
+        if silent and any(lengths):
+            raise RankError(f"{self._names(silent)} has check=False, unlike the others. {ALIKE}")
+        calls = [json.loads(text or "{}") for text in self._texts("checks", facts, lengths)]
+        right = [rank for rank, call in enumerate(calls) if call.get("error") is None]
+        if not right:
+            return
+        # What most ranks do, and of as many the lowest; what is wrong may be the same on most.
+        alike = Counter(json.dumps(calls[rank]) for rank in right)
+        usual = max(right, key=lambda rank: alike[json.dumps(calls[rank])])
         names = sorted({name for call in calls for name in call})
         for rank, call in enumerate(calls):
-            differ = [name for name in names if call.get(name) != usual.get(name)]
+            differ = [name for name in names if call.get(name) != calls[usual].get(name)]
             if differ:
-                told = "; ".join(f"{name} {call.get(name)!r}, but {self.name(0)} {usual.get(name)!r}" for name in differ)
-                raise RankError(f"{self.name(rank)} has {told}. All ranks must make the same calls with the same arguments")
+                told = "; ".join(f"{x} {call.get(x)!r}, but {self.name(usual)} {calls[usual].get(x)!r}" for x in differ)
+                raise RankError(f"{self.name(rank)} has {told}. {ALIKE}")
         raise RankError("the ranks make different calls")
+
+    def _compare_kinds(self, kinds: list[int]) -> None:
+        """Raise where some ranks say what they are called with, and others send something else."""
+        strange = [rank for rank, kind in enumerate(kinds) if kind >> 32 != MARK]
+        if 0 < len(strange) < self.size:
+            said = self._names([rank for rank in range(self.size) if rank not in strange])
+            raise self._out_of_step(
+                f"{said} told what the call is, and {self._names(strange)} sent something else: it makes another call, or "
+                f"one has check=False and others have not. {ALIKE}"
+            )
+
+    def _out_of_step(self, told: str) -> RankError:
+        """Nobody knows what comes next: what this rank sent could be taken for something else."""
+        _LEFT[self.group] = "a call that others do not make"
+        return RankError(f"{told}. This group of processes cannot go on; start it again")
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(self.name, ranks))
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -347,35 +409,53 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            missing = ", ".join(map(self.name, self._silent()))
-            told = f"{missing} did not answer" if missing else "all ranks still answer; one of them may have come too late"
             raise RankError(
-                f"{self.name(self.rank)} waited for others ({what}) in vain: {told}. This group of processes cannot go on; start "
-                f"it again"
+                f"{self.name(self.rank)} waited for others ({what}) in vain: {self._about_others(what)}. This group of processes "
+                "cannot go on; start it again"
             ) from error
 
-    def _silent(self) -> list[int]:
-        """The ranks that do not say that they have seen this failure too."""
-        store = meeting_store()
+    def _about_others(self, what: str) -> str:
+        """Which ranks do not say that they have seen this failure too, or else what each waited for."""
         # Ranks count alike what they do together: what they said of one failure says nothing of another.
-        failure = f"nearfield/{self.group.group_name}"
-        keys = [f"{failure}/{self._calls}/{rank}" for rank in range(self.size)]
-        silent = []
-        try:
+        asked = meeting_store(), f"nearfield/{self.group.group_name}", self._calls, what + " (check=False)" * (not self.check)
+        answers: list[dict[int, str]] = []
+        # torch waits without an end for a store that is kept by a process which hangs.
+        asking = threading.Thread(target=lambda: answers.append(self._answers(*asked)), daemon=True)
+        asking.start()
+        asking.join(3 * PATIENCE.total_seconds())
+        found = answers[0] if answers else {}
+        if self.rank not in found:
+            return (
+                "the store by which the ranks found each other did not answer; whoever keeps it has failed or ended, which is "
+                "rank 0 unless torchrun or another process does"
+            )
+        missing = self._names([rank for rank in self._others if rank not in found])
+        if missing:
+            return f"{missing} did not answer"
+        if len(set(found.values())) == 1:
+            return "all ranks still answer; one of them may have come too late"
+        waited = [f"{self.name(rank)} {'waited ' * (not rank)}for {found[rank]}" for rank in range(self.size)]
+        return f"all ranks still answer, but {', '.join(waited)}"
+
+    def _answers(self, store: Any, failure: str, calls: int, what: str) -> dict[int, str]:
+        """What the ranks that say so waited for; of this one too, if the store can be asked."""
+        found = {}
+        with suppress(RuntimeError):
             # What was sent last has reached some of the others and not all, who have got further or less far.
-            for calls in range(self._calls - NEAR, self._calls + NEAR + 1):
-                store.set(f"{failure}/{calls}/{self.rank}", "seen")
-        except RuntimeError:
-            return [0]  # Who keeps the store is gone.
+            for near in range(calls - NEAR, calls + NEAR + 1):
+                store.set(f"{failure}/{near}/{self.rank}", what)
         # However many are silent: twice as long in all, as some see a failure later than others.
         deadline = time.monotonic() + 2 * PATIENCE.total_seconds()
-        for rank, key in enumerate(keys):
-            left = max(min(deadline - time.monotonic(), PATIENCE.total_seconds()), 0.1)
-            try:
-                store.wait([key], timedelta(seconds=left))
-            except RuntimeError:
-                silent.append(rank)
-        return silent
+        # This rank itself comes last. What it has said is there, unless the store is gone, which then has no news of others.
+        for rank in [*self._others, self.rank]:
+            key, left = f"{failure}/{calls}/{rank}", min(deadline - time.monotonic(), PATIENCE.total_seconds())
+            with suppress(RuntimeError):
+                if left > 0.1:  # To wait for less than a millisecond would be without an end.
+                    store.wait([key], timedelta(seconds=left))
+                elif not store.check([key]):
+                    continue
+                found[rank] = store.get(key).decode()
+        return found
 
 
 def _give_way() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import runpy
+import signal
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from nearfield.distributed import Ranks
 from nearfield.distributed import group as group_module
 from nearfield.distributed.context import ranks_of
 
+SOON = timedelta(seconds=2)
+"""until ranks of a group that will not go on are told so"""
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Crew:
@@ -32,6 +38,11 @@ def impatient() -> Iterator[Crew]:
     made = Crew(3, timeout=3)
     yield made
     made.close()
+
+
+def fresh() -> Any:
+    """A group of all four ranks that has exchanged nothing yet, and may be spoiled."""
+    return dist.new_group(range(4), timeout=SOON)
 
 
 def gathered(group: Any, dtype: torch.dtype, is_small: bool = True) -> tuple[Tensor, Tensor, dict[str, int]]:
@@ -80,6 +91,34 @@ def test_all_ranks_are_told_who_differs_and_in_what(ranks: Crew) -> None:
 
 def test_without_a_check_nothing_is_compared(ranks: Crew) -> None:
     assert ranks.run(agreed, {1: [1, 2, 9]}, False, ranks=3) == [[[[5, 0], [5, 1], [5, 2]]] * 2] * 3
+
+
+def test_most_ranks_are_right(ranks: Crew) -> None:
+    for found in ranks.run(agreed, {0: [1, 2, 9]}, ranks=3):
+        assert "rank 0 has query [1, 2, 9], but rank 1 [1, 2, 8]" in found
+    for found in ranks.run(agreed, {2: [1, 2, 9], 1: [1, 2, 9]}, ranks=4):
+        assert "rank 1 has query [1, 2, 9], but rank 0 [1, 2, 8]" in found
+
+
+def refuses_own(group: Any, wrong: list[str | None]) -> str:
+    """What is said where ranks find such errors in their own arguments, and whether they go on."""
+    ranks, own = Ranks(group), wrong[dist.get_rank(group)]
+    try:
+        with ranks.together("attention"):
+            ranks.agree("attention", error=own)
+            if own is not None:
+                raise ValueError(own)
+        said = "nothing"
+    except (RuntimeError, ValueError) as error:
+        said = str(error)
+    return f"{said} {ranks.agree('attention', [7])}"
+
+
+def test_each_rank_says_what_is_wrong_if_something_is_on_all(ranks: Crew) -> None:
+    assert ranks.run(refuses_own, ["20 rows", "21 rows"], ranks=2) == ["20 rows [[7], [7]]", "21 rows [[7], [7]]"]
+    for said in ranks.run(refuses_own, [None, "rows", "rows"], ranks=3):
+        assert said.startswith("rank 1 has error 'rows', but rank 0 None")
+        assert said.endswith("[[7], [7], [7]]")
 
 
 def agreed_again(group: Any) -> list[str]:
@@ -161,6 +200,65 @@ def test_threads_that_receive_give_way_to_the_one_that_sends(impatient: Crew) ->
         assert set(found) <= {os.SCHED_BATCH}
 
 
+def calls_by_turns(group: Any) -> list[tuple[bool, list[list[int]]]]:
+    """Calls of one group, with and without gradients, and with another default device."""
+    found, ranks = [], Ranks(fresh())
+    own = torch.full((3,), float(ranks.rank))
+    for is_inference, device in ((True, "cpu"), (False, "cpu"), (False, "meta")):
+        with torch.inference_mode(is_inference), torch.device(device), ranks.together("attention"):
+            agreement = ranks.start_agree("attention", [ranks.rank], held=True)
+            rows = ranks.gather("rows", own)
+            found.append((rows[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0], agreement.wait()))
+            ranks.agree("attention")
+    dist.destroy_process_group(ranks.group)
+    return found
+
+
+def test_calls_in_inference_mode_and_with_a_default_device_go_with_others(ranks: Crew) -> None:
+    assert ranks.run(calls_by_turns) == [[(True, [[0], [1], [2], [3]])] * 3] * 4
+
+
+def compares_alone(group: Any, how: str) -> list[str]:
+    """Rank 1 alone does not compare what it is called with, or sends something else than a text; two calls of each rank."""
+    said = []
+    spoiled = Ranks(fresh(), check=how == "text" or dist.get_rank(group) != 1)
+    for _ in range(2):
+        try:
+            if how == "text" and spoiled.rank == 1:
+                spoiled.gather("rows", torch.rand(1, dtype=torch.float64))
+                return []
+            with spoiled.together("attention"):
+                if how == "text":
+                    spoiled.texts("names", "a name")
+                spoiled.start_agree("attention", [7] if how == "numbers" else [], held=how == "held")
+                if how == "later":
+                    spoiled.start_exchange("keys", [torch.zeros(3)] * 4, [[3]] * 4)[0].wait()
+                spoiled.gather("rows", torch.rand(5))
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("held", "rank 1 sent something else: it makes another call, or one has check=False"),
+        ("at once", "rank 1 sent something else: it makes another call, or one has check=False"),
+        ("numbers", "rank 1 has check=False, unlike the others"),
+        ("later", "all ranks still answer, but rank 0 waited for checks, rank 1 for keys (check=False), rank 2 for checks"),
+        ("text", "rank 1 sent something else than a text (names)"),
+    ],
+)
+def test_a_rank_that_compares_nothing_is_told_from_others(ranks: Crew, how: str, told: str) -> None:
+    """And on all ranks."""
+    found = ranks.run(compares_alone, how)
+    assert [len(said) for said in found] == [2, 0 if how == "text" else 2, 2, 2]
+    for first, second in filter(None, found):
+        assert told in first
+        assert "nothing" not in second
+
+
 def refuses(group: Any) -> list[list[int]]:
     """Ranks that have agreed raise the same, and call again."""
     ranks = Ranks(group)
@@ -222,6 +320,42 @@ def test_survivors_name_the_rank_that_has_failed(impatient: Crew, how: str) -> N
         assert found.startswith("RankError"), found
         assert "(rows) in vain: rank 1 did not answer" in found
         assert found.endswith("(True)")
+
+
+def loses_the_store(group: Any) -> list[str]:
+    """Rank 0 keeps two stores, by one of which ranks are asked. It is stopped, and then killed; what the others are told, and
+    after how many seconds."""
+    group_module.PATIENCE = timedelta(seconds=0.5)
+    ranks, said = Ranks(group), []
+    kept = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(0 if ranks.rank else 2)]
+    process, *ports = json.loads(ranks.texts("stores", json.dumps([os.getpid(), *(store.port for store in kept)]))[0])
+    stores = kept or [dist.TCPStore("127.0.0.1", port) for port in ports]
+    ranks.gather("first", torch.zeros(4))
+    if ranks.rank == 0:
+        time.sleep(60)
+    for store, ends in zip(stores, (signal.SIGSTOP, signal.SIGKILL), strict=True):
+        group_module.meeting_store = lambda store=store: store
+        if ranks.rank == 1:
+            os.kill(process, ends)
+        started = time.monotonic()
+        try:
+            ranks.gather("rows", torch.zeros(4))
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error} ({time.monotonic() - started < 15})")
+    return said
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="only some systems stop processes")
+def test_survivors_are_told_that_nobody_keeps_the_store(impatient: Crew) -> None:
+    impatient.start(loses_the_store)
+    for rank in (1, 2):
+        found = impatient.outcome(rank)[1]
+        assert len(found) == 2, found
+        for told in found:
+            assert told.startswith("RankError")
+            assert "the store by which the ranks found each other did not answer" in told
+            assert "which is rank 0 unless" in told
+            assert told.endswith("(True)")
 
 
 def test_bad_groups() -> None:
