@@ -161,14 +161,14 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
     ) -> CellsMetadata:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: count + 1].tolist()
-        if self.settings.prefill != "exact":
-            is_exact = [False] * count
-        elif common.is_prefilling is None:
-            is_exact = [stop - start > 1 for start, stop in pairwise(starts)]
-        else:
+        is_exact = [False] * count
+        if self.settings.prefill == "exact":
             # Requests that pad a captured step may be missing.
-            is_exact = common.is_prefilling[:count].tolist()
-            is_exact += [False] * (count - len(is_exact))
+            said = [] if common.is_prefilling is None else common.is_prefilling[:count].tolist()
+            said += [False] * (count - len(said))
+            # An answer comes row by row. Several of its rows at once are read again after a preemption: one runner of vLLM calls
+            # them a prompt, and the other, which runs on CPUs, does not.
+            is_exact = [prompt or stop - start > 1 for prompt, (start, stop) in zip(said, pairwise(starts), strict=True)]
         lengths = [] if self.on_card else common.seq_lens[:count].tolist()
         made = CellsMetadata(common.num_actual_tokens, starts, is_exact, common.block_table_tensor, lengths)
         if self.on_card:

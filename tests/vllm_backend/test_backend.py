@@ -103,6 +103,17 @@ def test_a_card_is_asked_for_what_a_cpu_does(prefill: str, monkeypatch: pytest.M
     torch.testing.assert_close(step.forward(layer, metadata), expected, rtol=2e-5, atol=2e-5)
 
 
+def test_an_answer_that_is_read_again_is_read_like_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's runner for CPUs does not call it one, after a preemption."""
+    vllm_config = config(exact_below=0)
+    step = Step(impl(monkeypatch, vllm_config))
+    builder = backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    for said in (step.prefilling, (False,) * 4):
+        step.prefilling = said
+        assert builder.build(0, step.asked()).is_exact == [False, True, True, False]
+    assert builder.build(0, step.asked().replace(is_prefilling=None)).is_exact == [False, True, True, False]
+
+
 def test_what_a_graph_is_captured_with_reads_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     vllm_config = config()
@@ -110,13 +121,13 @@ def test_what_a_graph_is_captured_with_reads_one_key(monkeypatch: pytest.MonkeyP
     builder.prepare_card()
     builder.on_card = True
     step = Step(impl(monkeypatch, vllm_config))
-    step.prefilling = (False,) * 4
+    step.rows, step.query, step.prefilling = (1,) * 4, step.query[:4], (False,) * 4
     metadata = builder.build_for_cudagraph_capture(step.asked())
     assert metadata.rows.length_of.tolist() == [1] * 64
     before = metadata.rows.length_of.data_ptr()
     metadata = builder.build(0, step.asked())
     assert metadata.rows.length_of.data_ptr() == before  # where the graph reads it again
-    assert metadata.rows.length_of.tolist()[:2] == [333, 82]
+    assert metadata.rows.length_of.tolist()[:5] == [333, 90, 40, 250, 0]
     assert metadata.rows.tokens.data_ptr() == builder.buffers.numbers.data_ptr()
 
 
