@@ -30,14 +30,14 @@ def watch(once: bool) -> dict[str, float]:
     forward = backend.CellsImpl.forward
 
     def watched(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, *rest: Any, **more: Any) -> Any:
-        if metadata is not None:
+        if metadata is not None and self._about(kv_cache).has_cells:
             layout, _, _ = self._about(kv_cache)
             size = kv_cache.shape[2]
             for request, length in enumerate(metadata.lengths):
                 full = metadata.block_table[request, : length // size].long()
                 if len(full):
                     stored, made = layout.summaries(kv_cache), summarise(kv_cache[full], layout)
-                    pairs = zip(stored[:3], made[:3], strict=True)
+                    pairs = zip(stored, made, strict=True)
                     off = max(float((a[full].double() - b.double()).abs().max()) for a, b in pairs)
                     seen["blocks"] += len(full)
                     seen["furthest"] = max(seen["furthest"], off if off == off else torch.inf)
@@ -104,7 +104,9 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     found["preemptions"] = metrics.get("vllm:num_preemptions")
     if not asked.get("processes"):
-        layer = next(iter(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()))
+        vllm_config = llm.llm_engine.vllm_config
+        found["blocks"] = vllm_config.cache_config.num_gpu_blocks
+        layer = next(iter(vllm_config.compilation_config.static_forward_context.values()))
         found["backend"] = type(layer.impl).__name__
     return found
 

@@ -78,6 +78,26 @@ def test_tokens_are_those_of_vllm_where_all_cells_are_opened(run: Run) -> None:
     assert ours["seen"]["furthest"] == 0
 
 
+def test_blocks_of_the_usual_size_in_two_byte_numbers(run: Run) -> None:
+    """Rows from 512 on read the second block through cells."""
+    usual = {"dtype": "bfloat16", "block_size": None, "max_model_len": 1024}
+    rounds = [[[0, 7], [0, 560]], [[0, 540]]]
+    ours, stock = (run(given, usual, prompts=rounds, tokens=4) for given in ({**ALL, "window": 1}, None))
+    assert ours["cached"] == [[0, 0], [512]]
+    assert ours["seen"]["blocks"] > 0
+    assert ours["seen"]["furthest"] == 0
+    assert ours["tokens"] == stock["tokens"]
+    assert logprobs(ours) == pytest.approx(logprobs(stock), abs=0.3)
+
+
+def test_without_cells_there_are_as_many_blocks_as_in_vllm(run: Run) -> None:
+    """Which is the default on a CPU."""
+    found, cells, stock = run({}, quick=True), run(FEW), run(None)
+    assert found["tokens"] == stock["tokens"]
+    assert found["blocks"] == stock["blocks"]
+    assert 0.9 < cells["blocks"] / stock["blocks"] < 0.96
+
+
 def test_chunks_and_cached_blocks_change_nothing(run: Run) -> None:
     pieces = run(FEW)
     whole = run(FEW, {"max_num_batched_tokens": 1024, "enable_prefix_caching": False})
