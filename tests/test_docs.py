@@ -97,7 +97,7 @@ def test_changes_name_files_that_exist_and_no_more_than_three() -> None:
 def test_examples_of_a_module(name: str) -> None:
     if name.startswith("nearfield.app.serve"):
         pytest.importorskip("starlette")
-    if name in ("nearfield.vllm.backend", "nearfield.vllm.platform", "nearfield.vllm.stock"):
+    if name in ("nearfield.vllm.backend", "nearfield.vllm.cpu_platform", "nearfield.vllm.stock"):
         pytest.importorskip("vllm.platforms")
     module = importlib.import_module(name)
     query, key, value, upstream = (torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))

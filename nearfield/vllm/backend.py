@@ -27,6 +27,7 @@ from vllm.v1.attention.backend import (  # noqa: E402
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers  # noqa: E402
 from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
 from nearfield.vllm.attend import Reach, attend  # noqa: E402
@@ -45,6 +46,9 @@ class CellsBackend(AttentionBackend):
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    bounds: ClassVar[tuple[Reach, int] | None] = None
+    """What rows read key by key, and how many keys they see at most. vLLM asks for the size of pages without saying for which
+    engine: layers say it when they are made, in the same process and just before."""
 
     @staticmethod
     def get_name() -> str:
@@ -85,11 +89,19 @@ class CellsBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The pages of a layer, with room for cells behind keys and values."""
+        """The pages of a layer, with room for cells behind keys and values where a row may read some. From here on, the room that
+        there is says whether there are cells."""
         if spec.page_size_padded is not None:
             raise ValueError(f"cells need the padding of pages, and something else has taken it: {spec}")
         layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
+        if cls.bounds is not None and not _may_read_cells(*cls.bounds, spec.block_size):
+            return spec
         return replace(spec, page_size_padded=spec.unpadded_page_size_bytes + layout.bytes_per_page)
+
+
+def _may_read_cells(reach: Reach, most: int, size: int) -> bool:
+    """Whether a row that sees at most so many keys may, with blocks of this size."""
+    return reach.first_near(most - 1, size) > 1
 
 
 @dataclass
@@ -131,29 +143,31 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
                 raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {what}; choose another backend")
         self.settings = Settings.of(vllm_config.additional_config)
         self.on_card = device.type == "cuda"
+        self.reach, self.most = self.settings.reach(self.on_card), vllm_config.model_config.max_model_len
+        # Layers may have other numbers of heads than the model's usual one, by which vLLM's kernel for CPUs lays its work out.
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        own = get_num_attention_heads_from_layers(vllm_config, layer_names)
+        self.heads = model.get_num_attention_heads(parallel) if own is None else own
+        spec, cache_dtype = kv_cache_spec, vllm_config.cache_config.cache_dtype
+        sizes = spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v
+        self.about = _about(spec.page_size_bytes, cache_dtype, spec.dtype, *sizes, device)
+        if _may_read_cells(self.reach, self.most, spec.block_size) and not self.about.has_cells:
+            raise ValueError(f"rows that see {self.most} keys may read cells, and pages were made without room for them: {spec}")
         if self.on_card:
             self.prepare_card()
-        else:
-            spec, self.reach = kv_cache_spec, self.settings.reach(on_card=False)
-            sizes = spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v
-            most = vllm_config.model_config.max_model_len
-            self.about = _about(self.reach, most, vllm_config.cache_config.cache_dtype, spec.dtype, *sizes, device)
 
     def prepare_card(self) -> None:
         """Makes what a step needs there. Raises where the kernels cannot serve such requests."""
         from nearfield.vllm.steps import StepBuffers, first_keys, probes_table, unsupported
 
         spec, vllm_config, device = self.kv_cache_spec, self.vllm_config, self.device
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        reach, most = self.settings.reach(on_card=True), model.max_model_len
+        reach, most = self.settings.reach(on_card=True), self.most
         layout = PageLayout(spec.num_kv_heads, spec.block_size, spec.head_size, spec.head_size_v)
-        group = model.get_num_attention_heads(parallel) // max(1, model.get_num_kv_heads(parallel))
-        reason = unsupported(reach, layout, group, most)
+        reason = unsupported(reach, layout, self.heads // spec.num_kv_heads, most)
         if reason is not None:
             raise ValueError(f"nearfield's backend for vLLM {SUPPORTED} does not serve {reason}")
         self.buffers = StepBuffers(vllm_config.scheduler_config.max_num_batched_tokens, device)
         self.probes_of = probes_table(reach, layout, most, device)
-        self.most = most
         first_keys(layout, device)  # Now, since a captured step cannot wait for what is sent to a card.
 
     def build(
@@ -161,14 +175,14 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
     ) -> CellsMetadata:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
         starts = common.query_start_loc_cpu[: count + 1].tolist()
-        if self.settings.prefill != "exact":
-            is_exact = [False] * count
-        elif common.is_prefilling is None:
-            is_exact = [stop - start > 1 for start, stop in pairwise(starts)]
-        else:
+        is_exact = [False] * count
+        if self.settings.prefill == "exact":
             # Requests that pad a captured step may be missing.
-            is_exact = common.is_prefilling[:count].tolist()
-            is_exact += [False] * (count - len(is_exact))
+            said = [] if common.is_prefilling is None else common.is_prefilling[:count].tolist()
+            said += [False] * (count - len(said))
+            # An answer comes row by row. Several of its rows at once are read again after a preemption: one runner of vLLM calls
+            # them a prompt, and the other, which runs on CPUs, does not.
+            is_exact = [prompt or stop - start > 1 for prompt, (start, stop) in zip(said, pairwise(starts), strict=True)]
         lengths = [] if self.on_card else common.seq_lens[:count].tolist()
         made = CellsMetadata(common.num_actual_tokens, starts, is_exact, common.block_table_tensor, lengths)
         if self.on_card:
@@ -188,14 +202,13 @@ class CellsMetadataBuilder(AttentionMetadataBuilder[CellsMetadata]):
 
         has_rows = [stop > start for start, stop in pairwise(made.starts)]
         served = [exact and some for exact, some in zip(made.is_exact, has_rows, strict=True)]
-        heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
         made.exactly = [
             ExactRows.of(
                 common.query_start_loc[first : stop + 1],
                 common.seq_lens[first:stop],
                 made.block_table[first:stop],
                 layout,
-                heads,
+                self.heads,
                 self.kv_cache_spec.dtype,
                 form,
             )
@@ -239,13 +252,12 @@ class _About(NamedTuple):
     form: str | None
     """in which vLLM's own kernel for CPUs reads and writes them; None: it does not"""
     has_cells: bool
-    """whether any row reads cells"""
+    """whether pages have room for cells: no row reads any where they have not"""
 
 
 @functools.cache
 def _about(
-    reach: Reach,
-    most: int,
+    page: int,
     cache_dtype: str,
     dtype: torch.dtype,
     heads: int,
@@ -254,8 +266,8 @@ def _about(
     value_dim: int,
     device: torch.device,
 ) -> _About:
-    """Where no request has more than `most` keys."""
-    has_cells = reach.first_near(most - 1, size) > 1
+    """Pages of `page` bytes. The builder of a step and the layers have these sizes from one source, so they agree."""
+    has_cells = PageLayout(heads, size, dim, value_dim).has_room(page, dtype.itemsize)
     form = _form_of(cache_dtype, dtype, size, dim, value_dim, not has_cells) if device.type == "cpu" else None
     layout = PageLayout(heads, size, dim, value_dim, by_columns=form == READABLE, is_packed=form not in (None, READABLE))
     return _About(layout, form, has_cells)
@@ -313,12 +325,13 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         self.settings = Settings.of(vllm_config.additional_config)
         self.reach = self.settings.reach(vllm_config.device_config.device_type == "cuda")
         self.exactly = replace(self.reach, exact_below=NEVER)
-        self.most = vllm_config.model_config.max_model_len
+        CellsBackend.bounds = self.reach, vllm_config.model_config.max_model_len
 
     def _about(self, kv_cache: Tensor) -> _About:
         _, heads, size, wide = kv_cache.shape
         sizes = heads, size, self.head_size, wide - self.head_size
-        return _about(self.reach, self.most, self.kv_cache_dtype, kv_cache.dtype, *sizes, kv_cache.device)
+        page = kv_cache.stride(0) * kv_cache.element_size()
+        return _about(page, self.kv_cache_dtype, kv_cache.dtype, *sizes, kv_cache.device)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         slots = slot_mapping[: len(key)]
@@ -327,7 +340,7 @@ class CellsImpl(AttentionImpl[CellsMetadata]):
         if kv_cache.is_cuda:
             from nearfield.vllm.steps import write
 
-            write(kv_cache, layout, key, value, slots)
+            write(kv_cache, layout, key, value, slots, has_cells)
             return
         if form is not None:
             from nearfield.vllm import stock

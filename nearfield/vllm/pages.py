@@ -90,6 +90,13 @@ class PageLayout:
     def bytes_per_page(self) -> int:
         return self.heads * self.bytes_per_head
 
+    def has_room(self, page: int, item: int) -> bool:
+        """Whether cells fit into a page of so many bytes, behind keys and values of numbers that take `item` bytes each."""
+        return page - self._used(item) >= self.bytes_per_page
+
+    def _used(self, item: int) -> int:
+        return self.heads * self.size * (self.dim + self.value_dim) * item
+
     @property
     def share(self) -> float:
         """Of a page of 16-bit keys and values, without cells."""
@@ -117,11 +124,11 @@ class PageLayout:
         """The cells of all pages of a cache `[blocks, heads, size, dim + value_dim]`, where they lie."""
         blocks, wide = len(pages), self.dim + self.value_dim
         item, heads = pages.element_size(), self.heads
-        used = heads * self.size * wide * item
+        used = self._used(item)
         page = pages.stride(0) * item
         if pages.shape != (blocks, heads, self.size, wide) or pages.stride()[1:] != (self.size * wide, wide, 1):
             raise ValueError(f"pages must be [blocks, {heads}, {self.size}, {wide}], each in one piece, got {_told(pages)}")
-        if page - used < self.bytes_per_page or page % ALIGNED or used % ALIGNED:
+        if not self.has_room(page, item) or page % ALIGNED or used % ALIGNED:
             raise ValueError(f"pages must have {self.bytes_per_page} bytes behind their keys and values, got {page - used}")
         begin, found = pages.storage_offset() * item + used, {}
         for name, (dtype, shape) in self._parts.items():

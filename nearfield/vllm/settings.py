@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from nearfield.checks import check_positive
@@ -13,6 +14,8 @@ PREFILLS = ("exact", "cells")
 EXACT_BELOW_ON_GPU, NEVER = 8192, 1 << 40
 """As `exact_below`."""
 KEY = "nearfield"
+ALIKE = 0.85
+"""Of names, from 0 to 1: one that is as near to ours as this is ours misspelt, and no other plug-in's."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,12 @@ class Settings:
     @staticmethod
     def of(additional_config: Any) -> Settings:
         """From vLLM's `additional_config`, which other plug-ins may use too."""
-        given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+        whole = additional_config if isinstance(additional_config, Mapping) else {}
+        others = [name for name in whole if isinstance(name, str) and name != KEY]
+        meant = get_close_matches(KEY, others, n=1, cutoff=ALIKE)
+        if meant:
+            raise ValueError(f'additional_config has "{meant[0]}", which nobody reads; write "{KEY}"')
+        given = whole.get(KEY, {})
         known = [field.name for field in fields(Settings)]
         if not isinstance(given, Mapping) or not set(given) <= set(known):
             raise ValueError(f'additional_config["{KEY}"] must have some of {known}, got {given!r}')

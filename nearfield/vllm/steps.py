@@ -140,16 +140,17 @@ def _part_strides(layout: PageLayout, centroid: Tensor) -> dict[str, int]:
     return {"part_page": centroid.stride(0), "part_head": layout.bytes_per_head // 2}
 
 
-def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """`write_keys`, and `write_cells` of all blocks that become full. Keys and values `[tokens, heads, dim]`."""
+def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: Tensor, has_cells: bool = True) -> None:
+    """`write_keys`, and if pages have cells, `write_cells` of all blocks that become full.
+
+    Keys and values are `[tokens, heads, dim]`.
+    """
     tokens, heads, dim = key.shape
     value_dim = value.shape[2]
     if not tokens:
         return
     key, value = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (key, value))
-    summary = layout.summaries(pages)
     blocks = {"BD": padded(dim), "BV": padded(value_dim)}
-    wide = max(1, max(blocks.values()) // GROUPED_AT_A_TIME)
     write_pages[(tokens, heads)](
         keys=key,
         values=value,
@@ -164,6 +165,10 @@ def write(pages: Tensor, layout: PageLayout, key: Tensor, value: Tensor, slots: 
         **blocks,
         num_warps=1,
     )
+    if not has_cells:
+        return
+    summary = layout.summaries(pages)
+    wide = max(1, max(blocks.values()) // GROUPED_AT_A_TIME)
     group_blocks[(tokens, heads)](
         slots=slots,
         first_keys=first_keys(layout, pages.device),
@@ -289,7 +294,9 @@ def _decode(
     grain_best = torch.empty(count * query_heads, max(1, padded_cells // GRAIN), dtype=torch.float32, device=device)
     grain_list, opened_page, opened_first, opened_stop = torch.empty(4, entries, max(1, probes), dtype=torch.int32, device=device)
 
-    summary = layout.summaries(pages)
+    # Where all that rows see is read one by one, pages may have no room for cells, and kernels look at none.
+    has_room = layout.has_room(pages.stride(0) * pages.element_size(), pages.element_size())
+    summary = layout.summaries(pages if cells or has_room else layout.empty(0, pages.dtype, device))
     asked = {"block_table": rows.block_table, "tokens": rows.tokens, "request_of": rows.request_of, "length_of": rows.length_of}
     sizes = {"heads": heads, "group": group, "dim": dim, "value_dim": value_dim, "query_row": query.stride(0)}
     strides = {**_page_strides(pages), **_part_strides(layout, summary.centroid), "table_row": rows.block_table.stride(0)}

@@ -13,7 +13,8 @@ ROUNDS = (
     ((0, 304), (1000, 1200), (0, 200)),
     ((2000, 2250), (1000, 1290), (0, 300)),
 )
-"""Prompts, as parts of a text, of requests that run together; later rounds find beginnings of earlier ones in the cache."""
+"""Prompts, as parts of a text, of requests that run together; later rounds find beginnings of earlier ones in the cache. One with
+three numbers is the next turn of a chat: the prompt and the answer of that request come before the part of the text."""
 TOKENS = 12
 
 
@@ -29,14 +30,14 @@ def watch(once: bool) -> dict[str, float]:
     forward = backend.CellsImpl.forward
 
     def watched(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, *rest: Any, **more: Any) -> Any:
-        if metadata is not None:
+        if metadata is not None and self._about(kv_cache).has_cells:
             layout, _, _ = self._about(kv_cache)
             size = kv_cache.shape[2]
             for request, length in enumerate(metadata.lengths):
                 full = metadata.block_table[request, : length // size].long()
                 if len(full):
                     stored, made = layout.summaries(kv_cache), summarise(kv_cache[full], layout)
-                    pairs = zip(stored[:3], made[:3], strict=True)
+                    pairs = zip(stored, made, strict=True)
                     off = max(float((a[full].double() - b.double()).abs().max()) for a, b in pairs)
                     seen["blocks"] += len(full)
                     seen["furthest"] = max(seen["furthest"], off if off == off else torch.inf)
@@ -81,15 +82,21 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     usual = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "block_size": 32, "max_num_seqs": 4, "seed": 0}
     ours = {"attention_config": {"backend": "CUSTOM"}, "additional_config": {"nearfield": asked["nearfield"]}} if by_cells else {}
     llm = LLM(model=asked["model"], disable_log_stats=False, **{**usual, **ours, **asked["engine"]})
-    # What runs in another process, or says nothing of lengths, is not looked at.
-    is_watched = by_cells and not asked.get("processes") and not asked.get("card")
+    # What runs in another process, or says nothing of lengths, is not looked at. To look takes longer than the steps themselves.
+    is_watched = by_cells and not any(asked.get(way) for way in ("processes", "card", "quick"))
     seen = watch(asked.get("once", False)) if is_watched else {}
     ids = llm.get_tokenizer()(Path(asked["text"]).read_text()[:12_000])["input_ids"]
     sampling = SamplingParams(temperature=0, max_tokens=asked.get("tokens", TOKENS), ignore_eos=True, logprobs=1)
-    found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached": [], "seen": seen}
-    for prompts in asked.get("prompts", ROUNDS):
-        outputs = llm.generate([{"prompt_token_ids": ids[slice(*ends)]} for ends in prompts], sampling, use_tqdm=False)
+    found: dict[str, Any] = {"prompts": [], "tokens": [], "logprobs": [], "cached": [], "seen": seen}
+    turns: list[list[int]] = []
+    for number, prompts in enumerate(asked.get("prompts", ROUNDS)):
+        if number == asked.get("forgets"):
+            llm.reset_prefix_cache()
+        given = [[token for turn in earlier for token in turns[turn]] + ids[start:stop] for *earlier, start, stop in prompts]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in given], sampling, use_tqdm=False)
         own = [list(output.outputs[0].token_ids) for output in outputs]
+        turns += [prompt + answer for prompt, answer in zip(given, own, strict=True)]
+        found["prompts"].append(given)
         found["tokens"].append(own)
         steps = [zip(output.outputs[0].logprobs, tokens, strict=True) for output, tokens in zip(outputs, own, strict=True)]
         found["logprobs"].append([[step[token].logprob for step, token in each] for each in steps])
@@ -97,7 +104,9 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     found["preemptions"] = metrics.get("vllm:num_preemptions")
     if not asked.get("processes"):
-        layer = next(iter(llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()))
+        vllm_config = llm.llm_engine.vllm_config
+        found["blocks"] = vllm_config.cache_config.num_gpu_blocks
+        layer = next(iter(vllm_config.compilation_config.static_forward_context.values()))
         found["backend"] = type(layer.impl).__name__
     return found
 

@@ -10,26 +10,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from nearfield.vllm import installed
+from nearfield.vllm import installed, register
 
 if installed() is None:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
 
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from nearfield.vllm import backend
+from nearfield.vllm.cpu_platform import CpuPlatformWithCells
 from nearfield.vllm.pages import PageLayout
 
 LAYOUT = PageLayout(heads=2, size=32, dim=16, value_dim=16)
-SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+PLAIN = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+SPEC = backend.CellsBackend.customize_spec(PLAIN)
 CPU = torch.device("cpu")
 SETTINGS = {"exact_below": 60, "probes": 3, "window": 16}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers say it when they are made."""
+    monkeypatch.setattr(backend.CellsBackend, "bounds", None)
 
 
 def config(**nearfield: Any) -> Any:
     return SimpleNamespace(
         speculative_config=None,
+        compilation_config=SimpleNamespace(static_forward_context={}),
         kv_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -50,9 +63,9 @@ class Step:
 
     lengths, rows, prefilling = (333, 90, 40, 250), (1, 9, 7, 1), (False, True, True, False)
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, pages: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.pages = LAYOUT.empty(40, torch.float32)
+        self.pages = LAYOUT.empty(40, torch.float32) if pages is None else pages
         self.pages.untyped_storage()[:] = 255
         free = torch.randperm(40, generator=generator).tolist()
         self.table = torch.zeros(len(self.lengths), 12, dtype=torch.int32)
@@ -103,6 +116,17 @@ def test_a_card_is_asked_for_what_a_cpu_does(prefill: str, monkeypatch: pytest.M
     torch.testing.assert_close(step.forward(layer, metadata), expected, rtol=2e-5, atol=2e-5)
 
 
+def test_an_answer_that_is_read_again_is_read_like_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's runner for CPUs does not call it one, after a preemption."""
+    vllm_config = config(exact_below=0)
+    step = Step(impl(monkeypatch, vllm_config))
+    builder = backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    for said in (step.prefilling, (False,) * 4):
+        step.prefilling = said
+        assert builder.build(0, step.asked()).is_exact == [False, True, True, False]
+    assert builder.build(0, step.asked().replace(is_prefilling=None)).is_exact == [False, True, True, False]
+
+
 def test_what_a_graph_is_captured_with_reads_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     vllm_config = config()
@@ -110,13 +134,13 @@ def test_what_a_graph_is_captured_with_reads_one_key(monkeypatch: pytest.MonkeyP
     builder.prepare_card()
     builder.on_card = True
     step = Step(impl(monkeypatch, vllm_config))
-    step.prefilling = (False,) * 4
+    step.rows, step.query, step.prefilling = (1,) * 4, step.query[:4], (False,) * 4
     metadata = builder.build_for_cudagraph_capture(step.asked())
     assert metadata.rows.length_of.tolist() == [1] * 64
     before = metadata.rows.length_of.data_ptr()
     metadata = builder.build(0, step.asked())
     assert metadata.rows.length_of.data_ptr() == before  # where the graph reads it again
-    assert metadata.rows.length_of.tolist()[:2] == [333, 82]
+    assert metadata.rows.length_of.tolist()[:5] == [333, 90, 40, 250, 0]
     assert metadata.rows.tokens.data_ptr() == builder.buffers.numbers.data_ptr()
 
 
@@ -172,6 +196,51 @@ def test_what_a_layer_may_not_have(given: dict[str, Any], told: str, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"use_mla": True}, "MLA not supported"),
+        ({"use_sparse": True}, "sparse not supported"),
+        ({"use_mm_prefix": True}, "multimodal"),
+        ({"use_non_causal": True}, "non-causal attention not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"has_sliding_window": True}, "sliding window not supported"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported.*'?fp8"),
+        ({"block_size": 24}, "block_size not supported"),
+        ({"use_kv_connector": True}, "KV connector not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
+        ({"use_dcp": True}, "DCP not supported"),
+    ],
+)
+def test_what_a_model_may_not_have_on_a_cpu(given: dict[str, Any], told: str) -> None:
+    """vLLM's platform for CPUs asks no backend, and other platforms do."""
+    usual = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
+    custom = AttentionBackendEnum.CUSTOM
+    register()
+    assert CpuPlatformWithCells.get_attn_backend_cls(custom, usual) == custom.get_path()
+    with pytest.raises(ValueError, match=f"does not serve this model: .*{told}"):
+        CpuPlatformWithCells.get_attn_backend_cls(custom, usual._replace(**given))
+    other = AttentionBackendEnum.CPU_ATTN
+    assert CpuPlatformWithCells.get_attn_backend_cls(other, usual) == CpuPlatform.get_attn_backend_cls(other, usual)
+
+
+def test_heads_are_those_of_the_layers() -> None:
+    class Layer(AttentionLayerBase):
+        impl = SimpleNamespace(num_heads=4)
+
+        def get_attn_backend(self) -> Any:
+            return backend.CellsBackend
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return SPEC
+
+    vllm_config = config()
+    assert backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU).heads == 6
+    vllm_config.compilation_config.static_forward_context["layer"] = Layer()
+    assert backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU).heads == 4
+
+
+@pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"speculative_config": object()}, "speculative decoding"),
@@ -191,13 +260,44 @@ def test_what_an_engine_may_not_do(change: dict[str, Any], told: str) -> None:
 
 
 def test_pages_have_room_for_their_cells() -> None:
-    spec = backend.CellsBackend.customize_spec(SPEC)
-    assert spec.page_size_bytes == SPEC.page_size_bytes + LAYOUT.bytes_per_page
+    assert SPEC.page_size_bytes == PLAIN.page_size_bytes + LAYOUT.bytes_per_page
     assert backend.CellsBackend.get_preferred_block_size(16) == 256
     with pytest.raises(ValueError, match="something else has taken it"):
-        backend.CellsBackend.customize_spec(spec)
+        backend.CellsBackend.customize_spec(SPEC)
     with pytest.raises(ValueError, match="blocks must have a multiple of 16 keys, at most 256, got 512"):
         backend.CellsBackend.customize_spec(FullAttentionSpec(block_size=512, num_kv_heads=2, head_size=16, dtype=torch.float32))
+
+
+def test_pages_have_no_room_for_cells_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of 32 and a window of 16, a row that sees 79 keys reads all of them, and one that sees 80 may read cells."""
+    for change, is_needed in (({}, True), ({"exact_below": 401}, False), ({"exact_below": 400}, True), ({"window": 337}, False)):
+        vllm_config = config(**change)
+        layer = impl(monkeypatch, vllm_config)
+        spec = backend.CellsBackend.customize_spec(PLAIN)
+        assert spec == (SPEC if is_needed else PLAIN)
+        builder = backend.CellsMetadataBuilder(spec, ["layer"], vllm_config, CPU)
+        pages = LAYOUT.empty(3, torch.float32) if is_needed else torch.zeros(3, 2, 32, 32)
+        assert builder.about == layer._about(pages)
+        assert builder.about.has_cells is is_needed
+        if is_needed:
+            with pytest.raises(ValueError, match="pages were made without room for them"):
+                backend.CellsMetadataBuilder(PLAIN, ["layer"], vllm_config, CPU)
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+def test_steps_over_pages_without_cells(on_card: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_card:
+        pytest.importorskip("triton")
+    vllm_config = config(exact_below=401)
+    layer = impl(monkeypatch, vllm_config)
+    step, builder = Step(layer), backend.CellsMetadataBuilder(SPEC, ["layer"], vllm_config, CPU)
+    expected = step.forward(layer, builder.build(0, step.asked()))
+    builder = backend.CellsMetadataBuilder(PLAIN, ["layer"], vllm_config, CPU)
+    if on_card:
+        builder.prepare_card()
+        builder.on_card = True
+    step = Step(layer, torch.empty(40, 2, 32, 32))
+    torch.testing.assert_close(step.forward(layer, builder.build(0, step.asked())), expected, rtol=2e-5, atol=2e-5)
 
 
 def test_a_step_that_only_measures_memory_writes_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,8 @@ MODEL = ROOT / "models" / "smollm2-135m"
 ALL = {"exact_below": 0, "probes": 100_000, "window": 16, "prefill": "cells"}
 FEW = {**ALL, "probes": 6}
 CHUNKS = {"max_num_batched_tokens": 96}
+# Two layers with random weights, where a whole model takes too long.
+SMALL = {**CHUNKS, "hf_overrides": {"num_hidden_layers": 2}, "load_format": "dummy"}
 
 pytestmark = [
     pytest.mark.skipif(installed() is None, reason="vLLM is not installed: make test-vllm"),
@@ -71,14 +78,51 @@ def test_tokens_are_those_of_vllm_where_all_cells_are_opened(run: Run) -> None:
     assert ours["seen"]["furthest"] == 0
 
 
+def test_blocks_of_the_usual_size_in_two_byte_numbers(run: Run) -> None:
+    """Rows from 512 on read the second block through cells."""
+    usual = {"dtype": "bfloat16", "block_size": None, "max_model_len": 1024}
+    rounds = [[[0, 7], [0, 560]], [[0, 540]]]
+    ours, stock = (run(given, usual, prompts=rounds, tokens=4) for given in ({**ALL, "window": 1}, None))
+    assert ours["cached"] == [[0, 0], [512]]
+    assert ours["seen"]["blocks"] > 0
+    assert ours["seen"]["furthest"] == 0
+    assert ours["tokens"] == stock["tokens"]
+    assert logprobs(ours) == pytest.approx(logprobs(stock), abs=0.3)
+
+
+def test_without_cells_there_are_as_many_blocks_as_in_vllm(run: Run) -> None:
+    """Which is the default on a CPU."""
+    found, cells, stock = run({}, quick=True), run(FEW), run(None)
+    assert found["tokens"] == stock["tokens"]
+    assert found["blocks"] == stock["blocks"]
+    assert 0.9 < cells["blocks"] / stock["blocks"] < 0.96
+
+
 def test_chunks_and_cached_blocks_change_nothing(run: Run) -> None:
     pieces = run(FEW)
     whole = run(FEW, {"max_num_batched_tokens": 1024, "enable_prefix_caching": False})
     assert sum(map(sum, pieces["cached"])) > 0
     assert sum(map(sum, whole["cached"])) == 0
     assert pieces["tokens"] == whole["tokens"]
+    # So near for these prompts: in others, rounding may decide between two cells that score alike.
     assert logprobs(pieces) == pytest.approx(logprobs(whole), abs=1e-3)
     assert logprobs(pieces) != pytest.approx(logprobs(run(None)), abs=1e-2)
+
+
+@pytest.mark.parametrize("prefill", ["cells", "exact"])
+def test_the_next_turn_of_a_chat(prefill: str, run: Run) -> None:
+    """Blocks that an answer has filled are in the cache, computed through cells. Where nothing is in the cache their tokens are a
+    part of the next prompt: only where prompts are read by cells too is that the same."""
+    turns = [[[0, 140]], [[0, 150, 200]], [[0, 150, 200]]]
+    settings = {**FEW, "probes": 1, "prefill": prefill}
+    found = run(settings, prompts=turns, tokens=40, forgets=2, quick=True)
+    assert found["cached"] == [[0], [160], [0]]
+    _, (cached,), (anew,) = found["logprobs"]
+    if prefill == "cells":
+        assert found["tokens"][1] == found["tokens"][2]
+        assert cached == pytest.approx(anew, abs=1e-3)
+    else:
+        assert cached != pytest.approx(anew, abs=1e-3)
 
 
 def test_cells_are_right_where_blocks_are_used_again(run: Run) -> None:
@@ -100,13 +144,61 @@ def test_the_engine_in_another_process(run: Run) -> None:
 
 
 def test_the_way_of_a_card(run: Run) -> None:
-    """Two layers with random weights, since kernels are interpreted: tokens are those of the way of a CPU."""
+    """Kernels are interpreted: tokens are those of the way of a CPU."""
     pytest.importorskip("triton")
-    small = {**CHUNKS, "hf_overrides": {"num_hidden_layers": 2}, "load_format": "dummy"}
     for settings in (FEW, {**FEW, "prefill": "exact"}):
-        found, expected = (run(settings, small, tokens=3, prompts=[[[0, 7], [0, 120]]], card=card) for card in (True, False))
+        found, expected = (run(settings, SMALL, tokens=3, prompts=[[[0, 7], [0, 120]]], card=card) for card in (True, False))
         assert found["tokens"] == expected["tokens"]
         assert logprobs(found) == pytest.approx(logprobs(expected), abs=1e-4)
+
+
+@contextmanager
+def server(folder: Path, *options: str) -> Iterator[str]:
+    """The address of a server as docs/vllm.md starts it on a CPU. It ends in any case, at the latest after five minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    usual = ("--model", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--attention-config", '{"backend": "CUSTOM"}')
+    command = ["timeout", "300", sys.executable, "-m", "vllm.entrypoints.openai.api_server", *usual, *options]
+    asked = {"NEARFIELD_VLLM_CPU": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(folder), "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=folder, env=os.environ | asked, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_a_server_with_compiled_layers(run: Run, tmp_path: Path) -> None:
+    """Answers over HTTP are those of an engine whose layers are not compiled, also where the prompt is in the cache."""
+    expected = run(FEW, SMALL, prompts=[[[0, 200]]], tokens=6, quick=True)
+    options = {
+        "--dtype": "float32",
+        "--max-model-len": "512",
+        "--block-size": "32",
+        "--max-num-seqs": "4",
+        "--load-format": "dummy",
+        "--hf-overrides": json.dumps(SMALL["hf_overrides"]),
+        "--additional-config": json.dumps({"nearfield": FEW}),
+    }
+    asked = {"model": str(MODEL), "prompt": expected["prompts"][0][0], "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    body = json.dumps({**asked, "ignore_eos": True, "return_token_ids": True}).encode()
+    with server(tmp_path, *(part for option in options.items() for part in option)) as address:
+        for _ in range(2):
+            request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                (found,) = json.load(answer)["choices"]
+            assert found["token_ids"] == expected["tokens"][0][0]
+            assert found["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"][0][0], abs=1e-4)
+    assert (tmp_path / "torch_compile_cache").exists()
 
 
 @pytest.mark.parametrize(

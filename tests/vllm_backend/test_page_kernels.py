@@ -143,6 +143,17 @@ def test_a_bound_that_is_too_large_changes_nothing(poisoned: None) -> None:
     torch.testing.assert_close(batch.decoded(counts, reach, most=384), batch.expected(counts, reach), rtol=2e-5, atol=2e-5)
 
 
+def test_pages_may_have_no_cells_where_all_keys_are_read(poisoned: None) -> None:
+    batch, expected = (Batch().written(by_kernels=False) for _ in range(2))
+    batch.pages = torch.full(batch.pages.shape, torch.nan, device=DEVICE)
+    key, value, slots = (torch.cat(x).to(DEVICE) for x in (batch.key, batch.value, batch.slots))
+    write(batch.pages, LAYOUT, key, value, slots, has_cells=False)
+    counts, reach = (1, 1, 1, 1), Reach(40, ALL, 5)
+    torch.testing.assert_close(batch.decoded(counts, reach), expected.expected(counts, reach), rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match="bytes behind their keys and values, got 0"):
+        batch.decoded(counts, Reach(40, 90, 5))
+
+
 def test_rows_that_are_none_get_zeros(poisoned: None) -> None:
     batch, reach = Batch().written(by_kernels=False), Reach(16, 60, 3)
     rows, _ = batch.rows((1, 1, 1, 1))

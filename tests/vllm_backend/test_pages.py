@@ -152,4 +152,6 @@ def test_pages_without_room_are_refused() -> None:
         LAYOUT.summaries(torch.empty(3, 2, 64, 24))
     with pytest.raises(ValueError, match=r"pages must be \[blocks, 2, 64, 24\], each in one piece"):
         LAYOUT.summaries(torch.empty(3, 64, 2, 24).transpose(1, 2))
+    most = 2 * 64 * 24 * 4 + LAYOUT.bytes_per_page
+    assert [LAYOUT.has_room(page, 4) for page in (most - 1, most, most + 1)] == [False, True, True]
     assert CELL_SIZE == 16

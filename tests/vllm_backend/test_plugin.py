@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points
 from types import SimpleNamespace
@@ -43,6 +44,13 @@ def test_settings_that_cannot_be(given: Any, told: str) -> None:
         Settings.of({"nearfield": given})
 
 
+@pytest.mark.parametrize("name", ["nearfeld", "nearfields", "near_field", "Nearfield", "neafrield"])
+def test_a_name_that_is_misspelt_is_no_other_plugin(name: str) -> None:
+    with pytest.raises(ValueError, match=f'additional_config has "{name}", which nobody reads; write "nearfield"'):
+        Settings.of({name: {"probes": 3}, "other": {}})
+    assert Settings.of({"nearest": {}, "field": {}, "farfield": {}, 3: {}}) == Settings()
+
+
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.7+cpu"])
 def test_the_version_that_this_was_written_for(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "version", lambda name: found)
@@ -54,6 +62,9 @@ def test_another_version_is_named(found: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plugin, "version", lambda name: found)
     with pytest.raises(ImportError, match=rf"needs vLLM 0\.32\.\*, and vLLM {found} is installed; pip install"):
         plugin.check_version()
+    monkeypatch.delitem(sys.modules, "nearfield.vllm.cpu_platform", raising=False)
+    with pytest.raises(ImportError, match=f"vLLM {found} is installed"):
+        importlib.import_module("nearfield.vllm.cpu_platform")
 
 
 def test_either_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +83,14 @@ def test_the_platform_is_ours_only_where_it_is_asked_for(monkeypatch: pytest.Mon
     monkeypatch.setenv(plugin.SWITCH, "0")
     assert plugin.platform() is None
     monkeypatch.setenv(plugin.SWITCH, "1")
-    assert plugin.platform() == "nearfield.vllm.platform.CpuPlatformWithCells"
+    assert plugin.platform() == "nearfield.vllm.cpu_platform.CpuPlatformWithCells"
+
+
+def with_registry(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a vLLM were installed that has this one."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
 
 
 def test_the_backend_is_registered_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +99,7 @@ def test_the_backend_is_registered_under_its_name(monkeypatch: pytest.MonkeyPatc
     registry = SimpleNamespace(
         AttentionBackendEnum=SimpleNamespace(CUSTOM="custom"), register_backend=lambda *given: told.append(given)
     )
-    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    with_registry(registry, monkeypatch)
     plugin.register()
     assert told == [("custom", "nearfield.vllm.backend.CellsBackend")]
 
@@ -93,6 +109,12 @@ def test_a_version_without_such_a_registry_is_left_alone(monkeypatch: pytest.Mon
     before = dict(sys.modules)
     plugin.register()
     assert sys.modules == before
+
+
+def test_a_registry_without_our_name_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = SimpleNamespace(AttentionBackendEnum=SimpleNamespace(), register_backend=lambda *given: pytest.fail(str(given)))
+    with_registry(registry, monkeypatch)
+    plugin.register()
 
 
 def test_vllm_finds_the_entry_points() -> None:
