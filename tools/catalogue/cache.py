@@ -20,8 +20,8 @@ MUTANTS = (
     Mutant(
         "cache: a group that opens what its first query wants",
         "best_shares",
-        "scores = scores.view(heads, -1, rows, scores.shape[2]).amax(1)",
-        "scores = scores.view(heads, -1, rows, scores.shape[2])[:, 0]",
+        ".view(heads, -1, rows, scores.shape[2]).amax(1)",
+        ".view(heads, -1, rows, scores.shape[2])[:, 0]",
         (HAND,),
     ),
     Mutant(
@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "cache: rows before the latest served by the kernels",
         "CellStore._attend_rows",
-        "if first + 1 == state.length and decode.unsupported(state, query, probes) is None:",
-        "if decode.unsupported(state, query, probes) is None:",
+        "if first + 1 == state.length and decode.unsupported(state, query, opening.most) is None:",
+        "if decode.unsupported(state, query, opening.most) is None:",
         ("test_kernels_serve_the_latest_row",),
     ),
     Mutant(

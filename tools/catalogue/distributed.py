@@ -435,7 +435,7 @@ MUTANTS = (
         "_Sharded.backward",
         ', ranks.together("a backward pass"):',
         ":",
-        ("test_the_others_are_told_of_a_rank_that",),
+        ("test_the_others_are_told_of_an_interrupt_in_a_backward_pass",),
     ),
     Mutant(
         "ranks: they differentiate whatever they come to",
