@@ -336,7 +336,6 @@ def test_the_others_are_told_of_a_rank_that(impatient: Crew, how: str) -> None:
         assert "interrupted, and then RankError: rank 1 has left attention (KeyboardInterrupt) half-way" in told
 
 
-@pytest.mark.slow
 def test_the_others_are_told_of_an_interrupt_in_a_backward_pass(impatient: Crew) -> None:
     impatient.start(interrupted_later, ranks=2)
     assert "rank 1 did not answer" in impatient.outcome(0)[1]
