@@ -186,13 +186,6 @@ MUTANTS = (
         ("test_what_is_not_a_number_in_pages_is_never_left_out",),
     ),
     Mutant(
-        "cache: kernels: parts that are NaN left out where parts are merged",
-        "merge_parts",
-        "tl.where((p == 0.0)[:, None], 0.0, p[:, None] * found)",
-        "tl.where((p > 0.0)[:, None], p[:, None] * found, 0.0)",
-        ("test_what_is_not_a_number_is_never_left_out",),
-    ),
-    Mutant(
         "pages: kernels: lists of cells end where they are full",
         "choose_pages",
         "is_left = (slot >= (total >> 32)) & (slot < probes)",
