@@ -312,7 +312,7 @@ def fails(group: Any, how: str) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("how", [pytest.param("dies", marks=pytest.mark.slow), "hangs"])
 def test_survivors_name_the_rank_that_has_failed(impatient: Crew, how: str) -> None:
     impatient.start(fails, how)
     for rank in (0, 2):
