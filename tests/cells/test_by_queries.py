@@ -167,3 +167,23 @@ def test_operators_are_told() -> None:
     assert all(type(option) is int for option in recipe.options)
     with pytest.raises(TypeError, match="by_queries must be True or False, got 'yes'"):
         nf.KMeans(by_queries="yes")  # type: ignore[arg-type]
+
+
+class Inherits(nf.KMeans):
+    pass
+
+
+class Builds(nf.KMeans):
+    def build(self, keys: Tensor, cells: int) -> Tensor:  # type: ignore[override]
+        return super().build(keys, cells)
+
+
+@pytest.mark.parametrize("own", [Inherits, Builds])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window_size": (299, 0)}], ids=["causal", "window"])
+def test_partitions_of_ones_own_build_from_keys_alone(own: type[nf.KMeans], options: dict[str, Any]) -> None:
+    given = inputs(600)
+    found, wanted = (
+        nf.attention(*given, enable_gqa=True, method=nf.Cells(partition=partition, **SIZES), **options)  # type: ignore[arg-type]
+        for partition in (own(by_queries=True), nf.KMeans())
+    )
+    assert torch.equal(found, wanted)

@@ -40,9 +40,16 @@ MUTANTS = (
     Mutant(
         "by queries: not told",
         "asks_queries",
-        "isinstance(partition, KMeans) and partition.by_queries",
-        "False",
+        "return type(partition) is KMeans and partition.by_queries",
+        "return False",
         (SUIT,),
+    ),
+    Mutant(
+        "by queries: partitions of one's own are made anew in windows",
+        "asks_queries",
+        "type(partition) is KMeans",
+        "isinstance(partition, KMeans)",
+        ("test_partitions_of_ones_own_build_from_keys_alone",),
     ),
     Mutant(
         "by queries: nothing known, and no weight at all",

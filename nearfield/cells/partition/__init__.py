@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -49,15 +49,14 @@ def is_built_in(partition: Partition) -> bool:
     return BUILT_IN.get(type(partition).__name__) is type(partition)
 
 
-def asks_queries(partition: Partition) -> bool:
-    """Whether `build_cells` should be told how large queries are."""
-    # A class of somebody's own may build in its own way, which takes keys alone.
-    return isinstance(partition, KMeans) and partition.by_queries and type(partition).build is KMeans.build
+def asks_queries(partition: Partition) -> TypeGuard[KMeans]:
+    """Whether `build_cells` should be told how large queries are. Partitions of one's own build from keys alone."""
+    return type(partition) is KMeans and partition.by_queries
 
 
 def without_queries(partition: Partition) -> Partition:
     """The same for rows that may not be asked."""
-    return dataclasses.replace(partition, by_queries=False) if asks_queries(partition) else partition  # type: ignore[type-var]
+    return dataclasses.replace(partition, by_queries=False) if asks_queries(partition) else partition
 
 
 def build_cells(partition: Partition, keys: Tensor, cells: int, sizes: Tensor | None = None) -> Tensor:

@@ -36,8 +36,8 @@ class KMeans:
         seed: for the choice of the first centroids.
         by_queries: whether coordinates are weighted by the root mean square of queries: with a causal mask of the 64 latest that
             see no more than the keys that are grouped, so that nothing depends on a later query; without one of 64 from all
-            over, padding among them. Where no query is known, and in windows with bounds on both sides, the keys serve. A cache
-            does this anyhow, if it knows the queries of its prompt.
+            over, padding among them. Where no query is known, in windows with bounds on both sides, and in classes that are made
+            from this one, the keys serve. A cache does this anyhow, if it knows the queries of its prompt.
 
     >>> keys = torch.randn(1, 1000, 16, generator=torch.Generator().manual_seed(0))
     >>> KMeans().build(keys, 50).shape
