@@ -145,8 +145,9 @@ class Dealt:
         cells = torch.empty(len(keys), sizes.span_levels, self.length, dtype=torch.int32, device=keys.device)
         keys, visible, layout = dense(keys), as_read(visible), layout_for(keys, sizes)
         iterations = partition.iterations_or(KERNEL_ITERATIONS)
-        spans = torch.tensor([span.first + span.segments - 1 for span in layout.spans.all]).to(keys.device)
-        given = [x[spans].float() for x in queries if x is not None]
+        # Which of `ends` each span ends with, found on the device: nobody waits for it.
+        last = (layout.key_ranges[1::2] // max(1, layout.segment) - 1).long()
+        given = [x[last].float() for x in queries if x is not None]
         with backends.device_guard(keys.device):
             for some in entry_parts(len(keys)):
                 beyond = None if sizes.segment else visible[some]

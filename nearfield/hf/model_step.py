@@ -62,22 +62,28 @@ class ModelStep:
         self.captures = 0
         """how often it was captured"""
 
-    @property
-    def is_ready(self) -> bool:
+    def is_ready(self, ids: Tensor) -> bool:
         """Whether the graph that was captured serves the next step."""
         captured = self._captured
-        return captured is not None and all(map(_serves, stores_of(self.cache), captured.reads, captured.openings))
+        if captured is None or ids.shape != self.ids.shape:
+            return False
+        return all(map(_serves, stores_of(self.cache), captured.reads, captured.openings))
 
     def prepare(self, ids: Tensor, positions: Tensor) -> None:
-        """Capture a graph, unless there is one for the next step. If that fails, nothing has happened to the cache."""
+        """Capture a graph for the next step. If that fails, nothing has happened to the cache."""
         self.cache.check_torn()
-        if not self.is_ready or ids.shape != self.ids.shape:
-            self._captured = None  # Its memory is needed.
-            with backends.device_guard(ids.device):
-                self._captured = self._capture(ids, positions)
+        self._captured = None  # Its memory is needed.
+        with backends.device_guard(ids.device):
+            self._captured = self._capture(ids, positions)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        self.prepare(ids, positions)
+        if not self.is_ready(ids):
+            self.prepare(ids, positions)
+        return self.replay(ids, positions)
+
+    def replay(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The step, by the graph that is ready for it."""
+        self.cache.check_torn()
         with backends.device_guard(ids.device):
             captured = self._captured
             assert captured is not None
@@ -252,21 +258,23 @@ def stepping(model: Any, cache: CellCache, graph: bool | None, compile: bool = F
                 store.look_next()
             return forward(**options)
         reason = failed or _unknown(options)
-        if reason is None and not step.is_ready:
+        # With many requests, to ask takes as long as a few kernels, so each step asks once.
+        if reason is None and not step.is_ready(ids):
             reason = why_not(model, cache, options.get("attention_mask") if step.captures == 0 else None)
-        if reason is None:
             try:
-                step.prepare(ids, options["position_ids"])
+                if reason is None:
+                    step.prepare(ids, options["position_ids"])
             except RuntimeError as error:
                 if graph:
                     raise
                 failed = f"capturing one failed ({error})"
                 _log.warning("a model's step could not be captured in a CUDA graph, and goes on without: %s", error)
                 return forward(**options)
-            logits: Any = step(ids, options["position_ids"]).clone()
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        tell(reason)
-        return forward(**options)
+        if reason is not None:
+            tell(reason)
+            return forward(**options)
+        logits: Any = step.replay(ids, options["position_ids"]).clone()
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     obstacle = None if backends.runs_triton(model.device) else why_not(model, cache)
     with _LOCK:

@@ -358,6 +358,19 @@ def test_a_step_that_cannot_be_captured_is_served_without_a_graph(
     assert "could not be captured in a CUDA graph, and goes on without: operation not permitted" in caplog.text
 
 
+@torch.no_grad()
+def test_rows_of_keys_are_aligned_whatever_room_they_have() -> None:
+    model = net()
+    caches = [read(model, WAYS["exact"], torch.tensor(ids)).cache for ids in PROMPTS]
+    made, longest = answering.AnswerCache(caches), max(map(len, PROMPTS)) - 1
+    for more in (1, 100, answering.ROOM + 1, 700):
+        made.reserve(more)
+        for layer in made.layers:
+            assert layer.keys.shape[2] % answering.ALIGNED == 0
+            assert layer.keys.shape == layer.values.shape
+            assert longest + more <= layer.keys.shape[2] < longest + max(more, answering.ROOM) + answering.ALIGNED
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["exact", *(f"{rule}-6" for rule in RULES)])
 def test_captured_steps_write_what_plain_steps_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,13 @@ MUTANTS = (
         ("test_peers.py",),
     ),
     Mutant(
+        "answers: room for as many tokens as there are asked for, and no more",
+        "answering:with_room",
+        "-(-(length + more) // ALIGNED) * ALIGNED",
+        "length + more",
+        ("test_rows_of_keys_are_aligned_whatever_room_they_have",),
+    ),
+    Mutant(
         "answers: notes of those that have left",
         "AnswerLayer.batch_select_indices",
         "x[indices]",

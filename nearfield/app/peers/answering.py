@@ -22,6 +22,13 @@ _log = logging.getLogger("nearfield")
 
 ROOM = 128
 """Tokens of an answer that there is room for at first: as many as the longest answers of RULER have."""
+ALIGNED = 64
+"""Keys have room for a multiple of so many: products with rows of another length are several times as slow on a GPU."""
+
+
+def with_room(length: int, more: int) -> int:
+    """How many keys a layer of `length` keys has memory for, to take so many more."""
+    return -(-(length + more) // ALIGNED) * ALIGNED
 
 
 class Place:
@@ -56,8 +63,9 @@ class AnswerLayer(DynamicLayer):
         self.place = place
         first: Any = layers[0]
         self.lazy_initialization(first.keys, first.values)
+        room = with_room(place.length, ROOM) - place.length
         self.keys, self.values = (
-            torch.cat([F.pad(getattr(x, name), (0, 0, n, ROOM)) for x, n in zip(layers, place.missing, strict=True)])
+            torch.cat([F.pad(getattr(x, name), (0, 0, n, room)) for x, n in zip(layers, place.missing, strict=True)])
             for name in ("keys", "values")
         )
         self.budget = max(x.budget for x in layers)
@@ -85,9 +93,10 @@ class AnswerLayer(DynamicLayer):
     def reserve(self, more: int) -> None:
         assert self.keys is not None
         assert self.values is not None
-        lacking = self.place.length + more - self.keys.shape[2]
-        if lacking > 0:
-            self.keys, self.values = (F.pad(x, (0, 0, 0, max(ROOM, lacking))) for x in (self.keys, self.values))
+        has = self.keys.shape[2]
+        if self.place.length + more > has:
+            room = with_room(self.place.length, max(ROOM, more)) - has
+            self.keys, self.values = (F.pad(x, (0, 0, 0, room)) for x in (self.keys, self.values))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

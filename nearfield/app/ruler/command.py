@@ -189,14 +189,14 @@ def _measure(
         def saved() -> None:
             nonlocal last
             if time.monotonic() > last + SAVED_EVERY:
-                _save(record, about)
+                save(record, about)
                 last = time.monotonic()
 
         until = None if asked.minutes is None else started + 60 * asked.minutes
         answer_all(plan, model, tokenizer, prompts, record, told, until, saved)
 
 
-def _save(record: Record, about: dict[str, Any]) -> Results:
+def save(record: Record, about: dict[str, Any]) -> Results:
     """Write what the answers on record say."""
     found = Results.of(record.answers)
     for name, text in zip(WRITTEN, (json_text(as_json(found, about)), page(found, about)), strict=True):
@@ -215,7 +215,7 @@ def _show(record: Record, console: Console, about: dict[str, Any]) -> None:
     """Write it and print it."""
     if not record.answers:
         return
-    found = _save(record, about)
+    found = save(record, about)
     for template in found.templates:
         for table in tabulated(found, template):
             console.print(table)
