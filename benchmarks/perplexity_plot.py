@@ -19,6 +19,7 @@ RULES = {
     "streaming": ("StreamingLLM", "#a0a3ad", "v"),
     "retroinfer": ("RetroInfer", "#8d6cab", "X"),
     "vattention": ("vAttention", "#b5892e", "h"),
+    "weight": ("cells, as many as matter", CELLS, "p"),
 }
 READ = {"cells": ("Cells()", CELLS, "-"), "shared": ("Cells(share=128)", "#a8432b", (0, (4, 1.5)))}
 TITLES = {"qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B", "gemma-3-270m": "Gemma 3 270M", "smollm2-135m": "SmolLM2-135M"}

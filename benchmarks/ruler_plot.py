@@ -56,7 +56,8 @@ def draw(axis: Any, title: str, ways: dict[str, dict[str, Any]]) -> None:
     for way, row in ways.items():
         rule, _, share = way.rpartition("-")
         if share.replace(".", "").isdigit():
-            lines.setdefault(rule, []).append((float(share), row))
+            # How many keys are read by weight is not in the name.
+            lines.setdefault(rule, []).append((100 * row["share"] if rule == "weight" else float(share), row))
     axis.set_title(title, loc="left")
     axis.set(
         xscale="log", xlabel="keys that a token of the answer reads", ylabel="RULER, points more than exact on the same prompts"

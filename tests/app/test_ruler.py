@@ -495,6 +495,8 @@ def test_layers_with_a_window_are_answered_in_batches_where_prompts_fill_it(name
     expected = [greedy(model, ids, 40) for ids in LISTED]
     found = answer(model, tokenizer(), WAYS[name], LISTED, [40, 40, 3])
     assert [one.tokens for one in found] == [expected[0], expected[1], expected[2][:3]]
+    if name == "exact":
+        assert [one.keys_read for one in found] == [len(ids) - 1 for ids in LISTED], "windows do not count"
     short = [LISTED[0], LISTED[1][: window - 2]]
     with pytest.raises(ValueError, match=r"has a window of \d+ tokens, and request 1 has fewer.*by itself; --batch 1"):
         answer(model, tokenizer(), WAYS[name], short, 2)

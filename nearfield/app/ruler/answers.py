@@ -20,7 +20,7 @@ class Answer:
     tokens: list[int]
     text: str
     keys_read: float
-    """by a token of it, mean over layers"""
+    """by a token of it, mean over layers without a window"""
     reading: float
     """seconds until the prompt was read"""
     writing: float

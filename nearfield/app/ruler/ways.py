@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -99,8 +99,9 @@ class Way:
         return write(model, cache, prompts, config.max_new_tokens)
 
     def keys_read(self, cache: Any) -> float:
-        """How many keys a token of the answer reads, mean over layers; of the cache for one prompt, when the answer begins."""
-        return _mean([_length(layer) for layer in cache.layers])
+        """How many keys a token of the answer reads, mean over layers without a window (all, if each has one); of the cache for
+        one prompt, when the answer begins."""
+        return _over_layers(cache, _length)
 
 
 class Recorded(Way):
@@ -161,7 +162,7 @@ class CellWay(Way):
         return generate(model, prompts, cache=cache, generation_config=config)
 
     def keys_read(self, cache: CellCache) -> float:
-        return _mean([_keys_read(layer) for layer in cache.layers])
+        return _over_layers(cache, _keys_read)
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,9 @@ class PeerWay(Way):
         return cache.by_rule(self.rule, self.share)
 
     def keys_read(self, cache: PeerCache) -> float:
-        read = [min(_length(layer), layer.budget) if isinstance(layer, PeerLayer) else _length(layer) for layer in cache.layers]
-        return _mean(read)
+        return _over_layers(
+            cache, lambda layer: min(_length(layer), layer.budget) if isinstance(layer, PeerLayer) else _length(layer)
+        )
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class WeightWay(BudgetWay):
 
     def keys_read(self, cache: CellCache) -> float:
         """As the last rows of the prompt would have: how many cells a step opens depends on its query."""
-        return _mean([_keys_read(layer, _opened_lately(layer)) for layer in cache.layers])
+        return _over_layers(cache, lambda layer: _keys_read(layer, _opened_lately(layer)))
 
 
 def _opened_lately(layer: Any) -> float | None:
@@ -326,8 +328,10 @@ def _keys_read(layer: Any, opened: float | None = None) -> float:
     return min(store.length, store.length - closed + min(closed, store.method.sinks) + opened)
 
 
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / max(1, len(numbers))
+def _over_layers(cache: Any, count: Callable[[Any], float]) -> float:
+    """The mean of what is counted in each layer that has no window."""
+    layers = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)] or list(cache.layers)
+    return sum(map(count, layers)) / max(1, len(layers))
 
 
 WAYS: dict[str, Way] = {}
