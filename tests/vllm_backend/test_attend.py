@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from storage_bytes import fill_bytes
 from torch import Tensor
 
 from nearfield.vllm import attend as module
@@ -31,7 +32,7 @@ class Request:
         generator = torch.Generator().manual_seed(seed)
         self.layout = layout
         self.pages = layout.empty(40, dtype)
-        self.pages.untyped_storage()[:] = 255
+        fill_bytes(self.pages, 255)
         self.blocks = torch.randperm(40, generator=generator)[: -(-length // 32)]
         shapes = (length, HEADS, 16), (length, 2, 16), (length, 2, 16)
         self.query, self.key, self.value = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from storage_bytes import fill_bytes
 from torch import Tensor
 
 from nearfield.vllm import installed, register
@@ -66,7 +67,7 @@ class Step:
     def __init__(self, layer: Any, pages: Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         self.pages = LAYOUT.empty(40, torch.float32) if pages is None else pages
-        self.pages.untyped_storage()[:] = 255
+        fill_bytes(self.pages, 255)
         free = torch.randperm(40, generator=generator).tolist()
         self.table = torch.zeros(len(self.lengths), 12, dtype=torch.int32)
         for request, length in enumerate(self.lengths):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from storage_bytes import fill_bytes
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -43,7 +44,7 @@ class Batch:
         size, self.layout, self.lengths = layout.size, layout, lengths
         blocks = [-(-length // size) for length in lengths]
         self.pages = layout.empty(sum(blocks) + 5, dtype, DEVICE)
-        self.pages.untyped_storage()[:] = 255
+        fill_bytes(self.pages, 255)
         free = torch.randperm(len(self.pages), generator=generator).tolist()
         self.table = torch.full((len(lengths), max(blocks) + 2), 10**6, dtype=torch.int32)
         self.key, self.value, self.slots = [], [], []

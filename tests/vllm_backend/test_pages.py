@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from storage_bytes import fill_bytes
 from torch import Tensor
 
 from nearfield.vllm.blocks import full_blocks, summarise, write_cells, write_keys
@@ -22,7 +23,7 @@ def written(dtype: torch.dtype, blocks: list[int], seed: int = 0, pages: Tensor 
     """Pages in which these blocks are full, and what was written `[tokens, heads, dim + value_dim]`."""
     if pages is None:
         pages = LAYOUT.empty(7, dtype)
-        pages.untyped_storage()[:] = 255  # NaN, wherever nothing is written
+        fill_bytes(pages, 255)  # NaN, wherever nothing is written
     tokens = len(blocks) * LAYOUT.size
     both = torch.randn(tokens, 2, 24, generator=seeded(seed), dtype=torch.float64).to(dtype)
     slots = (torch.tensor(blocks)[:, None] * LAYOUT.size + torch.arange(LAYOUT.size)).flatten()
@@ -61,7 +62,7 @@ def test_keys_may_lie_by_columns() -> None:
     """As vLLM's kernel for CPUs has them: column by column, and values behind them."""
     layout = replace(LAYOUT, by_columns=True)
     pages, (key, value) = layout.empty(3, torch.float32), torch.randn(2, 64, 2, 16, generator=seeded(0))
-    pages.untyped_storage()[:] = 255
+    fill_bytes(pages, 255)
     write_keys(pages, layout, key, value[..., :8], 64 + torch.arange(64))
     for head in range(2):
         held = pages[1, head].flatten()
@@ -119,7 +120,7 @@ def test_cells_come_with_the_last_key_of_a_block() -> None:
     """Not before, whatever the pieces in which keys come; tokens at slot -1 go nowhere."""
     whole, both = written(torch.float32, [6])
     pages = LAYOUT.empty(7, torch.float32)
-    pages.untyped_storage()[:] = 255
+    fill_bytes(pages, 255)
     for begin, end in ((0, 1), (1, 40), (40, 63), (63, 64)):
         assert bool((LAYOUT.summaries(pages).order == 255).all())
         slots = torch.cat([torch.arange(begin, end) + 6 * 64, torch.tensor([-1])])

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from storage_bytes import fill_bytes
 
 from nearfield.vllm import installed
 
@@ -34,7 +35,7 @@ def test_keys_are_written_where_others_read_them(dtype: torch.dtype, tolerance: 
     slots[[3, 50]] = -1
     pages = [LAYOUT.empty(7, dtype) for _ in range(2)]
     for own in pages:
-        own.untyped_storage()[:] = 255
+        fill_bytes(own, 255)
     stock.write(pages[0], LAYOUT, key, value, slots)
     write_keys(pages[1], LAYOUT, key, value, slots)
     assert bytes(pages[0].untyped_storage()) == bytes(pages[1].untyped_storage())
@@ -52,7 +53,7 @@ def test_rows_read_all_their_keys(
         pytest.skip("this CPU's form for such heads is read by nothing else")
     layout, plain = PageLayout(2, 64, dim, dim, is_packed=True), PageLayout(2, 64, dim, dim)
     pages, others = layout.empty(20, dtype), plain.empty(20, dtype)
-    pages.untyped_storage()[:] = 0x44  # Numbers: the kernel gives keys that were not written a weight of zero.
+    fill_bytes(pages, 0x44)  # Numbers: the kernel gives keys that were not written a weight of zero.
     free = torch.randperm(20, generator=generator).tolist()
     table = torch.zeros(4, 8, dtype=torch.int32)
     for own, length in zip(table, LENGTHS, strict=True):
