@@ -114,4 +114,11 @@ MUTANTS = (
         "(places + 2 + self.facts.offset)",
         (OVER_RANKS,),
     ),
+    Mutant(
+        "by queries: kernels of ranks take the queries of the first segment for all spans",
+        "Dealt._by_kernels",
+        "// max(1, layout.segment) - 1)",
+        "// max(1, layout.segment) * 0)",
+        ("test_kernels_in_triton_over_ranks",),
+    ),
 )

@@ -202,6 +202,13 @@ MUTANTS = (
         ("test_cell_cache_sizes.py",),
     ),
     Mutant(
+        "ruler: keys of layers with a window count",
+        "app.ruler.ways:_over_layers",
+        '[layer for layer in cache.layers if not getattr(layer, "is_sliding", False)] or list(cache.layers)',
+        "list(cache.layers)",
+        ("test_layers_with_a_window_are_answered_in_batches_where_prompts_fill_it",),
+    ),
+    Mutant(
         "ruler: cells of another size serve again",
         "app.ruler.ways:_has_same_cells",
         "return replace(kept.method, probes=store.method.probes) == store.method",
