@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for default_gpu.json")
     arguments = parser.parse_args()
     if not CUDA and not arguments.quick:
-        parser.error("needs a GPU; --quick runs without one")
+        print("skipped: there is no CUDA device (--quick runs without one)")
+        return
     if arguments.out:
         record.RESULTS = arguments.out
     rows: list[dict[str, Any]] = []

@@ -260,7 +260,8 @@ def main() -> None:
         record.RESULTS = options.out
     if not options.plot_only:
         if not (CUDA or options.quick or options.device or options.prepare):
-            parser.error("needs a GPU; --device cpu --tokens 2048 runs without one, and so does --quick")
+            print("skipped: there is no CUDA device (--device cpu --tokens 2048 runs without one, and so does --quick)")
+            return
         if not options.quick and (options.model is None or not options.model.exists()):
             print(f"skipped: no model in {options.model} (`make qwen` or `make gemma` fetches one; --model names its folder)")
             return

@@ -147,7 +147,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for topk_gpu.json")
     arguments = parser.parse_args()
     if not CUDA and not arguments.quick:
-        parser.error("needs a GPU; --quick runs without one")
+        print("skipped: there is no CUDA device (--quick runs without one)")
+        return
     if arguments.out:
         record.RESULTS = arguments.out
     writes = arguments.out is not None or not arguments.quick

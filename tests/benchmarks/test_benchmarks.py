@@ -104,6 +104,36 @@ def test_the_benchmark_of_a_decoding_step_runs(load: Callable[[str], Any]) -> No
         assert row["error"] < (1e-5 if row["method"] in ("exact", "Cells()") else 3)
 
 
+GPU_ONLY = ("default", "extend", "generate", "perplexity", "queries", "sizes", "topk")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_what_needs_a_gpu_is_left_out_without_one(run: Callable[..., str], name: str) -> None:
+    """`make bench` runs them all."""
+    assert run(f"bench_{name}_gpu").startswith("skipped: there is no CUDA device (")
+
+
+def test_the_benchmark_of_cells_for_queries_runs(load: Callable[[str], Any]) -> None:
+    found = load("bench_queries_gpu").measure(256)
+    assert 0 < found["error"]["queries"] < 0.1
+    assert min(*found["prompt"].values(), *found["training"].values()) > 0
+
+
+def test_the_benchmark_of_sizes_runs(run: Callable[..., str], load: Callable[[str], Any]) -> None:
+    shown = run("bench_sizes_gpu", "--quick")
+    assert "random: prompts" in shown
+    assert "random: steps" in shown
+    bench = load("bench_sizes_gpu")
+    layer = ("one", *make("gaussian", 1, 2, 3000, 8, kv_heads=1))
+    for section in bench.SECTIONS.values():
+        errors = [row["error"] for row in section(layer, False)]
+        assert min(errors) > 0
+        assert errors[0] < errors[2], "of the same cells a third is opened"
+    exact = F.scaled_dot_product_attention(*layer[1:], is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(bench.exact_rows(*layer[1:], 9), exact[:, :, -9:], atol=1e-5, rtol=1e-5)
+
+
 def test_the_benchmark_of_the_default_on_a_gpu_runs_without_one(load: Callable[[str], Any]) -> None:
     bench = load("bench_default_gpu")
     query, key, value = make("clustered", 1, 1, 512, 16)
