@@ -145,7 +145,7 @@ def cell_cache(model: Any, prompts: Prompts, way: CellWay) -> CellCache:
         layer.keys, layer.values = (torch.cat([getattr(one, name) for one in own]) for name in ("keys", "values"))
         layer.is_initialized = True
         if isinstance(layer, PeerLayer) and own[0].queries is not None:
-            layer.queries = torch.cat([one.queries for one in own])
+            layer.queries, layer.scale = torch.cat([one.queries for one in own]), own[0].scale
     if isinstance(way, BudgetWay):
         return way.adopt(joined, model.config)
     made = way.cache(model.config)

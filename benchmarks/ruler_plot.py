@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cells_plot import CELLS, QUIET, SDPA, WASH
+from cells_plot import CELLS, HALO, QUIET, SDPA, WASH
 from perplexity_plot import RULES, TITLES, write_names
 from record import FIGURES, RESULTS
 
@@ -62,7 +62,7 @@ def draw(axis: Any, title: str, ways: dict[str, dict[str, Any]]) -> None:
     axis.set(
         xscale="log", xlabel="keys that a token of the answer reads", ylabel="RULER, points more than exact on the same prompts"
     )
-    axis.set_ylim(1.15 * min(-2 * WANTED, *(-row["loss"] for row in ways.values() if row["loss"] is not None)), 8)
+    axis.set_ylim(1.3 * min(-2 * WANTED, *(-row["loss"] for row in ways.values() if row["loss"] is not None)), 8)
     axis.axhspan(-WANTED, WANTED, color=WASH, zorder=0, linewidth=0)
     axis.axhline(0, color=SDPA, linewidth=1)
     names = []
@@ -77,7 +77,10 @@ def draw(axis: Any, title: str, ways: dict[str, dict[str, Any]]) -> None:
         names.append((x[0], y[0], f"{label} ({told} prompts)", color, "bold" if ours else "normal"))
     if "default" in ways:
         row = ways["default"]
-        axis.plot(100 * row["share"], -row["loss"], "*", color=CELLS, markersize=14, markeredgecolor="white", zorder=6)
+        place = 100 * row["share"], -row["loss"]
+        axis.plot(*place, "*", color=CELLS, markersize=14, markeredgecolor="white", zorder=6)
+        at: Any = {"textcoords": "offset points", "color": CELLS, "weight": "bold", "fontsize": 8, "zorder": 7, "bbox": HALO}
+        axis.annotate(f"CellCache() ({row['answers']} prompts)", place, (-9, -13), ha="right", **at)
     axis.set_xlim(0.35, 16)
     axis.set_xticks([1.5, 3, 6, 12])
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}%")

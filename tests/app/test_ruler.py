@@ -562,10 +562,10 @@ def test_a_record_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"answers of another run \(seed 42, not 43\); name another folder with --out"):
         Record(path, ABOUT | {"seed": 43})
     assert path.read_bytes() == before
-    older = before.replace(b"nearfield-ruler 3", b"nearfield-ruler 2")
+    older = before.replace(b"nearfield-ruler 4", b"nearfield-ruler 3")
     path.write_bytes(older)
     with pytest.raises(
-        ValueError, match=r"of another version of nearfield \(nearfield-ruler 2, not nearfield-ruler 3\).*with --out"
+        ValueError, match=r"of another version of nearfield \(nearfield-ruler 3, not nearfield-ruler 4\).*with --out"
     ):
         Record(path, ABOUT)
     assert path.read_bytes() == older

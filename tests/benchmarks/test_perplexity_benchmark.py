@@ -87,6 +87,17 @@ def test_a_cell_cache_that_opens_everything_is_exact(measure: Any, small: Any) -
     torch.testing.assert_close(found[1:], alone, **CLOSE)
 
 
+def test_keys_that_matter_are_counted_with_the_scale_of_the_model(measure: Any, small: Any) -> None:
+    prompts = measure.read_prompts(small, tokens(2, TOKENS), WRITTEN)
+    made = measure.cell_cache(small, prompts, WAYS["weight-0.4"])
+    both = [(layer, read) for layer, read in zip(made.layers, prompts.caches[0].layers, strict=True) if hasattr(layer, "latest")]
+    assert both
+    for layer, read in both:
+        query, scale = layer.latest
+        assert scale == read.scale != 1.0
+        assert query.shape[0] == 2
+
+
 def test_keys_read(measure: Any) -> None:
     prompts = measure.Prompts(torch.zeros(1, 10_000 + 101), 100, [])
     assert measure.keys_of(EXACT, prompts) == 10_000 + 50.5

@@ -52,10 +52,35 @@ def test_answers_of_several_runs_are_those_of_one(
     assert (both / "ruler.html").exists()
     with pytest.raises(ValueError, match="is there already"):
         script.merge(both, runs)
+    with pytest.raises(SystemExit):
+        script.main()
+
+
+def test_a_run_that_goes_on_is_left_as_it_is(
+    load: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    going = run(tmp_path / "a", "vt", 100.0) / "answers.jsonl"
+    with going.open("a") as file:
+        file.write('{"template": "raw", "len')
+    before = going.read_bytes()
+    made = load("ruler_merge").merge(tmp_path / "both", [going.parent])
+    assert len(made.answers) == 2
+    assert going.read_bytes() == before
+    assert "1 damaged answers are left out" in capsys.readouterr().out
+
+
+def test_a_folder_without_answers_is_refused(load: Callable[[str], Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"answers\.jsonl does not exist"):
+        load("ruler_merge").merge(tmp_path / "both", [tmp_path])
+    assert not any(tmp_path.iterdir())
 
 
 def test_runs_of_different_models_are_refused(load: Callable[[str], Any], tmp_path: Path) -> None:
     runs = [run(tmp_path / "a", "vt", 100.0), run(tmp_path / "b", "qa_1", 50.0, model="two")]
     with pytest.raises(ValueError, match="model two, not one"):
+        load("ruler_merge").merge(tmp_path / "both", runs)
+    told = json.loads((runs[1] / "ruler.json").read_text())
+    (runs[1] / "ruler.json").write_text(json.dumps(told | {"environment": WHERE | {"gpu": "another"}}))
+    with pytest.raises(ValueError, match=r"several kinds of GPU \(another, some\)"):
         load("ruler_merge").merge(tmp_path / "both", runs)
     assert not (tmp_path / "both").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAME = "nearfield-ruler"
-FORMAT = f"{NAME} 3"
+FORMAT = f"{NAME} 4"
 
 
 class Key(NamedTuple):
