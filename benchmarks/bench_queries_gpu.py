@@ -18,6 +18,7 @@ from typing import Any
 
 import record
 import torch
+from errors import exact_rows
 from gpu_timing import CUDA, QKV, card, clustered, interleaved, sdpa
 from torch import Tensor
 
@@ -44,13 +45,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, cells: nf.Cells) -> None:
 
 def error(query: Tensor, key: Tensor, value: Tensor, cells: nf.Cells) -> float:
     rows = nf.attention(query, key, value, is_causal=True, method=cells, enable_gqa=True)[:, :, -ROWS:].float()
-    keys, values = (x.repeat_interleave(query.shape[1] // key.shape[1], 1).float() for x in (key, value))
-    logits = query[:, :, -ROWS:].float() @ keys.mT / DIM**0.5
-    seen = (
-        torch.arange(key.shape[2], device=key.device)
-        <= torch.arange(key.shape[2] - ROWS, key.shape[2], device=key.device)[:, None]
-    )
-    exact = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+    exact = exact_rows(query, key, value, ROWS)
     return float((rows - exact).norm() / exact.norm())
 
 

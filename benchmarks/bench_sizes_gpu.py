@@ -31,6 +31,7 @@ import perplexity_texts
 import real
 import record
 import torch
+from errors import exact_rows
 from gpu_timing import CUDA, DEVICE, card, clustered, elapsed, wait
 from perplexity_texts import Text
 from torch import Tensor
@@ -50,15 +51,6 @@ TURNS = 15
 
 Layer = tuple[str, Tensor, Tensor, Tensor]
 """Its name, and queries, keys and values `[1, heads, tokens, dim]`; the default scale is the model's."""
-
-
-def exact_rows(query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
-    """The last rows of causal attention, `[1, heads, rows, dim]`, float32."""
-    group, length = query.shape[1] // key.shape[1], key.shape[2]
-    keys, values = (x.repeat_interleave(group, 1).float() for x in (key, value))
-    logits = query[:, :, -rows:].float() @ keys.mT / query.shape[3] ** 0.5
-    place = torch.arange(length, device=key.device)
-    return logits.masked_fill_(place > place[-rows:, None], -torch.inf).softmax(-1) @ values
 
 
 def told(found: Tensor, exact: Tensor) -> dict[str, float]:

@@ -63,5 +63,14 @@ HEADINGS = ("mean rel.", "p95 rel.", "max add.")
 """Headings of the columns that `written` fills."""
 
 
+def exact_rows(query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
+    """The last rows of causal attention, `[1, heads, rows, dim]`, float32."""
+    group, length = query.shape[1] // key.shape[1], key.shape[2]
+    keys, values = (x.repeat_interleave(group, 1).float() for x in (key, value))
+    logits = query[:, :, -rows:].float() @ keys.mT / query.shape[3] ** 0.5
+    place = torch.arange(length, device=key.device)
+    return logits.masked_fill_(place > place[-rows:, None], -torch.inf).softmax(-1) @ values
+
+
 def written(errors: Summary) -> tuple[str, ...]:
     return f"{errors['mean_relative']:.4f}", f"{errors['p95_relative']:.4f}", f"{errors['max_additive']:.4f}"

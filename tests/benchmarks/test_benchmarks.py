@@ -117,7 +117,7 @@ def test_what_needs_a_gpu_is_left_out_without_one(run: Callable[..., str], name:
 
 
 def test_the_benchmark_of_cells_for_queries_runs(load: Callable[[str], Any]) -> None:
-    found = load("bench_queries_gpu").measure(256)
+    found = load("bench_queries_gpu").measure(512)
     assert 0 < found["error"]["queries"] < 0.1
     assert min(*found["prompt"].values(), *found["training"].values()) > 0
 

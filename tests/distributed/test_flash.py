@@ -330,6 +330,7 @@ def test_a_nan_reaches_the_rows_that_see_it_on_a_gpu(alone: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [nf.Exact(), nf.Cells(), nf.Cells(partition=nf.KMeans(by_queries=True))], ids=repr)
 def test_nothing_waits_for_a_gpu(alone: Any, method: nf.Method) -> None:
+    """What waits raises: that is what the last run asserts."""
     case = Case(5001, 5001, heads=(4, 4))
     given = [x.cuda() for x in inputs(case)]
 

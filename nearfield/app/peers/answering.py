@@ -23,7 +23,7 @@ _log = logging.getLogger("nearfield")
 ROOM = 128
 """Tokens of an answer that there is room for at first: as many as the longest answers of RULER have."""
 ALIGNED = 64
-"""Keys have room for a multiple of so many: products with rows of another length are several times as slow on a GPU."""
+"""Keys have room for a multiple of so many: a GPU has slower products for rows of another length."""
 
 
 def with_room(length: int, more: int) -> int:
